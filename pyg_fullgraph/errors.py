@@ -1,0 +1,96 @@
+"""Exceptions; each class owns the sentence it says: what was expected and what came.
+
+Every class also derives from the builtin a caller would expect (ValueError, IndexError, ...), so code written for PyG
+keeps catching it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class PygFullgraphError(Exception):
+    """Base of all exceptions raised on purpose by this package."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Subclasses build their message in __init__, so unpickling must not call it again with the message.
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+def _rebuild(cls: type[PygFullgraphError], args: tuple[Any, ...], state: dict[str, Any]) -> PygFullgraphError:
+    error = cls.__new__(cls, *args)
+    error.__dict__.update(state)
+    return error
+
+
+class InputError(PygFullgraphError, ValueError):
+    """An argument has the wrong value; the base of the more exact ones below."""
+
+    def __init__(self, name: str, expected: str, got: object) -> None:
+        super().__init__(f"Expected '{name}' {expected} (got {got})")
+
+
+class ShapeError(InputError):
+    """An argument has the wrong shape."""
+
+    def __init__(self, name: str, expected: str, shape: Sequence[int]) -> None:
+        super().__init__(name, f"to have shape {expected}", list(shape))
+
+
+class RowCountError(InputError):
+    """A tensor does not have one row per node or edge."""
+
+    def __init__(self, name: str, num_rows: int, per: str, got: int) -> None:
+        super().__init__(name, f"to have {num_rows} rows, one per {per}", got)
+
+
+class DtypeError(InputError):
+    """An argument has the wrong dtype."""
+
+    def __init__(self, name: str, expected: str, dtype: object) -> None:
+        super().__init__(name, f"to be of {expected}", dtype)
+
+
+class DeviceError(InputError):
+    """Arguments are on different devices."""
+
+    def __init__(self, name: str, expected: object, got: object) -> None:
+        super().__init__(name, f"on device {expected}", got)
+
+
+class SizeMismatchError(InputError):
+    """A prepared graph is used with another number of nodes than it was built for."""
+
+    def __init__(self, expected: tuple[int, int], got: tuple[int | None, int | None]) -> None:
+        super().__init__("size", f"to be (num_src, num_dst) = {expected}, the size of the graph", got)
+
+
+class GraphTypeError(PygFullgraphError, TypeError):
+    """An object is none of the forms of a graph."""
+
+    def __init__(self, got: object) -> None:
+        super().__init__(
+            "Expected a Graph, an edge_index tensor, a torch_geometric EdgeIndex, a torch_sparse SparseTensor or a "
+            f"torch sparse tensor (got {type(got).__module__}.{type(got).__qualname__})"
+        )
+
+
+class IndexRangeError(PygFullgraphError, IndexError):
+    """A node id is negative or not below the number of nodes."""
+
+    def __init__(self, name: str, role: str, num_nodes: int, index: int, position: int) -> None:
+        super().__init__(
+            f"Expected the {role} ids in '{name}' to be valid indices in [0, {num_nodes}) "
+            f"(got {index} at edge {position})"
+        )
+
+
+class PackageConflictError(PygFullgraphError, ImportError):
+    """Another distribution's package of the name triton_kernels was imported."""
+
+    def __init__(self, found: str) -> None:
+        super().__init__(
+            "Expected package 'triton_kernels' to be the one installed with pyg-fullgraph; triton-lang has a package "
+            f"of the same name. Uninstall it or put ours first on sys.path (got {found})"
+        )

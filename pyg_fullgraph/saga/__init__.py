@@ -1,0 +1,1 @@
+"""The compiler: message functions to edge programs to kernels."""
