@@ -7,4 +7,6 @@ from pyg_fullgraph.errors import PackageConflictError
 if getattr(triton_kernels, "OWNER", None) != "pyg-fullgraph":
     raise PackageConflictError(getattr(triton_kernels, "__file__", None) or str(list(triton_kernels.__path__)))
 
-__all__ = ["__version__"]
+from pyg_fullgraph.graph import Graph
+
+__all__ = ["Graph", "__version__"]

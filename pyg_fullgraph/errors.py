@@ -62,7 +62,7 @@ class DeviceError(InputError):
 class SizeMismatchError(InputError):
     """A prepared graph is used with another number of nodes than it was built for."""
 
-    def __init__(self, expected: tuple[int, int], got: tuple[int | None, int | None]) -> None:
+    def __init__(self, expected: tuple[int | None, int | None], got: tuple[int | None, int | None]) -> None:
         super().__init__("size", f"to be (num_src, num_dst) = {expected}, the size of the graph", got)
 
 
@@ -93,4 +93,69 @@ class PackageConflictError(PygFullgraphError, ImportError):
         super().__init__(
             "Expected package 'triton_kernels' to be the one installed with pyg-fullgraph; triton-lang has a package "
             f"of the same name. Uninstall it or put ours first on sys.path (got {found})"
+        )
+
+
+class NotFusable(PygFullgraphError):
+    """A message-passing method cannot become an edge program; carries every reason that was found."""
+
+    def __init__(self, reasons: Sequence[str]) -> None:
+        super().__init__("Cannot be fused: " + "; ".join(reasons))
+        self.reasons = tuple(reasons)
+
+
+class DatasetError(InputError):
+    """A dataset cannot be read, or its arrays do not fit together."""
+
+    def __init__(self, dataset: str, name: str, expected: str, got: object) -> None:
+        super().__init__(name, f"of dataset '{dataset}' to be {expected}", got)
+
+
+class UnknownDatasetError(InputError):
+    """A dataset name that nothing answers to."""
+
+    def __init__(self, name: str, known: Sequence[str], cached: Sequence[str], folder: object) -> None:
+        found = ", ".join(cached) if cached else "no .npz file"
+        super().__init__(
+            "dataset",
+            f"to be one of {', '.join(known)}, a path to a .npz file, or the name of one in {folder} ({found})",
+            f"'{name}'",
+        )
+
+
+class UnwritableFolderError(PygFullgraphError, OSError):
+    """Results could not be written where they were asked for; raised before any training."""
+
+    def __init__(self, folder: object, reason: object) -> None:
+        super().__init__(f"Expected output folder '{folder}' to be writable (got {reason})")
+
+
+class CheckpointError(PygFullgraphError, RuntimeError):
+    """A checkpoint is missing, unreadable, truncated, or of another run."""
+
+    def __init__(self, path: object, expected: str, got: object) -> None:
+        super().__init__(f"Expected checkpoint '{path}' {expected} (got {got})")
+
+
+class OutOfMemoryError(PygFullgraphError, MemoryError):
+    """Training needed more memory than there is; says what to try."""
+
+    def __init__(self, device: object, when: str, suggestions: Sequence[str], reason: object) -> None:
+        super().__init__(f"Out of memory on {device} {when}. Try: {'; '.join(suggestions)}. ({reason})")
+
+
+class DivergedError(PygFullgraphError, ArithmeticError):
+    """The training loss is no longer a finite number."""
+
+    def __init__(self, epoch: int, loss: float, suggestions: Sequence[str]) -> None:
+        super().__init__(f"Expected a finite loss (got {loss} in epoch {epoch}). Try: {'; '.join(suggestions)}")
+
+
+class GraphWriteError(PygFullgraphError, TypeError):
+    """An operation would write into a Graph."""
+
+    def __init__(self, operation: str) -> None:
+        super().__init__(
+            "Expected a Graph to be read only; 'graph.to_edge_index()' returns a tensor that may be changed "
+            f"(got {operation})"
         )

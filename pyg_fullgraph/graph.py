@@ -1,0 +1,511 @@
+"""Graph: the incidence of a set of edges, prepared once and used wherever PyG takes an ``edge_index``.
+
+Edges are kept in two orders, by destination (``in_*``) and by source (``out_*``), both with the position of each edge
+in the user's own order, because edge attributes and attention coefficients come and go in that order.
+Legend: S sources, N destinations, E edges.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+import torch.utils._pytree as pytree
+import torch_geometric.typing as pyg_typing
+from torch import Tensor
+from torch_geometric import EdgeIndex
+
+from pyg_fullgraph import errors
+from triton_kernels import segment
+from triton_kernels.segment import RowSchedule
+
+__all__ = ["EdgeOrder", "Graph", "RowSchedule", "graph_of"]
+
+Size = tuple[int | None, int | None]
+
+# Row ids of this many edges are kept once computed; more are computed on demand.
+_MAX_CACHED_ROWS = 1 << 20
+_INTEGER_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class EdgeOrder:
+    """The edges grouped by one endpoint ("row"); within a row they keep the user's order.
+
+    Attributes:
+        ptr: [num_rows + 1] positions ``ptr[r] .. ptr[r + 1]`` are the edges of row r.
+        other: [E] the other endpoint of each position.
+        eid: [E] index of each position in the user's order, or None where the two orders are the same.
+        num_rows, num_others: number of nodes on either side.
+
+    All index tensors share one dtype: int32 if S, N and E fit, else int64.
+    """
+
+    ptr: Tensor
+    other: Tensor
+    eid: Tensor | None
+    num_rows: int
+    num_others: int
+    _cache: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def num_edges(self) -> int:
+        return self.other.numel()
+
+    @property
+    def row(self) -> Tensor:
+        """[E] row id of each position; cached for small graphs only."""
+        if self.num_edges > _MAX_CACHED_ROWS:
+            return segment.expand_rows(self.ptr, self.num_edges)
+        return self._cached("row", lambda: segment.expand_rows(self.ptr, self.num_edges))
+
+    @property
+    def degree(self) -> Tensor:
+        """[num_rows] number of edges of each row."""
+        return self._cached("degree", lambda: segment.degrees(self.ptr))
+
+    @property
+    def ptr_host(self) -> Tensor:
+        """``ptr`` as a CPU tensor, fetched once."""
+        return self._cached("ptr_host", lambda: self.ptr.cpu())
+
+    def inv_degree(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[num_rows] ``1 / max(degree, 1)`` in a floating dtype, cached: the factor of a mean."""
+        return self._cached(("inv_degree", dtype), lambda: self.degree.clamp(min=1).to(dtype).reciprocal())
+
+    def schedule(self, max_piece: int = 1024) -> RowSchedule:
+        """Rows cut into pieces of at most ``max_piece`` edges, longest first; cached per bound."""
+        return self._cached(("schedule", max_piece), lambda: segment.schedule_rows(self.ptr, max_piece))
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> EdgeOrder:
+        """The same order on another device; what is cached is computed again there."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def clone(self) -> EdgeOrder:
+        """A copy that shares no memory."""
+        return self._map(torch.clone)
+
+    def transpose(self) -> EdgeOrder:
+        """The same edges grouped by the other endpoint. Cost: at most one stable sort of E keys."""
+        # From the user's order, not from this one, so that rows of the result ascend in it too.
+        others = segment.scatter_by(self.other, self.eid)
+        rows = segment.scatter_by(segment.expand_rows(self.ptr, self.num_edges), self.eid)
+        ptr, other, eid = segment.build_csr(others, rows, self.num_others)
+        return EdgeOrder(ptr, other, eid, self.num_others, self.num_rows)
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> EdgeOrder:
+        eid = None if self.eid is None else change(self.eid)
+        return EdgeOrder(change(self.ptr), change(self.other), eid, self.num_rows, self.num_others)
+
+    def _cached(self, key: object, build: Callable[[], Any]) -> Any:
+        if key not in self._cache:
+            self._cache[key] = build()
+        return self._cache[key]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_cache": {}}
+
+
+class Graph(Tensor):
+    """A rectangular graph that is also its own ``edge_index``.
+
+    To PyTorch and PyG it is an int64 tensor ``[2, E]`` in the user's edge order: every operation on it sees that
+    tensor, made when it is needed and not kept, and returns a plain tensor that shares no memory with the graph.
+    Unchanged PyG code therefore accepts a Graph, while the layers of this package find both edge orders prepared.
+    Moving it to another device gives a Graph.
+
+    A Graph does not change. An operation that would write into it raises :class:`errors.GraphWriteError`.
+
+    Attributes:
+        incoming: edges by destination, :class:`EdgeOrder` with N rows (also ``in_ptr, in_src, in_eid``).
+        outgoing: edges by source, :class:`EdgeOrder` with S rows (also ``out_ptr, out_dst, out_eid``), made on first
+            use.
+        num_src, num_dst, num_edges: S, N, E.
+        memo: whatever callers derive from this graph (a copy with self-loops, normalization); lives and dies with it,
+            is not copied, moved or pickled.
+
+    Cost: 8 bytes per edge and order with int32 indices; 4 where an order is the user's own.
+    Source: NGra 4.1 keeps the same two orders; rows and columns are independent counts here from the start.
+    """
+
+    _incoming: EdgeOrder
+    _outgoing: EdgeOrder | None
+    memo: dict[Any, Any]
+
+    # Results are plain tensors: only __torch_dispatch__ below sees operations.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, incoming: EdgeOrder, outgoing: EdgeOrder | None = None) -> Graph:
+        self = Tensor._make_wrapper_subclass(
+            cls, (2, incoming.num_edges), dtype=torch.int64, device=incoming.ptr.device, requires_grad=False
+        )
+        self._incoming, self._outgoing, self.memo = incoming, outgoing, {}
+        return self
+
+    def __init__(self, incoming: EdgeOrder, outgoing: EdgeOrder | None = None) -> None:
+        """Wrap prepared orders; users call :meth:`from_edge_index` or :meth:`from_any`."""
+
+    # Construction
+
+    @classmethod
+    def from_edge_index(cls, edge_index: Tensor, num_nodes: int | Size | None = None) -> Graph:
+        """Prepare a graph from a tensor of source and destination ids.
+
+        Args:
+            edge_index: [2, E] of any integer dtype, row 0 the sources; any order, duplicates and self-loops allowed.
+            num_nodes: number of nodes, or ``(num_src, num_dst)`` for a bipartite graph. None, alone or in the tuple,
+                takes the largest id plus one (alone: of both rows).
+
+        Returns: a graph that shares no memory with ``edge_index``.
+        Raises: ShapeError, DtypeError, InputError (all ValueError); IndexRangeError (IndexError) for an id that is
+            negative or too large.
+        Cost: at most one stable sort of E keys; two host synchronisations.
+        """
+        _check_edge_index(edge_index)
+        size, is_square = _parse_size(num_nodes)
+        num_src, num_dst = _resolve_size(edge_index[0], edge_index[1], size, is_square)
+        return cls._from_coo(edge_index[0], edge_index[1], num_src, num_dst)
+
+    @classmethod
+    def from_any(cls, obj: Any, size: int | Size | None = None, return_value: bool = False) -> Any:
+        """Prepare a graph from any form in which PyG takes one.
+
+        Args:
+            obj: a Graph (returned as it is), an ``edge_index`` tensor, a :class:`torch_geometric.EdgeIndex` (its sort
+                order and cached permutation are used), a :class:`torch_sparse.SparseTensor`, or a torch sparse COO,
+                CSR or CSC tensor. Sparse matrices follow PyG's ``adj_t``: rows are destinations. An uncoalesced COO
+                tensor is coalesced, as PyG does.
+            size: ``(num_src, num_dst)`` or a number of nodes; what the object itself knows has to agree.
+            return_value: return ``(graph, value)``, where value [E, ...] holds the matrix's values in the graph's edge
+                order, or None where there are none.
+
+        Returns: the graph. The edge order is the object's own storage order.
+        Raises: as :meth:`from_edge_index`; SizeMismatchError (ValueError) if ``size`` disagrees with the object,
+            GraphTypeError (TypeError) for anything else.
+        """
+        wanted, is_square = _parse_size(size)
+        value: Tensor | None = None
+        if isinstance(obj, Graph):
+            _check_size(obj, wanted)
+            graph = obj
+        elif pyg_typing.WITH_TORCH_SPARSE and isinstance(obj, pyg_typing.SparseTensor):
+            graph, value = cls._from_sparse_tensor(obj, wanted), obj.storage.value()
+        elif not isinstance(obj, Tensor):
+            raise errors.GraphTypeError(obj)
+        elif isinstance(obj, EdgeIndex):
+            graph = cls._from_pyg_edge_index(obj, wanted, is_square)
+        elif obj.layout != torch.strided:
+            graph, value = cls._from_torch_sparse(obj, wanted)
+        else:
+            graph = cls.from_edge_index(obj, size)
+        return (graph, value) if return_value else graph
+
+    @classmethod
+    def _from_coo(cls, src: Tensor, dst: Tensor, num_src: int, num_dst: int) -> Graph:
+        dtype = segment.index_dtype(num_src, num_dst, src.numel())
+        ptr, other, eid = segment.build_csr(_own(dst, dtype), _own(src, dtype), num_dst)
+        return cls(EdgeOrder(ptr, other, eid, num_dst, num_src))
+
+    @classmethod
+    def _from_compressed(
+        cls, ptr: Tensor, other: Tensor, num_rows: int, num_others: int, perm: Tensor | None, rows_are_dst: bool
+    ) -> Graph:
+        """From rows [ptr, other] that hold the edges in the user's order already.
+
+        ``perm`` [E], where known, sorts those edges by the other endpoint.
+        """
+        dtype = segment.index_dtype(num_rows, num_others, other.numel())
+        _check_ids(other, num_others, "source" if rows_are_dst else "destination")
+        known = EdgeOrder(_own(ptr, dtype), _own(other, dtype), None, num_rows, num_others)
+        flipped = None
+        if perm is not None:
+            eid = _own(perm, dtype)
+            sorted_other = known.other.index_select(0, eid)
+            flipped_ptr = segment.compress_rows(sorted_other, num_others)
+            # Neither PyG nor torch_sparse promises that equal keys keep their order.
+            if segment.is_stable(flipped_ptr, eid):
+                row = segment.expand_rows(known.ptr, known.num_edges).index_select(0, eid)
+                flipped = EdgeOrder(flipped_ptr, row, eid, num_others, num_rows)
+        if rows_are_dst:
+            return cls(known, flipped)
+        return cls(flipped or known.transpose(), known)
+
+    @classmethod
+    def _from_pyg_edge_index(cls, obj: EdgeIndex, wanted: Size, is_square: bool) -> Graph:
+        edge_index = obj.as_tensor()
+        known = cast(Size, tuple(obj.sparse_size()))
+        if any(w is not None and k is not None and w != k for w, k in zip(wanted, known, strict=True)):
+            raise errors.SizeMismatchError(known, wanted)
+        merged = (wanted[0] if known[0] is None else known[0], wanted[1] if known[1] is None else known[1])
+        num_src, num_dst = _resolve_size(edge_index[0], edge_index[1], merged, is_square and known == (None, None))
+        if obj.sort_order is None:
+            return cls._from_coo(edge_index[0], edge_index[1], num_src, num_dst)
+        by_dst = obj.sort_order == "col"
+        row, other = (edge_index[1], edge_index[0]) if by_dst else (edge_index[0], edge_index[1])
+        if not segment.is_sorted(row):
+            raise errors.InputError("edge_index", f"to be sorted by {obj.sort_order}", "another order")
+        num_rows, num_others = (num_dst, num_src) if by_dst else (num_src, num_dst)
+        ptr = obj._indptr
+        if ptr is None or ptr.numel() != num_rows + 1:
+            ptr = segment.compress_rows(row.contiguous(), num_rows)
+        return cls._from_compressed(ptr, other, num_rows, num_others, obj._T_perm, rows_are_dst=by_dst)
+
+    @classmethod
+    def _from_sparse_tensor(cls, obj: Any, wanted: Size) -> Graph:
+        num_dst, num_src = obj.sparse_sizes()
+        if any(w is not None and w != k for w, k in zip(wanted, (num_src, num_dst), strict=True)):
+            raise errors.SizeMismatchError((num_src, num_dst), wanted)
+        storage = obj.storage
+        perm = storage.csr2csc() if storage.has_csr2csc() else None
+        return cls._from_compressed(storage.rowptr(), storage.col(), num_dst, num_src, perm, rows_are_dst=True)
+
+    @classmethod
+    def _from_torch_sparse(cls, obj: Tensor, wanted: Size) -> tuple[Graph, Tensor]:
+        if obj.layout not in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc):
+            raise errors.InputError("edge_index", "to be a COO, CSR or CSC matrix if it is sparse", obj.layout)
+        if obj.dim() - obj.dense_dim() != 2:
+            raise errors.ShapeError("edge_index", "[num_dst, num_src] in its sparse dimensions", obj.shape)
+        num_dst, num_src = obj.size(0), obj.size(1)
+        if any(w is not None and w != k for w, k in zip(wanted, (num_src, num_dst), strict=True)):
+            raise errors.SizeMismatchError((num_src, num_dst), wanted)
+        if obj.layout == torch.sparse_csr:
+            ptr, other = obj.crow_indices(), obj.col_indices()
+            return cls._from_compressed(ptr, other, num_dst, num_src, None, rows_are_dst=True), obj.values()
+        if obj.layout == torch.sparse_csc:
+            ptr, other = obj.ccol_indices(), obj.row_indices()
+            return cls._from_compressed(ptr, other, num_src, num_dst, None, rows_are_dst=False), obj.values()
+        obj = obj.coalesce()
+        dst, src = obj.indices()
+        _resolve_size(src, dst, (num_src, num_dst), False)
+        return cls._from_coo(src, dst, num_src, num_dst), obj.values()
+
+    # What a graph is
+
+    @property
+    def num_src(self) -> int:
+        return self._incoming.num_others
+
+    @property
+    def num_dst(self) -> int:
+        return self._incoming.num_rows
+
+    @property
+    def num_edges(self) -> int:
+        return self._incoming.num_edges
+
+    @property
+    def incoming(self) -> EdgeOrder:
+        return self._incoming
+
+    @property
+    def outgoing(self) -> EdgeOrder:
+        if self._outgoing is None:
+            self._outgoing = self._incoming.transpose()
+        return self._outgoing
+
+    in_ptr = property(lambda self: self.incoming.ptr)
+    in_src = property(lambda self: self.incoming.other)
+    in_eid = property(lambda self: self.incoming.eid)
+    out_ptr = property(lambda self: self.outgoing.ptr)
+    out_dst = property(lambda self: self.outgoing.other)
+    out_eid = property(lambda self: self.outgoing.eid)
+
+    def to_edge_index(self) -> Tensor:
+        """The plain int64 ``edge_index`` [2, E] in the user's order; a new tensor on every call."""
+        by_src = self._outgoing
+        if self._incoming.eid is not None and by_src is not None and by_src.eid is None:
+            order, row_of_rows, row_of_others = by_src, 0, 1
+        else:
+            order, row_of_rows, row_of_others = self._incoming, 1, 0
+        out = torch.empty(2, self.num_edges, dtype=torch.int64, device=order.ptr.device)
+        index: Any = slice(None) if order.eid is None else order.eid.long()
+        out[row_of_rows][index] = order.row.long()
+        out[row_of_others][index] = order.other.long()
+        return out
+
+    def reverse(self) -> Graph:
+        """The same edges with the roles of source and destination exchanged (``flow="target_to_source"``).
+
+        Shares all index memory; remembered, so that its memo lasts as long as this graph.
+        """
+        if "reverse" not in self.memo:
+            self.memo["reverse"] = Graph(self.outgoing, self._incoming)
+        return self.memo["reverse"]
+
+    # What makes it a tensor
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        aten = torch.ops.aten
+        if func in (aten.detach.default, aten.alias.default) and isinstance(args[0], Graph):
+            return args[0]._share()
+        if func is aten._to_copy.default and kwargs.get("dtype") in (None, torch.int64):
+            graph = args[0]
+            return graph._on(torch.device(kwargs.get("device") or graph.device), kwargs.get("non_blocking", False))
+        for position, argument in enumerate(func._schema.arguments):
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            if isinstance(value, Graph) and argument.alias_info is not None and argument.alias_info.is_write:
+                raise errors.GraphWriteError(str(func))
+        plain: dict[int, Tensor] = {}
+
+        def unwrap(value: Any) -> Any:
+            if not isinstance(value, Graph):
+                return value
+            if id(value) not in plain:
+                plain[id(value)] = value.to_edge_index()
+            return plain[id(value)]
+
+        args, kwargs = pytree.tree_map(unwrap, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _share(self) -> Graph:
+        graph = Graph(self._incoming, self._outgoing)
+        graph.memo = self.memo
+        return graph
+
+    def _on(self, device: torch.device, non_blocking: bool) -> Graph:
+        outgoing = None if self._outgoing is None else self._outgoing.to(device, non_blocking)
+        return Graph(self._incoming.to(device, non_blocking), outgoing)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        names = ["in_ptr", "in_src", "in_eid"] + (["out_ptr", "out_dst", "out_eid"] if self._outgoing else [])
+        return [name for name in names if getattr(self, name) is not None], (self.num_src, self.num_dst)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], size: Any, outer_size: Any, outer_stride: Any) -> Graph:
+        num_src, num_dst = size
+        incoming = EdgeOrder(inner["in_ptr"], inner["in_src"], inner.get("in_eid"), num_dst, num_src)
+        if "out_ptr" not in inner:
+            return Graph(incoming)
+        return Graph(incoming, EdgeOrder(inner["out_ptr"], inner["out_dst"], inner.get("out_eid"), num_src, num_dst))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        # Indexing makes a plain copy first, so without this the write would be lost.
+        raise errors.GraphWriteError("__setitem__")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return (
+            f"Graph(num_src={self.num_src}, num_dst={self.num_dst}, num_edges={self.num_edges}, "
+            f"device='{self.device}', index_dtype={self.in_ptr.dtype})"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Graph:
+        outgoing = None if self._outgoing is None else self._outgoing.clone()
+        memo[id(self)] = graph = Graph(self._incoming.clone(), outgoing)
+        return graph
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return Graph, (self._incoming, self._outgoing)
+
+    def tolist(self) -> list[Any]:
+        return self.to_edge_index().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.to_edge_index().numpy(force=force)
+
+
+# Checks
+
+
+def _check_edge_index(edge_index: Any) -> None:
+    if not isinstance(edge_index, Tensor):
+        raise errors.GraphTypeError(edge_index)
+    if edge_index.dtype not in _INTEGER_DTYPES:
+        raise errors.DtypeError("edge_index", "an integer dtype", edge_index.dtype)
+    if edge_index.dim() != 2 or edge_index.size(0) != 2:
+        raise errors.ShapeError("edge_index", "[2, num_edges]", edge_index.shape)
+
+
+def _parse_size(num_nodes: int | Size | None) -> tuple[Size, bool]:
+    """``(num_src, num_dst)`` with None for what is not given, and whether both sides are one set of nodes."""
+    is_square = num_nodes is None or isinstance(num_nodes, int)
+    size = (num_nodes, num_nodes) if is_square else tuple(cast(Size, num_nodes))
+    if len(size) != 2 or any(n is not None and (not isinstance(n, int) or n < 0) for n in size):
+        raise errors.InputError("num_nodes", "to be a count or a pair (num_src, num_dst) of counts", num_nodes)
+    return cast(Size, size), is_square or size == (None, None)
+
+
+def _resolve_size(src: Tensor, dst: Tensor, size: Size, is_square: bool) -> tuple[int, int]:
+    """Fill the open slots of ``size`` from the ids and check all ids against it; one host synchronisation."""
+    if src.numel() == 0:
+        return size[0] or 0, size[1] or 0
+    low_src, high_src, low_dst, high_dst = torch.stack([*src.aminmax(), *dst.aminmax()]).tolist()
+    if is_square and size == (None, None):
+        high_src = high_dst = max(high_src, high_dst)
+    num_src = max(high_src + 1, 0) if size[0] is None else size[0]
+    num_dst = max(high_dst + 1, 0) if size[1] is None else size[1]
+    if low_src < 0 or high_src >= num_src:
+        _raise_bad_id(src, num_src, "source")
+    if low_dst < 0 or high_dst >= num_dst:
+        _raise_bad_id(dst, num_dst, "destination")
+    return num_src, num_dst
+
+
+def _check_ids(index: Tensor, num_nodes: int, role: str) -> None:
+    if index.numel() > 0:
+        low, high = torch.stack(index.aminmax()).tolist()
+        if low < 0 or high >= num_nodes:
+            _raise_bad_id(index, num_nodes, role)
+
+
+def _raise_bad_id(index: Tensor, num_nodes: int, role: str) -> None:
+    position = int(torch.nonzero((index < 0) | (index >= num_nodes))[0])
+    raise errors.IndexRangeError("edge_index", role, num_nodes, int(index[position]), position)
+
+
+def _check_size(graph: Graph, size: Size) -> None:
+    known = (graph.num_src, graph.num_dst)
+    if any(s is not None and s != k for s, k in zip(size, known, strict=True)):
+        raise errors.SizeMismatchError(known, size)
+
+
+def _own(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy in ``dtype``: a graph must not change when the caller writes into his tensor."""
+    return tensor.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+# The memo for plain tensors
+
+
+@dataclass
+class _Remembered:
+    tensor: weakref.ref[Tensor]
+    state: tuple[Any, ...]
+    graphs: dict[Size, Graph]
+
+
+_remembered: dict[int, _Remembered] = {}
+
+
+def graph_of(edge_index: Tensor, size: int | Size | None = None) -> Graph:
+    """The graph of an ``edge_index``, prepared on first use and remembered for as long as the tensor lives.
+
+    Args:
+        edge_index: [2, E] tensor or a Graph (returned as it is, once its size is checked).
+        size: as ``num_nodes`` of :meth:`Graph.from_edge_index`.
+
+    The memo is keyed on the tensor object and holds it weakly; a change in place, or of the memory it points at, is
+    seen through its version counter and address, and the graph is prepared again. A change through ``.data``, NumPy
+    memory or another device's view is not counted by PyTorch and cannot be seen. Tensors made under
+    ``torch.inference_mode`` have no version counter; their graph is prepared on every call.
+    """
+    if isinstance(edge_index, Graph) or not isinstance(edge_index, Tensor) or edge_index.is_inference():
+        return cast(Graph, Graph.from_any(edge_index, size))
+    wanted, _ = _parse_size(size)
+    address = edge_index.data_ptr() if edge_index.layout == torch.strided else 0
+    state = (edge_index._version, address, edge_index.shape, edge_index.stride() if address else None)
+    key = id(edge_index)
+    entry = _remembered.get(key)
+    if entry is None or entry.tensor() is not edge_index or entry.state != state:
+        entry = _Remembered(weakref.ref(edge_index, lambda _: _remembered.pop(key, None)), state, {})
+        _remembered[key] = entry
+    if wanted not in entry.graphs:
+        entry.graphs[wanted] = Graph.from_any(edge_index, None if wanted == (None, None) else wanted)
+    return entry.graphs[wanted]

@@ -1,0 +1,174 @@
+"""Fixed kernels outside the compiler: compressed rows, permutations, degrees and the row schedule.
+
+Everything here is integer work that happens once per graph. It is written in torch operations, which run on the
+device of their inputs; on CUDA the sort is a radix sort. Legend: E edges, R rows, P pieces.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Counts up to this number are indexed with int32. A variable, so that tests can reach the int64 path on small graphs.
+INT32_MAX = 2**31 - 1
+
+
+def index_dtype(*counts: int) -> torch.dtype:
+    """The index type of a graph: int32 if every count fits, int64 otherwise.
+
+    One type for all arrays of a graph, so that a kernel is compiled for at most two index types.
+    """
+    return torch.int32 if max(counts, default=0) <= INT32_MAX else torch.int64
+
+
+def is_sorted(row: Tensor) -> bool:
+    """Whether ``row`` [E] never decreases. One pass, one host synchronisation."""
+    return bool((row[1:] >= row[:-1]).all())
+
+
+def compress_rows(row: Tensor, num_rows: int) -> Tensor:
+    """Row pointer [R + 1] of the sorted row ids ``row`` [E], in their dtype.
+
+    ``ptr[r]`` is the number of entries whose row is below ``r``; a row without entries has ``ptr[r] == ptr[r + 1]``.
+    """
+    bounds = torch.arange(num_rows + 1, dtype=row.dtype, device=row.device)
+    return torch.searchsorted(row, bounds, out_int32=row.dtype == torch.int32)
+
+
+def build_csr(row: Tensor, other: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Group edges by row and keep their order within a row.
+
+    Args:
+        row: [E] row id of each edge, in ``[0, num_rows)``; any order, duplicates allowed.
+        other: [E] the other endpoint, same dtype (int32 or int64) and device.
+        num_rows: R, may be 0 when E is 0.
+
+    Returns: ``(ptr [R + 1], other [E], eid [E] or None)`` in the dtype of ``row``. ``eid`` is the original position of
+        each edge and ascends within a row; it is None where the input is sorted already, and ``other`` is then the
+        input itself.
+    Cost: a stable sort of E keys; on CUDA a peak of about 28 bytes per edge above int32 inputs.
+    """
+    if is_sorted(row):
+        return compress_rows(row, num_rows), other, None
+    sorted_row, order = torch.sort(row, stable=True)
+    ptr = compress_rows(sorted_row, num_rows)
+    del sorted_row
+    return ptr, other.index_select(0, order), order.to(row.dtype)
+
+
+def expand_rows(ptr: Tensor, num_edges: int) -> Tensor:
+    """Row id of each position, [E] in the dtype of ``ptr``: the inverse of :func:`compress_rows`."""
+    rows = torch.arange(ptr.numel() - 1, dtype=ptr.dtype, device=ptr.device)
+    return torch.repeat_interleave(rows, degrees(ptr), output_size=num_edges)
+
+
+def degrees(ptr: Tensor) -> Tensor:
+    """Number of entries of each row, [R] in the dtype of ``ptr``."""
+    return ptr[1:] - ptr[:-1]
+
+
+def scatter_by(values: Tensor, eid: Tensor | None) -> Tensor:
+    """Bring ``values`` [E, ...] from row order into the original edge order: ``out[eid[p]] = values[p]``."""
+    if eid is None:
+        return values
+    out = torch.empty_like(values)
+    out[eid.long()] = values
+    return out
+
+
+def gather_by(values: Tensor, eid: Tensor | None) -> Tensor:
+    """Bring ``values`` [E, ...] from the original edge order into row order: ``out[p] = values[eid[p]]``."""
+    return values if eid is None else values.index_select(0, eid)
+
+
+def is_stable(ptr: Tensor, eid: Tensor) -> bool:
+    """Whether ``eid`` [E] ascends within every row of ``ptr`` [R + 1]."""
+    if eid.numel() < 2:
+        return True
+    ascends = eid[1:] > eid[:-1]
+    # A step from one row to the next may go down.
+    starts = ptr[1:-1].long()
+    starts = starts[(starts > 0) & (starts < eid.numel())]
+    ascends[starts - 1] = True
+    return bool(ascends.all())
+
+
+@dataclass(frozen=True, eq=False)
+class RowSchedule:
+    """Rows cut into pieces of bounded length, longest piece first.
+
+    A kernel runs one program per piece. The piece of an uncut row writes the row's result itself; the pieces of a cut
+    row write partial results into workspace slots, which are then merged in edge order, so that the result does not
+    depend on timing.
+
+    Attributes:
+        piece_row: [P] row of each piece.
+        piece_start, piece_end: [P] its half-open range of positions; empty for a row without edges.
+        piece_slot: [P] int32 workspace slot, or -1 where the piece is the whole row.
+        split_row: [num_split] ids of the cut rows, ascending.
+        split_ptr: [num_split + 1] the slots of cut row k are ``split_ptr[k] .. split_ptr[k + 1]``, in edge order.
+        max_piece: the bound. num_pieces, num_slots, num_split: counts.
+    """
+
+    piece_row: Tensor
+    piece_start: Tensor
+    piece_end: Tensor
+    piece_slot: Tensor
+    split_row: Tensor
+    split_ptr: Tensor
+    max_piece: int
+    num_pieces: int
+    num_slots: int
+    num_split: int
+
+
+def schedule_rows(ptr: Tensor, max_piece: int) -> RowSchedule:
+    """Cut the rows of ``ptr`` [R + 1] into pieces of at most ``max_piece`` entries, longest first, ties in row order.
+
+    Every row has at least one piece, so that kernels write the result of rows without entries too. A row that is cut
+    gets pieces of nearly equal length.
+
+    Raises: ValueError if ``max_piece`` is below one.
+    Cost: a stable sort of P lengths, where R <= P <= R + E / max_piece; two host synchronisations.
+    Source: sorting by length is the longest-processing-time rule for the makespan of a list schedule.
+    """
+    if max_piece < 1:
+        raise ValueError(f"Expected 'max_piece' to be positive (got {max_piece})")
+    num_rows, dtype = ptr.numel() - 1, ptr.dtype
+    degree = degrees(ptr).long()
+    num_parts = torch.div(degree + (max_piece - 1), max_piece, rounding_mode="floor").clamp_(min=1)
+    part_ptr = torch.zeros(num_rows + 1, dtype=torch.int64, device=ptr.device)
+    torch.cumsum(num_parts, 0, out=part_ptr[1:])
+    num_pieces = int(part_ptr[-1])
+
+    rows = torch.arange(num_rows, dtype=torch.int64, device=ptr.device)
+    row = torch.repeat_interleave(rows, num_parts, output_size=num_pieces)
+    part = torch.arange(num_pieces, device=ptr.device) - part_ptr[row]
+    # Part k of n covers [floor(k * d / n), floor((k + 1) * d / n)) of the row: lengths differ by at most one.
+    row_start, row_degree, row_parts = ptr[row].long(), degree[row], num_parts[row]
+    start = row_start + torch.div(part * row_degree, row_parts, rounding_mode="floor")
+    end = row_start + torch.div((part + 1) * row_degree, row_parts, rounding_mode="floor")
+    is_split = row_parts > 1
+    slot = torch.where(is_split, torch.cumsum(is_split, 0) - 1, -1)
+
+    order = torch.sort(end - start, descending=True, stable=True).indices
+    split_row = torch.nonzero(num_parts > 1).squeeze(1)
+    num_split = split_row.numel()
+    split_ptr = torch.zeros(num_split + 1, dtype=torch.int64, device=ptr.device)
+    torch.cumsum(num_parts[split_row], 0, out=split_ptr[1:])
+    # Uncut rows have one piece each, so the number of slots needs no third synchronisation.
+    num_slots = num_pieces - (num_rows - num_split)
+    return RowSchedule(
+        piece_row=row[order].to(dtype),
+        piece_start=start[order].to(dtype),
+        piece_end=end[order].to(dtype),
+        piece_slot=slot[order].to(torch.int32),
+        split_row=split_row.to(dtype),
+        split_ptr=split_ptr.to(dtype),
+        max_piece=max_piece,
+        num_pieces=num_pieces,
+        num_slots=num_slots,
+        num_split=num_split,
+    )
