@@ -1,0 +1,34 @@
+"""Markers, devices and data that all tests share."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+# Two cores are shared by everything that runs here; small graphs gain nothing from threads.
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    num_devices = torch.cuda.device_count()
+    for item in items:
+        wanted = 2 if item.get_closest_marker("multi_gpu") else 1 if item.get_closest_marker("gpu") else 0
+        if num_devices < wanted:
+            item.add_marker(pytest.mark.skip(reason=f"needs {wanted} CUDA device(s), found {num_devices}"))
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Every device a test runs on; the CUDA case carries the marker `gpu`."""
+    return torch.device(request.param)
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """Folder of the public graphs as .npz: `PFG_DATA`, or ../shared/data beside the checkout; skips without one."""
+    root = Path(__file__).resolve().parents[1]
+    folder = Path(os.environ.get("PFG_DATA") or root.parent / "shared" / "data")
+    if not folder.is_dir():
+        pytest.skip(f"no data folder at {folder}; set PFG_DATA")
+    return folder

@@ -1,0 +1,144 @@
+"""Compressed rows and the row schedule against plain Python."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+import zoo
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from triton_kernels import segment
+
+
+def csr_by_hand(row: list[int], other: list[int], num_rows: int) -> tuple[list[int], list[int], list[int]]:
+    edges = [[e for e, r in enumerate(row) if r == wanted] for wanted in range(num_rows)]
+    ptr = [0]
+    for row_edges in edges:
+        ptr.append(ptr[-1] + len(row_edges))
+    eid = [e for row_edges in edges for e in row_edges]
+    return ptr, [other[e] for e in eid], eid
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("case", zoo.ALL, ids=str)
+def test_build_csr_matches_python(case, dtype, device):
+    src, dst = case.edge_index.to(device, dtype)
+    ptr, other, eid = segment.build_csr(dst, src, case.num_dst)
+    assert ptr.dtype == other.dtype == dtype
+    want_ptr, want_other, want_eid = csr_by_hand(dst.tolist(), src.tolist(), case.num_dst)
+    assert ptr.tolist() == want_ptr
+    assert other.tolist() == want_other
+    if eid is None:
+        assert want_eid == list(range(case.num_edges))
+    else:
+        assert eid.dtype == dtype
+        assert eid.tolist() == want_eid
+        assert segment.is_stable(ptr, eid)
+
+
+@pytest.mark.parametrize("case", zoo.ALL, ids=str)
+def test_expand_rows_inverts_compress_rows(case, device):
+    row = case.edge_index[1].sort().values.to(device)
+    ptr = segment.compress_rows(row, case.num_dst)
+    assert torch.equal(segment.expand_rows(ptr, row.numel()), row)
+    assert torch.equal(segment.degrees(ptr), torch.bincount(row, minlength=case.num_dst))
+
+
+def test_scatter_by_inverts_gather_by(device):
+    eid = torch.tensor([3, 0, 2, 1], dtype=torch.int32, device=device)
+    values = torch.arange(8.0, device=device).reshape(4, 2)
+    assert torch.equal(segment.gather_by(values, eid), values[eid.long()])
+    assert torch.equal(segment.scatter_by(segment.gather_by(values, eid), eid), values)
+    assert segment.gather_by(values, None) is values
+
+
+def test_is_stable_sees_a_descent_within_a_row_only():
+    ptr = torch.tensor([0, 2, 2, 4, 4])
+    assert segment.is_stable(ptr, torch.tensor([2, 3, 0, 1]))
+    assert not segment.is_stable(ptr, torch.tensor([3, 2, 0, 1]))
+    assert not segment.is_stable(ptr, torch.tensor([2, 3, 1, 0]))
+    assert segment.is_stable(torch.tensor([0]), torch.tensor([], dtype=torch.int64))
+
+
+def test_index_dtype_changes_at_the_int32_limit():
+    assert segment.index_dtype() == torch.int32
+    assert segment.index_dtype(2**31 - 1, 5) == torch.int32
+    assert segment.index_dtype(5, 2**31) == torch.int64
+
+
+def check_schedule(degree: list[int], max_piece: int, device: str | torch.device = "cpu") -> None:
+    """The definition of a schedule, piece by piece."""
+    ptr = torch.tensor([0, *torch.tensor(degree, dtype=torch.int64).cumsum(0).tolist()], dtype=torch.int32)
+    schedule = segment.schedule_rows(ptr.to(device), max_piece)
+    ptr_list = ptr.tolist()
+    row, start, end, slot = (
+        t.tolist() for t in (schedule.piece_row, schedule.piece_start, schedule.piece_end, schedule.piece_slot)
+    )
+    split_row, split_ptr = schedule.split_row.tolist(), schedule.split_ptr.tolist()
+    assert schedule.num_pieces == len(row) == len(start) == len(end) == len(slot)
+    assert schedule.num_split == len(split_row) == len(split_ptr) - 1
+    assert schedule.num_slots == split_ptr[-1] == sum(s >= 0 for s in slot)
+
+    length = [e - s for s, e in zip(start, end, strict=True)]
+    assert all(0 <= n <= max_piece for n in length)
+    # Longest first, ties in row order and then in edge order.
+    keys = [(-n, r, s) for n, r, s in zip(length, row, start, strict=True)]
+    assert keys == sorted(keys)
+    assert split_row == [r for r, d in enumerate(degree) if d > max_piece]
+
+    pieces = sorted(zip(row, start, end, slot, strict=True))
+    for r in range(len(degree)):
+        mine = [p for p in pieces if p[0] == r]
+        assert mine, f"row {r} is never written"
+        # The pieces tile the row.
+        assert mine[0][1] == ptr_list[r]
+        assert mine[-1][2] == ptr_list[r + 1]
+        assert all(a[2] == b[1] for a, b in pairwise(mine))
+        if len(mine) == 1:
+            assert mine[0][3] == -1
+        else:
+            k = split_row.index(r)
+            assert [p[3] for p in mine] == list(range(split_ptr[k], split_ptr[k + 1]))
+            assert max(p[2] - p[1] for p in mine) - min(p[2] - p[1] for p in mine) <= 1
+
+
+@pytest.mark.parametrize(
+    "degree", [[], [0], [0, 0, 0], [5], [4], [1, 0, 9, 4, 0], [0, 12, 12, 3, 8, 1, 0]], ids=lambda d: f"degrees{d}"
+)
+@pytest.mark.parametrize("max_piece", [1, 4, 1000])
+def test_schedule_rows_by_definition(degree, max_piece, device):
+    check_schedule(degree, max_piece, device)
+
+
+@settings(max_examples=150, deadline=None)
+@given(degree=st.lists(st.integers(0, 30), max_size=20), max_piece=st.integers(1, 35))
+def test_schedule_rows_on_random_degrees(degree, max_piece):
+    check_schedule(degree, max_piece)
+
+
+def test_schedule_rows_takes_the_largest_bound_without_overflow():
+    check_schedule([3, 0, 5], 2**31 - 1)
+
+
+def test_schedule_rows_refuses_an_empty_piece():
+    with pytest.raises(ValueError, match="'max_piece' to be positive"):
+        segment.schedule_rows(torch.tensor([0, 1]), 0)
+
+
+def test_schedule_rows_keeps_the_index_dtype():
+    schedule = segment.schedule_rows(torch.tensor([0, 5, 6]), 2)
+    assert schedule.piece_row.dtype == schedule.split_ptr.dtype == torch.int64
+    assert schedule.piece_slot.dtype == torch.int32
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), num_rows=st.integers(1, 12), num_edges=st.integers(0, 40))
+def test_order_round_trip(data, num_rows, num_edges):
+    """Gathering edges into row order and scattering them back is the identity, whatever the rows are."""
+    row = torch.tensor(data.draw(st.lists(st.integers(0, num_rows - 1), min_size=num_edges, max_size=num_edges)))
+    row = row.to(torch.int32)
+    positions = torch.arange(num_edges, dtype=torch.int32)
+    ptr, other, eid = segment.build_csr(row, positions, num_rows)
+    assert torch.equal(segment.scatter_by(other, eid), positions)
+    assert torch.equal(segment.scatter_by(segment.expand_rows(ptr, num_edges), eid), row)
+    assert torch.equal(segment.gather_by(positions, eid), other)
