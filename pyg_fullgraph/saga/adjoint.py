@@ -1,0 +1,194 @@
+"""Backward programs: the interpreter differentiated by PyTorch itself.
+
+The forward expressions are evaluated on fake edge tensors and ``torch.autograd.grad`` runs inside the same
+``make_fx`` trace, so PyTorch's own derivative formulas are the gradient table. What comes back is imported with the
+tables of ``trace``: gradients of vertex inputs are gathered to their side, those of parameters over all edges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from pyg_fullgraph.errors import NotFusable
+from pyg_fullgraph.saga import ir
+from pyg_fullgraph.saga.axes import AxisMap
+from pyg_fullgraph.saga.interpret import evaluate
+from pyg_fullgraph.saga.ir import Domain, Node, Output
+from pyg_fullgraph.saga.trace import DECOMPOSITIONS, Importer, edge_softmax, fake_rows
+
+#: 1 / max(degree, 1) of each destination; the executor provides it from the graph.
+INV_DEGREE = ir.input("graph.inv_degree", Domain.DST, ())
+
+
+@dataclass(frozen=True)
+class Adjoint:
+    """The gradients of a program and what they need of its forward run.
+
+    Attributes:
+        grads: Input -> gradient expression, with gathers; ``None`` where the gradient is zero.
+        saved: Saved name -> (input node that stands for it, forward expression that makes it). Vertex-sized all.
+    """
+
+    grads: Mapping[Node, Node | None]
+    saved: Mapping[str, tuple[Node, Node]]
+
+
+def grad_input(output: Output) -> Node:
+    """The input node of the gradient of ``output``."""
+    return ir.input(f"grad.{output.name}", output.domain, output.value.shape)
+
+
+def adjoint(outputs: tuple[Output, ...]) -> Adjoint:
+    """Differentiate the edge phase of a program.
+
+    Args:
+        outputs: Its outputs.
+
+    Returns:
+        Gradients with respect to every floating input. A softmax is rebuilt from the saved log-sum-exp of its row,
+        and where its weights only scale what is summed, ``sum_j a_ij da_ij`` is taken from the saved result,
+        ``<dout_i, out_i>``, so that backward needs no pass of its own for it (SAGA-opt 6).
+    """
+    saved: dict[str, tuple[Node, Node]] = {}
+    roots = [o.value for o in outputs]
+
+    def save(name: str, node: Node, integer: bool = False) -> Node:
+        known = saved.get(name)
+        if known is None:
+            stand_in = ir.input(f"saved.{name}", Domain.DST, node.shape, integer)
+            saved[name] = known = (stand_in, node)
+        return known[0]
+
+    cotangents = []
+    for output in outputs:
+        grad = grad_input(output)
+        if output.kind == "mean":
+            grad = ir.pointwise("mul", grad, ir.view(INV_DEGREE, (1,) * len(grad.shape)))
+        elif output.kind in ("max", "min"):
+            operand = output.value if output.kind == "max" else ir.pointwise("neg", output.value)
+            arg = save(f"arg.{output.name}", ir.gather("argmax", Domain.DST, operand), integer=True)
+            hit = ir.pointwise("eq", arg, ir.view(ir.eid(), (1,) * len(grad.shape)))
+            grad = ir.pointwise("where", hit, grad, 0.0)
+        cotangents.append(grad)
+
+    def weighted_sum(grad: Node, weight: Node) -> Node:
+        """``sum_j a_ij da_ij`` for each destination, without a pass over the edges where the output allows it."""
+        users = [o for o in outputs if ir.depends_on(o.value, weight)]
+        if len(users) == 1 and users[0].kind == "sum" and scales_linearly(users[0].value, weight):
+            output = users[0]
+            out = save(f"out.{output.name}", ir.gather("sum", Domain.DST, output.value))
+            return _sum_to(ir.pointwise("mul", out, grad_input(output)), output.value, weight)
+        return ir.gather("sum", Domain.DST, ir.pointwise("mul", grad, weight))
+
+    def softmax_backward(grad: Node, weight: Node) -> Node:
+        grad = ir.expand(grad, weight.shape)
+        return ir.pointwise("mul", weight, ir.pointwise("sub", grad, weighted_sum(grad, weight)))
+
+    wrt = [n for n in ir.inputs_of(*roots) if not n.is_integer]
+    leaves = [n for n in ir.walk(*roots) if ir.OPS[n.op].kind == "leaf" and n.op != "const"]
+    mode = FakeTensorMode(shape_env=ShapeEnv(duck_shape=True), allow_non_fake_inputs=True)
+    anchor = fake_rows(mode, "rows", ())
+    fakes = [_fake(mode, n, f"leaf{k}") for k, n in enumerate(leaves)]
+    grads_in = [fake_rows(mode, f"grad{k}", r.shape) for k, r in enumerate(roots)]
+
+    def joint(rows: Tensor, values: list[Tensor], grads: list[Tensor]) -> list[Tensor | None]:
+        env = {n: v.detach().requires_grad_() if n in wrt else v for n, v in zip(leaves, values, strict=True)}
+
+        def leaf(node: Node, args: list[Tensor]) -> Tensor:
+            if node.op == "softmax":
+                return edge_softmax(args[0].expand(rows.shape[0], *node.shape))
+            return env[node]
+
+        found = evaluate(roots, leaf, rows)
+        pairs = [(f.expand(rows.shape[0], *r.shape), g) for f, r, g in zip(found, roots, grads, strict=True)]
+        pairs = [(f, g) for f, g in pairs if f.requires_grad]
+        if not wrt or not pairs:
+            return [None] * len(wrt)
+        return list(torch.autograd.grad([f for f, _ in pairs], [env[n] for n in wrt], [g for _, g in pairs],
+                                        allow_unused=True))
+
+    traced = make_fx(joint, decomposition_table=DECOMPOSITIONS, tracing_mode="symbolic",
+                     _allow_non_fake_inputs=True)(anchor, fakes, grads_in)
+    traced.graph.eliminate_dead_code()
+    results = Importer("", softmax_backward).run(traced.graph, [None, *leaves, *cotangents])
+    grads = {n: _collect(n, r) for n, r in zip(wrt, results, strict=True)}
+
+    def restore(node: Node) -> Node | None:
+        if node.op != "softmax":
+            return None
+        name = f"lse.{node.args[0].digest[:8]}"
+        return ir.pointwise("exp", ir.pointwise("sub", node.args[0], save(
+            name, ir.gather("lse", Domain.DST, node.args[0]))))
+
+    present = [n for n, g in grads.items() if g is not None]
+    rebuilt = ir.rewrite([grads[n] for n in present], restore)  # type: ignore[misc]
+    return Adjoint({**grads, **dict(zip(present, rebuilt, strict=True))}, saved)
+
+
+def _fake(mode: FakeTensorMode, node: Node, name: str) -> Tensor:
+    dtype = torch.long if node.is_integer else torch.float32
+    if node.is_row:
+        return fake_rows(mode, name, node.shape, dtype=dtype)
+    return mode.from_tensor(torch.empty(node.shape, dtype=dtype), static_shapes=True)
+
+
+def _collect(node: Node, grad: Node | None) -> Node | None:
+    if grad is None:
+        return None
+    if node.domain in (Domain.SRC, Domain.DST):
+        return ir.gather("sum", node.domain, ir.expand(grad, node.shape))
+    return ir.expand(ir.view(grad, node.shape) if grad.numel == node.numel else grad, node.shape)
+
+
+def scales_linearly(value: Node, weight: Node) -> bool:
+    """Whether ``value`` is ``weight`` times something, feature by feature, so that the factor survives a sum over edges.
+
+    That allows dividing by the softmax denominator after the sum instead of before it.
+    """
+    if weight.op == "softmax" and any(n.op == "softmax" and n is not weight for n in ir.walk(value)):
+        return False
+    if not _is_linear(value, weight):
+        return False
+    try:
+        axes = AxisMap([value])
+    except NotFusable:
+        return False
+    return set(axes.axes(weight)) <= set(axes.axes(value))
+
+
+def _is_linear(node: Node, weight: Node) -> bool:
+    if node is weight:
+        return True
+    op = ir.OPS[node.op]
+    varying = [k for k, a in enumerate(node.args) if ir.depends_on(a, weight)]
+    if op.kind == "pointwise":
+        if not set(varying) <= set(op.linear_in) or (node.op == "mul" and len(varying) > 1):
+            return False
+        if node.op in ("add", "sub") and len(varying) < 2:
+            return False
+        if node.op == "where" and any(k not in varying and not _is_zero(node.args[k]) for k in (1, 2)):
+            return False
+    elif op.kind not in ("layout", "reduce") or node.op in ("cat", "amax"):
+        return False
+    return all(_is_linear(node.args[k], weight) for k in varying)
+
+
+def _is_zero(node: Node) -> bool:
+    return node.op == "const" and node.attr("value") == 0
+
+
+def _sum_to(product: Node, value: Node, weight: Node) -> Node:
+    """Sum ``product``, which has the axes of ``value``, over the axes that ``weight`` does not have."""
+    axes = AxisMap([value])
+    have, want = axes.axes(value), axes.axes(weight)
+    spread = ir.view(product, [a.size for a in have])
+    summed = ir.reduce_features("sum", spread, [k for k, a in enumerate(have) if a not in want])
+    left = [a for a in have if a in want]
+    return ir.view(ir.permute(summed, [left.index(a) for a in want]), weight.shape)

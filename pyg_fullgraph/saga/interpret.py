@@ -1,0 +1,108 @@
+"""The meaning of the IR: expressions and programs evaluated with plain torch operations.
+
+``evaluate`` is the rule book every other executor is tested against; ``run_reference`` runs a whole program the
+way PyG does, one message per edge in memory, and is the oracle of the tests. Neither is used to train on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from pyg_fullgraph.saga import ir
+from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node
+from triton_kernels import reference
+
+
+def apply(node: Node, args: Sequence[Tensor], like: Tensor | None = None) -> Tensor:
+    """One operation on tensors ``[rows, *shape]`` (or ``[*shape]`` for parameters).
+
+    Args:
+        node: What to compute; ``node.args`` tell the domains of ``args``.
+        args: One tensor per operand, all with the same rows.
+        like: A tensor whose dtype and device constants take.
+    """
+    lead = int(node.is_row)
+    kind = ir.OPS[node.op].kind
+    if node.op == "const":
+        assert like is not None
+        return torch.full(node.shape, node.attr("value"), dtype=like.dtype, device=like.device)
+    if kind == "pointwise":
+        function = ir.OPS[node.op].torch
+        assert function is not None
+        return function(*args)
+    x = args[0]
+    rows = tuple(x.shape[:lead])
+    if node.op == "view":
+        return x.reshape(*rows, *node.shape)
+    if node.op == "permute":
+        return x.permute(*range(lead), *(d + lead for d in node.attr("dims")))
+    if node.op == "expand":
+        return x.reshape(*rows, *(1,) * (len(node.shape) - x.dim() + lead), *x.shape[lead:]).expand(*rows, *node.shape)
+    if node.op == "slice":
+        start, stop = node.attr("start"), node.attr("stop")
+        return x.narrow(node.attr("dim") + lead, start, stop - start)
+    if node.op == "cat":
+        count = max((a.shape[0] for a, n in zip(args, node.args, strict=True) if n.is_row), default=0)
+        parts = [a if n.is_row or not lead else a.expand(count, *n.shape) for a, n in zip(args, node.args, strict=True)]
+        return torch.cat(parts, node.attr("dim") + lead)
+    if node.op == "sum":
+        return x.sum([d + lead for d in node.attr("dims")])
+    if node.op == "amax":
+        return x.amax([d + lead for d in node.attr("dims")])
+    if node.op == "mm":
+        return x @ args[1]
+    raise ValueError(f"No evaluation rule for operation {node.op!r}")
+
+
+def evaluate(roots: Sequence[Node], leaf: Callable[[Node, list[Tensor]], Tensor], like: Tensor) -> list[Tensor]:
+    """Evaluate expressions over one set of rows.
+
+    Args:
+        roots: What to compute.
+        leaf: Gives the value of inputs, edge ids, dropout masks and of ``gather`` kinds, from their operands' values.
+        like: A tensor whose dtype and device constants take.
+    """
+    values: dict[Node, Tensor] = {}
+    for node in ir.walk(*roots):
+        args = [values[a] for a in node.args]
+        is_leaf = node.op != "const" and ir.OPS[node.op].kind in ("leaf", "gather")
+        values[node] = leaf(node, args) if is_leaf else apply(node, args, like)
+    return [values[r] for r in roots]
+
+
+def run_reference(program: EdgeProgram, src: Tensor, dst: Tensor, num_dst: int,
+                  tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    """Run ``program`` with one message per edge, differentiable by torch's autograd.
+
+    Args:
+        program: What to compute.
+        src: Source vertex of each edge, ``[E]``.
+        dst: Destination vertex of each edge, ``[E]``.
+        num_dst: Number of destination vertices.
+        tensors: Inputs by name.
+
+    Returns:
+        One tensor per output: ``[num_dst, *shape]``, or ``[E, *shape]`` for edge outputs.
+    """
+    like = next(t for t in tensors.values() if t.is_floating_point())
+    ids = torch.arange(src.numel(), device=src.device)
+
+    def leaf(node: Node, args: list[Tensor]) -> Tensor:
+        if node.op == "eid":
+            return ids
+        if node.op == "dropout":
+            return reference.dropout_mask(args[0], ids, node.shape, node.attr("p")).to(like.dtype)
+        if node.op == "softmax":
+            return reference.edge_softmax(args[0].expand(src.numel(), *node.shape), dst, num_dst)
+        value = tensors[node.name]
+        if node.domain == Domain.SRC:
+            return value.index_select(0, src)
+        return value.index_select(0, dst) if node.domain == Domain.DST else value
+
+    values = evaluate([o.value for o in program.outputs], leaf, like)
+    lifted = [v.expand(src.numel(), *o.value.shape) for v, o in zip(values, program.outputs, strict=True)]
+    return tuple(v if o.kind == "edge" else reference.segment_reduce(v, dst, num_dst, o.kind)
+                 for v, o in zip(lifted, program.outputs, strict=True))

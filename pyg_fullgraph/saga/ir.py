@@ -1,0 +1,441 @@
+"""The intermediate representation: immutable, hash-consed expressions over vertices and edges.
+
+A value lives in a :class:`Domain`: one row per source vertex, per destination vertex, per edge, or no row at
+all (parameters and constants). The domain of an expression is the join of its operands' domains, so
+``x_j * w`` stays a source expression - evaluated once per vertex or once per edge, as the passes decide - and
+only what mixes both end points, or reads edge data, is an edge expression. This is the Scatter-ApplyEdge-Gather
+abstraction (NGra 3.1) with the Scatter left implicit; ``gather`` nodes are the only way back from edges.
+
+Legend: a node's ``shape`` is its *feature* shape, without the row dimension. For ``PARAM`` nodes it is the whole
+shape, aligned to the right against feature shapes as in NumPy broadcasting.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Shape = tuple[int, ...]
+
+
+class Domain(enum.IntFlag):
+    """Where the rows of a value come from; ``a | b`` is the domain of an expression over both."""
+
+    PARAM = 0
+    SRC = 1
+    DST = 2
+    EDGE = 3
+
+    @property
+    def label(self) -> str:
+        return ("param", "src", "dst", "edge")[int(self)]
+
+
+@dataclass(frozen=True)
+class Op:
+    """One row of the operation table.
+
+    Args:
+        name: The name used in programs.
+        kind: ``pointwise`` (broadcasts), ``layout`` (moves features about), ``reduce`` (over features), ``dense``
+            (a product with a parameter matrix), ``leaf`` or ``gather`` (over edges).
+        torch: ``torch(*tensors)`` for pointwise operations; the interpreter has the rules of the other kinds.
+        triton: The expression of a pointwise operation, with ``{0}``, ``{1}`` for its operands.
+        linear_in: Operands in which a pointwise operation is linear (used to move linear maps and softmax weights).
+    """
+
+    name: str
+    kind: str
+    torch: Callable[..., Tensor] | None = None
+    triton: str = ""
+    linear_in: tuple[int, ...] = ()
+
+
+def _table(*ops: Op) -> dict[str, Op]:
+    return {op.name: op for op in ops}
+
+
+#: Adding an operation to the compiler is one row here and one in ``trace.IMPORTS``.
+OPS: Mapping[str, Op] = _table(
+    Op("input", "leaf"),
+    Op("const", "leaf"),
+    Op("eid", "leaf"),
+    Op("dropout", "leaf"),
+    Op("weight", "leaf"),
+    Op("add", "pointwise", torch.add, "({0} + {1})", (0, 1)),
+    Op("sub", "pointwise", torch.sub, "({0} - {1})", (0, 1)),
+    Op("mul", "pointwise", torch.mul, "({0} * {1})", (0, 1)),
+    Op("div", "pointwise", torch.div, "({0} / {1})", (0,)),
+    Op("neg", "pointwise", torch.neg, "(-{0})", (0,)),
+    Op("exp", "pointwise", torch.exp, "tl.exp({0})"),
+    Op("log", "pointwise", torch.log, "tl.log({0})"),
+    Op("sqrt", "pointwise", torch.sqrt, "tl.sqrt({0})"),
+    Op("rsqrt", "pointwise", torch.rsqrt, "(1.0 / tl.sqrt({0}))"),
+    Op("reciprocal", "pointwise", torch.reciprocal, "(1.0 / {0})"),
+    Op("abs", "pointwise", torch.abs, "tl.abs({0})"),
+    Op("sin", "pointwise", torch.sin, "tl.sin({0})"),
+    Op("cos", "pointwise", torch.cos, "tl.cos({0})"),
+    Op("relu", "pointwise", torch.relu, "tl.maximum({0}, 0.0, tl.PropagateNan.ALL)"),
+    Op("sigmoid", "pointwise", torch.sigmoid, "(1.0 / (1.0 + tl.exp(-{0})))"),
+    Op("tanh", "pointwise", torch.tanh, "device.tanh({0})"),
+    Op("maximum", "pointwise", torch.maximum, "tl.maximum({0}, {1}, tl.PropagateNan.ALL)"),
+    Op("minimum", "pointwise", torch.minimum, "tl.minimum({0}, {1}, tl.PropagateNan.ALL)"),
+    Op("pow", "pointwise", torch.pow, "device.power({0}, {1})"),
+    Op("gt", "pointwise", torch.gt, "({0} > {1})"),
+    Op("ge", "pointwise", torch.ge, "({0} >= {1})"),
+    Op("lt", "pointwise", torch.lt, "({0} < {1})"),
+    Op("le", "pointwise", torch.le, "({0} <= {1})"),
+    Op("eq", "pointwise", torch.eq, "({0} == {1})"),
+    Op("ne", "pointwise", torch.ne, "({0} != {1})"),
+    Op("and", "pointwise", torch.logical_and, "({0} & {1})"),
+    Op("or", "pointwise", torch.logical_or, "({0} | {1})"),
+    Op("not", "pointwise", torch.logical_not, "(~{0})"),
+    Op("where", "pointwise", torch.where, "tl.where({0}, {1}, {2})", (1, 2)),
+    Op("view", "layout"),
+    Op("permute", "layout"),
+    Op("expand", "layout"),
+    Op("slice", "layout"),
+    Op("cat", "layout"),
+    Op("sum", "reduce"),
+    Op("amax", "reduce"),
+    Op("mm", "dense"),
+    Op("softmax", "gather"),
+    Op("gather", "gather"),
+)
+
+#: Reductions over the edges of a row. ``lse`` and ``softmax_sum`` carry a running maximum and a denominator
+#: (online softmax); ``outer`` is ``sum_e a_e^T b_e``, a parameter's gradient.
+GATHERS = ("sum", "mean", "max", "argmax", "lse", "softmax_sum", "outer")
+
+
+class Node:
+    """One immutable expression. Equal expressions are the same object, so ``is`` compares and sharing is free.
+
+    Attributes:
+        op: A name in :data:`OPS`.
+        args: Operands.
+        attrs: Sorted ``(name, value)`` pairs, hashable.
+        shape: Feature shape (see the module's legend).
+        domain: Where the rows come from.
+    """
+
+    __slots__ = ("op", "args", "attrs", "shape", "domain", "_digest", "__weakref__")
+    op: str
+    args: tuple[Node, ...]
+    attrs: tuple[tuple[str, Any], ...]
+    shape: Shape
+    domain: Domain
+    _interned: weakref.WeakValueDictionary[tuple, Node] = weakref.WeakValueDictionary()
+
+    def __new__(cls, op: str, args: Iterable[Node] = (), shape: Shape = (), domain: Domain = Domain.PARAM,
+                **attrs: Any) -> Node:
+        args, items = tuple(args), tuple(sorted(attrs.items()))
+        key = (op, tuple(id(a) for a in args), repr(items), tuple(shape), int(domain))
+        node = cls._interned.get(key)
+        if node is None:
+            node = super().__new__(cls)
+            node.op, node.args, node.attrs = op, args, items
+            node.shape, node.domain, node._digest = tuple(shape), Domain(domain), None
+            cls._interned[key] = node
+        return node
+
+    def attr(self, name: str, default: Any = None) -> Any:
+        """The attribute ``name``, or ``default``."""
+        return dict(self.attrs).get(name, default)
+
+    @property
+    def name(self) -> str:
+        """The name of an input."""
+        return self.attr("name", "")
+
+    @property
+    def numel(self) -> int:
+        """Number of features per row."""
+        return math.prod(self.shape)
+
+    @property
+    def is_integer(self) -> bool:
+        return self.op == "eid" or bool(self.attr("integer", False))
+
+    @property
+    def is_row(self) -> bool:
+        """Whether the value has a row dimension."""
+        return self.domain != Domain.PARAM
+
+    def rebuild(self, args: Iterable[Node]) -> Node:
+        """This node over other operands; the domain follows them, the shape stays."""
+        args = tuple(args)
+        if all(a is b for a, b in zip(args, self.args, strict=True)):
+            return self
+        domain = self.domain if OPS[self.op].kind in ("leaf", "gather") else join(*args)
+        return Node(self.op, args, self.shape, domain, **dict(self.attrs))
+
+    @property
+    def digest(self) -> str:
+        """A content hash that is the same in every process."""
+        if self._digest is None:
+            text = repr((self.op, self.attrs, self.shape, int(self.domain), [a.digest for a in self.args]))
+            self._digest = hashlib.sha256(text.encode()).hexdigest()[:24]
+        return self._digest
+
+    def __repr__(self) -> str:
+        return f"Node({self.op}{list(self.shape)}:{self.domain.label})"
+
+    def __reduce__(self):
+        return _rebuild_node, (self.op, self.args, self.shape, int(self.domain), dict(self.attrs))
+
+    def __copy__(self) -> Node:
+        return self
+
+    def __deepcopy__(self, memo: dict) -> Node:
+        return self
+
+
+def _rebuild_node(op: str, args: tuple[Node, ...], shape: Shape, domain: int, attrs: dict) -> Node:
+    return Node(op, args, shape, Domain(domain), **attrs)
+
+
+# --- building ---------------------------------------------------------------------------------------------------
+
+
+def join(*nodes: Node) -> Domain:
+    """The domain of an expression over ``nodes``."""
+    domain = Domain.PARAM
+    for node in nodes:
+        domain |= node.domain
+    return domain
+
+
+def input(name: str, domain: Domain, shape: Iterable[int], integer: bool = False) -> Node:  # noqa: A001
+    """A named tensor: ``[rows, *shape]``, or ``[*shape]`` in domain ``PARAM``."""
+    attrs = {"integer": True} if integer else {}
+    return Node("input", (), tuple(shape), domain, name=name, **attrs)
+
+
+def const(value: float, shape: Shape = ()) -> Node:
+    """The number ``value``, the same for every row and feature."""
+    return Node("const", (), shape, Domain.PARAM, value=float(value))
+
+
+def eid() -> Node:
+    """The position of the edge in the user's ``edge_index``, an integer."""
+    return Node("eid", (), (), Domain.EDGE)
+
+
+def broadcast_shape(*shapes: Shape) -> Shape:
+    return tuple(torch.broadcast_shapes(*shapes))
+
+
+def pointwise(op: str, *args: Node | float) -> Node:
+    """``op`` applied elementwise; features broadcast, parameters align to the right of feature shapes."""
+    nodes = [a if isinstance(a, Node) else const(a) for a in args]
+    rank = max((len(n.shape) for n in nodes if n.is_row), default=None)
+    if rank is not None:
+        nodes = [_drop_leading(n, rank) for n in nodes]
+    return Node(op, nodes, broadcast_shape(*(n.shape for n in nodes)), join(*nodes))
+
+
+def _drop_leading(node: Node, rank: int) -> Node:
+    # A parameter written as [1, H, C] means [H, C] beside edge values [E, H, C].
+    extra = len(node.shape) - rank
+    if node.is_row or extra <= 0:
+        return node
+    if any(s != 1 for s in node.shape[:extra]):
+        raise ValueError(f"Cannot broadcast a parameter of shape {list(node.shape)} over rows of rank {rank}")
+    return view(node, node.shape[extra:])
+
+
+def view(node: Node, shape: Iterable[int]) -> Node:
+    """The features in another shape, same row-major order."""
+    shape = tuple(shape)
+    if shape == node.shape:
+        return node
+    if math.prod(shape) != node.numel:
+        raise ValueError(f"Cannot view features of shape {list(node.shape)} as {list(shape)}")
+    if node.op == "const":
+        return const(node.attr("value"), shape)
+    if node.op == "view":
+        return view(node.args[0], shape)
+    return Node("view", (node,), shape, node.domain)
+
+
+def permute(node: Node, dims: Iterable[int]) -> Node:
+    dims = tuple(dims)
+    if dims == tuple(range(len(dims))):
+        return node
+    return Node("permute", (node,), tuple(node.shape[d] for d in dims), node.domain, dims=dims)
+
+
+def expand(node: Node, shape: Iterable[int]) -> Node:
+    shape = tuple(shape)
+    return node if shape == node.shape else Node("expand", (node,), shape, node.domain)
+
+
+def slice_(node: Node, dim: int, start: int, stop: int) -> Node:
+    """Features ``start`` to ``stop`` of dimension ``dim``."""
+    shape = (*node.shape[:dim], stop - start, *node.shape[dim + 1:])
+    return node if shape == node.shape else Node("slice", (node,), shape, node.domain, dim=dim, start=start, stop=stop)
+
+
+def cat(nodes: Iterable[Node], dim: int) -> Node:
+    nodes = tuple(nodes)
+    size = sum(n.shape[dim] for n in nodes)
+    return Node("cat", nodes, (*nodes[0].shape[:dim], size, *nodes[0].shape[dim + 1:]), join(*nodes), dim=dim)
+
+
+def reduce_features(op: str, node: Node, dims: Iterable[int], keepdim: bool = False) -> Node:
+    """``sum`` or ``amax`` over feature dimensions ``dims``."""
+    dims = tuple(sorted(dims))
+    if not dims:
+        return node
+    kept = tuple(1 if d in dims else s for d, s in enumerate(node.shape))
+    out = Node(op, (node,), tuple(s for d, s in enumerate(node.shape) if d not in dims), node.domain, dims=dims)
+    return view(out, kept) if keepdim else out
+
+
+def mm(x: Node, weight: Node) -> Node:
+    """``x @ weight`` with ``x`` ``[rows, K]`` and ``weight`` ``[K, M]`` a parameter expression."""
+    return Node("mm", (x, weight), (weight.shape[1],), join(x, weight))
+
+
+def softmax(logit: Node) -> Node:
+    """Edge softmax over the edges of each destination, per feature."""
+    return Node("softmax", (logit,), logit.shape, Domain.EDGE)
+
+
+def gather(kind: str, to: Domain, *args: Node, shape: Shape | None = None) -> Node:
+    """A reduction over edges to one row per vertex of ``to``, or to a parameter. ``kind`` is one of :data:`GATHERS`."""
+    if kind not in GATHERS:
+        raise ValueError(f"Expected a reduction out of {GATHERS} (got {kind!r})")
+    attrs = {"integer": True} if kind == "argmax" else {}
+    return Node("gather", args, args[-1].shape if shape is None else shape, to, kind=kind, **attrs)
+
+
+# --- walking ----------------------------------------------------------------------------------------------------
+
+
+def walk(*roots: Node) -> Iterator[Node]:
+    """Every node under ``roots`` once, operands first."""
+    seen: set[Node] = set()
+    stack: list[tuple[Node, bool]] = [(r, False) for r in reversed(roots)]
+    while stack:
+        node, ready = stack.pop()
+        if ready:
+            yield node
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack.extend((a, False) for a in reversed(node.args) if a not in seen)
+
+
+def rewrite(roots: Iterable[Node], rule: Callable[[Node], Node | None],
+            known: Mapping[Node, Node] | None = None) -> tuple[Node, ...]:
+    """Rebuild ``roots`` bottom up; ``rule`` sees each node over rewritten operands and may return another."""
+    roots = tuple(roots)
+    done: dict[Node, Node] = dict(known or {})
+    for node in walk(*roots):
+        if node not in done:
+            fresh = node.rebuild(done[a] for a in node.args)
+            done[node] = rule(fresh) or fresh
+    return tuple(done[r] for r in roots)
+
+
+def substitute(target: Any, known: Mapping[Node, Node]) -> Any:
+    """Replace nodes by others in a node, a sequence of nodes or an :class:`EdgeProgram`."""
+    if isinstance(target, EdgeProgram):
+        values = rewrite((o.value for o in target.outputs), lambda n: None, known)
+        return EdgeProgram(tuple(Output(o.kind, v, o.name) for o, v in zip(target.outputs, values, strict=True)))
+    if isinstance(target, Node):
+        return rewrite((target,), lambda n: None, known)[0]
+    return rewrite(target, lambda n: None, known)
+
+
+def inputs_of(*roots: Node) -> tuple[Node, ...]:
+    """The inputs under ``roots``, in order of first use."""
+    return tuple(n for n in walk(*roots) if n.op == "input")
+
+
+def depends_on(node: Node, what: Node) -> bool:
+    return any(n is what for n in walk(node))
+
+
+# --- programs ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Output:
+    """One result: ``value`` reduced to destinations by ``kind`` (sum, mean, max, min), or kept per edge (``edge``)."""
+
+    kind: str
+    value: Node
+    name: str = "out"
+
+    @property
+    def domain(self) -> Domain:
+        return Domain.EDGE if self.kind == "edge" else Domain.DST
+
+
+@dataclass(frozen=True)
+class EdgeProgram:
+    """What one layer computes over the edges; immutable, comparable by :attr:`digest`."""
+
+    outputs: tuple[Output, ...]
+
+    def __post_init__(self) -> None:
+        verify(self)
+
+    @property
+    def inputs(self) -> tuple[Node, ...]:
+        return inputs_of(*(o.value for o in self.outputs))
+
+    @property
+    def digest(self) -> str:
+        text = repr([(o.kind, o.name, o.value.digest) for o in self.outputs])
+        return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+    def __str__(self) -> str:
+        values = [o.value for o in self.outputs]
+        names, lines = listing(values)
+        return "\n".join([*lines, *(f"{o.name} = {o.kind}({names[o.value]})" for o in self.outputs)])
+
+
+def listing(roots: Iterable[Node]) -> tuple[dict[Node, str], list[str]]:
+    """A stable text form: names of all nodes, and one line per node."""
+    names: dict[Node, str] = {}
+    lines = []
+    for node in walk(*roots):
+        if node.op == "const":
+            names[node] = f"{node.attr('value'):g}"
+            continue
+        names[node] = node.name if node.op == "input" else f"%{len(lines)}"
+        attrs = [f"{k}={v}" for k, v in node.attrs if k != "name"]
+        text = "input" if node.op == "input" else f"{node.op}({', '.join([names[a] for a in node.args] + attrs)})"
+        lines.append(f"{names[node]}: {node.domain.label}{list(node.shape)} = {text}")
+    return names, lines
+
+
+def verify(program: EdgeProgram) -> None:
+    """Check that a program is well formed: known, edge-local operations and unique input names.
+
+    Raises:
+        ValueError: Naming the node and the rule it breaks.
+    """
+    seen: dict[str, Node] = {}
+    for output in program.outputs:
+        if output.kind not in ("sum", "mean", "max", "min", "edge"):
+            raise ValueError(f"Expected output kind sum, mean, max, min or edge (got {output.kind!r})")
+    for node in walk(*(o.value for o in program.outputs)):
+        if node.op not in OPS:
+            raise ValueError(f"Unknown operation {node.op!r}")
+        if node.op == "mm" and node.args[1].is_row:
+            raise ValueError("mm expects a parameter as its second operand")
+        if node.op == "input" and seen.setdefault(node.name, node) is not node:
+            raise ValueError(f"Two different inputs are named {node.name!r}")

@@ -1,0 +1,461 @@
+"""Program rewriting: from what a layer says to what is run.
+
+``split`` moves vertex work off the edges (canonicalize, reorganize, hoist) and leaves a core program; ``plan`` turns
+expressions with gathers into an ordered list of vertex steps and sweeps, each sweep one pass over the edges in one
+order. The sequence of passes is in these two functions and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from pyg_fullgraph.saga import ir
+from pyg_fullgraph.saga.adjoint import scales_linearly
+from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output, pointwise
+
+PASSES = ("reorganize", "fuse", "recompute")
+
+
+# --- canonicalize -----------------------------------------------------------------------------------------------
+
+
+def canonicalize(roots: Iterable[Node]) -> tuple[Node, ...]:
+    """Drop what does nothing: factors of one, zeros added, double negation, broadcasts that an operation does anyway."""
+    return ir.rewrite(roots, _simplify)
+
+
+def _is_const(node: Node, value: float) -> bool:
+    return node.op == "const" and node.attr("value") == value
+
+
+def _simplify(node: Node) -> Node | None:
+    args = node.args
+    if ir.OPS[node.op].kind == "pointwise":
+        for k, arg in enumerate(args):
+            if arg.op == "expand":
+                lean = pointwise(node.op, *args[:k], arg.args[0], *args[k + 1:])
+                if lean.shape == node.shape:
+                    return _simplify(lean) or lean
+        for value, op, positions in ((1.0, "mul", (0, 1)), (1.0, "div", (1,)), (0.0, "add", (0, 1)), (0.0, "sub", (1,))):
+            for k in positions if node.op == op else ():
+                other = args[1 - k]
+                if _is_const(args[k], value) and other.shape == node.shape:
+                    return other
+    if node.op == "neg" and args[0].op == "neg":
+        return args[0].args[0]
+    if node.op == "permute" and args[0].op == "permute":
+        inner = args[0].attr("dims")
+        return ir.permute(args[0].args[0], [inner[d] for d in node.attr("dims")])
+    return None
+
+
+# --- reorganize (propagation-postponed, SAGA-opt 4) -------------------------------------------------------------
+
+
+def reorganize(roots: Iterable[Node]) -> tuple[Node, ...]:
+    """Move linear maps off the edges.
+
+    ``(a_j + b_i) W`` becomes ``a_j W + b_i W``, ``cat(a, b) W`` splits ``W`` by rows, sums are regrouped so that what
+    belongs to one end point is added there, and a linear map of edge data that is summed down right after is folded
+    into its weight.
+    """
+    return canonicalize(ir.rewrite(roots, _reorganize_node))
+
+
+def _reorganize_node(node: Node) -> Node | None:
+    if node.op == "mm" and node.domain == Domain.EDGE:
+        return _distribute(node.args[0], node.args[1])
+    if node.op in ("add", "sub") and node.domain == Domain.EDGE:
+        return _regroup(node)
+    if node.op == "sum" and node.domain == Domain.EDGE:
+        return _fold(node)
+    return None
+
+
+def _distribute(x: Node, weight: Node) -> Node:
+    mixed = x.domain == Domain.EDGE and any(a.domain != Domain.EDGE for a in x.args)
+    if x.op in ("add", "sub") and mixed and all(a.shape == x.shape for a in x.args):
+        return _regroup(pointwise(x.op, *(_distribute(a, weight) for a in x.args)))
+    if x.op == "neg":
+        return pointwise("neg", _distribute(x.args[0], weight))
+    if x.op == "mul" and mixed:
+        for scale, rest in (x.args, x.args[::-1]):
+            if scale.numel == 1 and scale.is_row and rest.shape == x.shape:
+                return pointwise("mul", ir.view(scale, (1,)), _distribute(rest, weight))
+    if x.op == "cat" and x.domain == Domain.EDGE and len(x.shape) == 1:
+        terms, start = [], 0
+        for part in x.args:
+            stop = start + part.shape[0]
+            terms.append(_distribute(part, ir.slice_(weight, 0, start, stop)))
+            start = stop
+        total = terms[0]
+        for term in terms[1:]:
+            total = pointwise("add", total, term)
+        return _regroup(total)
+    return ir.mm(x, weight)
+
+
+def _terms(node: Node, sign: int, shape: ir.Shape) -> list[tuple[int, Node]]:
+    if node.op in ("add", "sub") and all(a.shape == shape or not a.is_row for a in node.args):
+        right = sign if node.op == "add" else -sign
+        return _terms(node.args[0], sign, shape) + _terms(node.args[1], right, shape)
+    return _terms(node.args[0], -sign, shape) if node.op == "neg" else [(sign, node)]
+
+
+def _regroup(node: Node) -> Node:
+    """A sum of terms, with the terms of each domain added among themselves first."""
+    if node.op not in ("add", "sub"):
+        return node
+    terms = _terms(node, 1, node.shape)
+    domains = {t.domain for _, t in terms}
+    if len(terms) < 3 and not any(t.op == "mm" for _, t in terms):
+        return node
+    home = next((d for d in (Domain.DST, Domain.SRC, Domain.EDGE) if d in domains), Domain.PARAM)
+    groups: dict[Domain, list[tuple[int, Node]]] = {}
+    for sign, term in terms:
+        groups.setdefault(home if term.domain == Domain.PARAM else term.domain, []).append((sign, term))
+    sums = [_add_up(groups[d]) for d in (Domain.DST, Domain.SRC, Domain.EDGE, Domain.PARAM) if d in groups]
+    total = sums[0]
+    for other in sums[1:]:
+        total = pointwise("add", total, other)
+    return total
+
+
+def _add_up(terms: Sequence[tuple[int, Node]]) -> Node:
+    ordered = sorted(_merge_products(terms), key=lambda term: -term[0])
+    total = ordered[0][1] if ordered[0][0] > 0 else pointwise("neg", ordered[0][1])
+    for sign, term in ordered[1:]:
+        total = pointwise("add" if sign > 0 else "sub", total, term)
+    return total
+
+
+def _merge_products(terms: Sequence[tuple[int, Node]]) -> list[tuple[int, Node]]:
+    """``x A - x B`` as ``x (A - B)``: one product per operand."""
+    weights: dict[Node, Node] = {}
+    rest: list[tuple[int, Node]] = []
+    for sign, term in terms:
+        if term.op != "mm":
+            rest.append((sign, term))
+            continue
+        x, w = term.args
+        if x in weights:
+            weights[x] = pointwise("add" if sign > 0 else "sub", weights[x], w)
+        else:
+            weights[x] = w if sign > 0 else pointwise("neg", w)
+    return [(1, ir.mm(x, w)) for x, w in weights.items()] + rest
+
+
+def _fold(node: Node) -> Node | None:
+    """``sum(view(x W) * p)`` as ``x (sum(view(W) * p))`` where that is narrower."""
+    chain: list[Node] = []
+    base = node
+    while base.op != "mm":
+        chain.append(base)
+        if base.op in ("view", "permute", "sum", "expand", "neg"):
+            base = base.args[0]
+        elif base.op in ("mul", "div") and not base.args[1].is_row:
+            base = base.args[0]
+        elif base.op == "mul" and not base.args[0].is_row:
+            base = base.args[1]
+        else:
+            return None
+    x, weight = base.args
+    if node.numel >= base.numel:
+        return None
+    rows = weight.shape[0]
+    value = weight
+    for step in reversed(chain):
+        if step.op == "view":
+            value = ir.view(value, (rows, *step.shape))
+        elif step.op == "expand":
+            value = ir.expand(value, (rows, *step.shape))
+        elif step.op == "permute":
+            value = ir.permute(value, (0, *(d + 1 for d in step.attr("dims"))))
+        elif step.op == "sum":
+            value = ir.reduce_features("sum", value, [d + 1 for d in step.attr("dims")])
+        elif step.op == "neg":
+            value = pointwise("neg", value)
+        else:
+            other = step.args[0] if not step.args[0].is_row else step.args[1]
+            value = pointwise(step.op, value, other)
+    return ir.view(ir.mm(x, ir.view(value, (rows, node.numel))), node.shape)
+
+
+# --- hoist ------------------------------------------------------------------------------------------------------
+
+
+def is_vertex_work(node: Node) -> bool:
+    """Whether a vertex or parameter expression is better computed once per vertex than once per edge.
+
+    Elementwise work stays in the kernel: it is free there, while a vertex pass would read and write features.
+    """
+    if node.op in ("input", "const") or node.domain == Domain.EDGE or node.op == "gather":
+        return False
+    if node.domain == Domain.PARAM:
+        return True
+    return any(n.domain == node.domain and n.op in ("mm", "sum", "amax", "cat", "slice") for n in ir.walk(node))
+
+
+def hoist(roots: Sequence[Node]) -> tuple[tuple[Node, ...], dict[Node, Node]]:
+    """Cut the largest vertex expressions that are worth it out of ``roots``.
+
+    Returns:
+        The roots over new inputs, and what each new input stands for.
+    """
+    steps: dict[Node, Node] = {}
+    known: dict[Node, Node] = {}
+
+    def visit(node: Node) -> None:
+        if node in known or node.op in ("input", "const"):
+            return
+        if is_vertex_work(node):
+            name = f"hoisted.{node.digest[:8]}"
+            known[node] = ir.input(name, node.domain, node.shape)
+            steps[known[node]] = node
+            return
+        for a in node.args:
+            visit(a)
+
+    for root in roots:
+        visit(root)
+    return ir.substitute(tuple(roots), known), steps
+
+
+@dataclass(frozen=True)
+class Split:
+    """A program in two parts: vertex expressions run by torch, and the edge phase.
+
+    Attributes:
+        hoisted: New input of the core -> the vertex expression that makes it.
+        core: The program of the edge phase.
+    """
+
+    hoisted: Mapping[Node, Node]
+    core: EdgeProgram
+
+
+def split(program: EdgeProgram, disable: Sequence[str] = ()) -> Split:
+    """Canonicalize, reorganize and hoist ``program``; ``disable`` leaves out passes by name, for ablations."""
+    roots = canonicalize(o.value for o in program.outputs)
+    if "reorganize" not in disable:
+        roots = reorganize(roots)
+    roots, hoisted = hoist(roots)
+    outputs = tuple(Output(o.kind, r, o.name) for o, r in zip(program.outputs, roots, strict=True))
+    return Split(hoisted, EdgeProgram(outputs))
+
+
+# --- fuse and plan ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the executor can do in one pass.
+
+    Attributes:
+        online_softmax: Softmax, weighting and sum in one pass over the edges (kernels); otherwise statistics first.
+        stage: Keep narrow per-edge results (``[E, H]``) of one sweep for the next instead of recomputing them.
+    """
+
+    online_softmax: bool
+    stage: bool
+
+
+KERNELS = Target(online_softmax=True, stage=False)
+CHUNKS = Target(online_softmax=False, stage=True)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """One pass over the edges, row by row of one side.
+
+    Attributes:
+        rows: ``DST`` walks incoming edges of each destination, ``SRC`` outgoing edges of each source.
+        gathers: Result input -> gather node over inputs only. Targets are ``rows`` or ``PARAM``.
+        edges: Result input -> edge expression that is written in the user's edge order.
+    """
+
+    rows: Domain
+    gathers: tuple[tuple[Node, Node], ...]
+    edges: tuple[tuple[Node, Node], ...]
+
+    @property
+    def operands(self) -> tuple[Node, ...]:
+        """The edge expressions of the sweep."""
+        return tuple(a for _, g in self.gathers for a in g.args) + tuple(e for _, e in self.edges)
+
+    @property
+    def inputs(self) -> tuple[Node, ...]:
+        return ir.inputs_of(*self.operands)
+
+    @property
+    def digest(self) -> str:
+        """A content hash that is the same in every process."""
+        parts = [node for pair in (*self.gathers, *self.edges) for node in pair]
+        return Node("gather", parts, (), self.rows, kind="sweep", gathers=len(self.gathers)).digest
+
+    def __str__(self) -> str:
+        names, lines = ir.listing(self.operands)
+        side = "destinations" if self.rows == Domain.DST else "sources"
+        body = [f"  {line}" for line in lines if not line.endswith("= input")]
+        for result, g in self.gathers:
+            args = ", ".join(names[a] for a in g.args)
+            body.append(f"  {result.name}: {result.domain.label}{list(result.shape)} = {g.attr('kind')}({args})")
+        body += [f"  {r.name}: edge{list(r.shape)} = {names[e]}" for r, e in self.edges]
+        return "\n".join([f"sweep over {side}, inputs {', '.join(n.name for n in self.inputs)}", *body])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is run, in order: vertex steps ``(result, expression)`` and sweeps; then ``outputs`` over their results."""
+
+    steps: tuple[tuple[Node, Node] | Sweep, ...]
+    outputs: Mapping[str, Node]
+
+    @property
+    def sweeps(self) -> tuple[Sweep, ...]:
+        return tuple(s for s in self.steps if isinstance(s, Sweep))
+
+    def __str__(self) -> str:
+        lines = []
+        for step in self.steps:
+            if isinstance(step, Sweep):
+                lines.append(str(step))
+            else:
+                _, text = ir.listing([step[1]])
+                lines.append(f"vertex {step[0].name} = " + "; ".join(t for t in text if not t.endswith("= input")))
+        return "\n".join(lines)
+
+
+def reduction(output: Output) -> Node:
+    """The output as an expression: its value per edge, or a gather."""
+    if output.kind == "edge":
+        return output.value
+    if output.kind == "min":
+        return pointwise("neg", ir.gather("max", Domain.DST, pointwise("neg", output.value)))
+    return ir.gather(output.kind, Domain.DST, output.value)
+
+
+def fuse(roots: Sequence[Node]) -> tuple[Node, ...]:
+    """``sum(softmax(e) * v)`` as one online-softmax reduction."""
+
+    def rule(node: Node) -> Node | None:
+        if node.op != "gather" or node.attr("kind") != "sum" or node.domain != Domain.DST:
+            return None
+        inner = [n for n in ir.walk(node.args[0]) if n.op == "softmax"]
+        if len(inner) != 1 or not scales_linearly(node.args[0], inner[0]):
+            return None
+        logit = inner[0].args[0]
+        weight = Node("weight", (logit,), inner[0].shape, Domain.EDGE)
+        value = ir.substitute(node.args[0], {inner[0]: weight})
+        return ir.gather("softmax_sum", Domain.DST, logit, value)
+
+    return ir.rewrite(roots, rule)
+
+
+def expand_softmax(roots: Sequence[Node]) -> tuple[Node, ...]:
+    """Every remaining softmax as ``exp(e - lse_i)``."""
+
+    def rule(node: Node) -> Node | None:
+        if node.op != "softmax":
+            return None
+        return pointwise("exp", pointwise("sub", node.args[0], ir.gather("lse", Domain.DST, node.args[0])))
+
+    return ir.rewrite(roots, rule)
+
+
+def plan(outputs: Mapping[str, Node], target: Target, disable: Sequence[str] = ()) -> Plan:
+    """Order ``outputs`` (expressions with gathers) into vertex steps and as few sweeps as their dependences allow.
+
+    Args:
+        outputs: Results by name; edge results are expressions in domain ``EDGE``.
+        target: What the executor can do in one pass.
+        disable: Names of passes to leave out.
+    """
+    roots = canonicalize(outputs.values())
+    if target.online_softmax and "fuse" not in disable:
+        roots = fuse(roots)
+    roots = canonicalize(expand_softmax(roots))
+    gathers = [n for n in ir.walk(*roots) if n.op == "gather"]
+    level: dict[Node, int] = {}
+    for node in ir.walk(*roots):
+        level[node] = max((level[a] for a in node.args), default=0) + (node.op == "gather")
+    placed = _place(gathers, level, [r for r in roots if r.domain == Domain.EDGE])
+
+    steps: list[tuple[Node, Node] | Sweep] = []
+    known: dict[Node, Node] = {}
+    edge_results: dict[Node, Node] = {}
+    hoisted: dict[Node, Node] = {}
+    for rows, members, edges in placed:
+        operands = ir.substitute(tuple(a for g in members for a in g.args) + tuple(edges), known)
+        lean, fresh = hoist(operands)
+        for name, expression in fresh.items():
+            if name not in hoisted:
+                hoisted[name] = expression
+                steps.append((name, expression))
+        waiting = iter(lean)
+        pairs = []
+        for g in members:
+            core = g.rebuild([next(waiting) for _ in g.args])
+            known[g] = ir.input(f"%{g.attr('kind')}.{g.digest[:8]}", g.domain, g.shape, g.is_integer)
+            pairs.append((known[g], core))
+        written = []
+        for e in edges:
+            edge_results[e] = ir.input(f"%edge.{e.digest[:8]}", Domain.EDGE, e.shape)
+            written.append((edge_results[e], next(waiting)))
+        steps.append(Sweep(rows, tuple(pairs), tuple(written)))
+    if target.stage:
+        steps = _stage(steps)
+    finals = [edge_results[r] if r in edge_results else ir.substitute(r, known) for r in roots]
+    return Plan(tuple(steps), dict(zip(outputs, finals, strict=True)))
+
+
+def _place(gathers: Sequence[Node], level: Mapping[Node, int],
+           edges: Sequence[Node]) -> list[tuple[Domain, list[Node], list[Node]]]:
+    """Group gathers into sweeps: same side and level; results that nothing waits for join the latest sweep."""
+    needed = {a for g in gathers for n in g.args for a in ir.walk(n) if a.op == "gather"}
+    last: dict[Domain, int] = {}
+    for g in gathers:
+        last[g.domain] = max(last.get(g.domain, 0), level[g])
+    groups: dict[tuple[int, int, Domain], tuple[list[Node], list[Node]]] = {}
+
+    def group(at: int, rows: Domain, dense: bool = False) -> tuple[list[Node], list[Node]]:
+        return groups.setdefault((at, 2 if dense else int(rows == Domain.SRC), rows), ([], []))
+
+    for g in gathers:
+        if g.domain != Domain.PARAM:
+            group(level[g] if g in needed else last[g.domain], g.domain)[0].append(g)
+    for g in gathers:
+        if g.domain == Domain.PARAM:
+            dense = g.attr("kind") == "outer"
+            rows = next((r for r in (Domain.DST, Domain.SRC) if last.get(r, 0) >= level[g]), Domain.DST)
+            group(max(level[g], last.get(rows, 0)), rows, dense)[0].append(g)
+    for e in dict.fromkeys(edges):
+        group(max(level[e] + 1, last.get(Domain.DST, 0)), Domain.DST)[1].append(e)
+    return [(key[2], *groups[key]) for key in sorted(groups, key=lambda k: (k[0], k[1]))]
+
+
+def _stage(steps: Sequence[tuple[Node, Node] | Sweep]) -> list[tuple[Node, Node] | Sweep]:
+    """Hand narrow results of wide edge work from one sweep to the later ones that need it."""
+    out: list[tuple[Node, Node] | Sweep] = []
+    made: dict[Node, tuple[int, Node]] = {}  # narrow node -> (step that can make it, its stand-in)
+    for step in steps:
+        if not isinstance(step, Sweep):
+            out.append(step)
+            continue
+        known = {n: made[n][1] for n in ir.walk(*step.operands) if n in made}
+        swap = ir.substitute(step.operands, known)
+        used = set(ir.inputs_of(*swap))
+        for node, stand_in in known.items():
+            maker = out[made[node][0]]
+            assert isinstance(maker, Sweep)
+            if stand_in in used and all(stand_in is not r for r, _ in maker.edges):
+                out[made[node][0]] = Sweep(maker.rows, maker.gathers, (*maker.edges, (stand_in, node)))
+        for node in ir.walk(*step.operands):
+            narrow = node.op == "sum" and node.domain == Domain.EDGE and node.args[0].numel > node.numel
+            if narrow and node not in made:
+                made[node] = (len(out), ir.input(f"%staged.{node.digest[:8]}", Domain.EDGE, node.shape))
+        waiting = iter(swap)
+        gathers = tuple((r, g.rebuild([next(waiting) for _ in g.args])) for r, g in step.gathers)
+        out.append(Sweep(step.rows, gathers, tuple((r, next(waiting)) for r, _ in step.edges)))
+    return out

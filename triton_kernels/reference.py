@@ -1,0 +1,99 @@
+"""Plain-torch twins of the device code: what the kernels must compute, differentiable, in any dtype."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+_MASK = 0xFFFFFFFF
+
+
+def edge_softmax(logit: Tensor, dst: Tensor, num_dst: int) -> Tensor:
+    """Softmax over the edges of each destination.
+
+    Args:
+        logit: ``[E, *shape]``, every feature on its own.
+        dst: Destination of each edge, ``[E]``.
+        num_dst: Number of destinations.
+
+    Returns:
+        ``[E, *shape]``, summing to one over the edges of each destination.
+    """
+    index = dst.reshape(-1, *(1,) * (logit.dim() - 1)).expand_as(logit)
+    peak = logit.new_full((num_dst, *logit.shape[1:]), -math.inf).scatter_reduce(0, index, logit.detach(), "amax")
+    weight = (logit - peak.index_select(0, dst)).exp()
+    total = weight.new_zeros(peak.shape).index_add(0, dst, weight)
+    return weight / total.index_select(0, dst)
+
+
+def segment_reduce(value: Tensor, dst: Tensor, num_dst: int, kind: str) -> Tensor:
+    """Reduce edge values by destination; destinations without edges get 0.
+
+    Args:
+        value: ``[E, *shape]``.
+        dst: Destination of each edge, ``[E]``.
+        num_dst: Number of destinations.
+        kind: ``sum``, ``mean``, ``max`` or ``min``.
+    """
+    zeros = value.new_zeros((num_dst, *value.shape[1:]))
+    if kind in ("sum", "mean"):
+        out = zeros.index_add(0, dst, value)
+        if kind == "sum":
+            return out
+        count = torch.bincount(dst, minlength=num_dst).clamp(min=1).to(value.dtype)
+        return out / count.reshape(-1, *(1,) * (value.dim() - 1))
+    index = dst.reshape(-1, *(1,) * (value.dim() - 1)).expand_as(value)
+    return zeros.scatter_reduce(0, index, value, "amax" if kind == "max" else "amin", include_self=False)
+
+
+def philox(seed: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """First word of Philox-4x32-10 with counter ``(low, high, 0, 0)`` and a 64-bit key.
+
+    Args:
+        seed: Key, int64 ``[1]``.
+        low: Low counter word, int64, 32 bits used.
+        high: High counter word, int64, 32 bits used.
+
+    Returns:
+        int64 tensor with values in ``[0, 2**32)``.
+
+    Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
+    """
+    low, high = torch.broadcast_tensors(low & _MASK, high & _MASK)
+    c = [low, high, torch.zeros_like(low), torch.zeros_like(low)]
+    key0, key1 = seed & _MASK, (seed >> 32) & _MASK
+    for _ in range(10):
+        # int64 products wrap modulo 2**64, which keeps all 64 bits of a 32 x 32 bit product.
+        first, second = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
+        c = [((second >> 32) & _MASK) ^ c[1] ^ key0, second & _MASK,
+             ((first >> 32) & _MASK) ^ c[3] ^ key1, first & _MASK]
+        key0, key1 = (key0 + 0x9E3779B9) & _MASK, (key1 + 0xBB67AE85) & _MASK
+    return c[0]
+
+
+def dropout_threshold(p: float) -> int:
+    """Random words below this drop the value."""
+    return min(int(round(p * 2.0**32)), _MASK)
+
+
+def dropout_mask(seed: Tensor, eid: Tensor, shape: tuple[int, ...], p: float) -> Tensor:
+    """Dropout factors ``0`` or ``1 / (1 - p)`` that depend on seed, edge id and feature only.
+
+    Args:
+        seed: int64 ``[1]``.
+        eid: Position of each edge in the user's ``edge_index``, ``[E]``.
+        shape: Feature shape.
+        p: Probability of dropping.
+
+    Returns:
+        float32 ``[E, *shape]``.
+    """
+    if p >= 1.0:
+        return torch.zeros((eid.numel(), *shape), device=eid.device)
+    numel = max(math.prod(shape), 1)
+    counter = eid.long()[:, None] * numel + torch.arange(numel, device=eid.device)
+    word = philox(seed, counter, counter >> 32)
+    keep = (word >= dropout_threshold(p)).reshape(eid.numel(), *shape)
+    return keep * (1.0 / (1.0 - p))
