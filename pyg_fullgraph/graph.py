@@ -115,7 +115,7 @@ class Graph(Tensor):
     To PyTorch and PyG it is an int64 tensor ``[2, E]`` in the user's edge order: every operation on it sees that
     tensor, made when it is needed and not kept, and returns a plain tensor that shares no memory with the graph.
     Unchanged PyG code therefore accepts a Graph, while the layers of this package find both edge orders prepared.
-    Moving it to another device gives a Graph.
+    ``detach`` and moving it to another device give a Graph.
 
     A Graph does not change. An operation that would write into it raises :class:`errors.GraphWriteError`.
 
@@ -344,7 +344,7 @@ class Graph(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         aten = torch.ops.aten
-        if func in (aten.detach.default, aten.alias.default) and isinstance(args[0], Graph):
+        if func is aten.detach.default:
             return args[0]._share()
         if func is aten._to_copy.default and kwargs.get("dtype") in (None, torch.int64):
             graph = args[0]
@@ -425,8 +425,8 @@ def _check_edge_index(edge_index: Any) -> None:
 
 def _parse_size(num_nodes: int | Size | None) -> tuple[Size, bool]:
     """``(num_src, num_dst)`` with None for what is not given, and whether both sides are one set of nodes."""
-    is_square = num_nodes is None or isinstance(num_nodes, int)
-    size = (num_nodes, num_nodes) if is_square else tuple(cast(Size, num_nodes))
+    is_square = not isinstance(num_nodes, (tuple, list))
+    size: Any = (num_nodes, num_nodes) if is_square else tuple(cast(Size, num_nodes))
     if len(size) != 2 or any(n is not None and (not isinstance(n, int) or n < 0) for n in size):
         raise errors.InputError("num_nodes", "to be a count or a pair (num_src, num_dst) of counts", num_nodes)
     return cast(Size, size), is_square or size == (None, None)

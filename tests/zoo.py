@@ -122,7 +122,7 @@ def symmetric() -> Case:
     """Undirected, as most public graphs are: both directions of each edge, loops once."""
     edge_index = _random(23, 23, 60, seed=7)
     both = torch.cat([edge_index, edge_index.flip(0)], dim=1)
-    return Case("symmetric", torch.unique(both, dim=1), 23, 23)
+    return Case("symmetric", torch.unique(both, dim=1).contiguous(), 23, 23)
 
 
 ALL = tuple(
