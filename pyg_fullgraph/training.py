@@ -1,0 +1,563 @@
+"""Full-graph training of node classifiers, on the fused layers or on PyG's own, from the same constructor code.
+
+Shape letters: N nodes, E directed edges, F features, C classes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import gc
+import json
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch_geometric
+from torch import Tensor, nn
+from torchmetrics.functional.classification import multiclass_accuracy
+
+from pyg_fullgraph.checkpoint import checkpoint_path, load_checkpoint, prepare_folder, write_atomically
+from pyg_fullgraph.config import TrainConfig
+from pyg_fullgraph.data import Dataset, generate
+from pyg_fullgraph.errors import CheckpointError, DivergedError, OutOfMemoryError
+from pyg_fullgraph.report import describe_device, plot, versions
+
+
+def layer_namespace(provider: str) -> ModuleType:
+    """The module whose layers `NodeClassifier` uses: ours for "fused", PyG's for "pyg"."""
+    if provider == "pyg":
+        return torch_geometric.nn
+    import pyg_fullgraph.nn
+
+    return pyg_fullgraph.nn
+
+
+def prepare_graph(provider: str, dataset: Dataset) -> Tensor:
+    """The form of the graph that a provider works on: a prepared `Graph`, or the plain edge_index [2, E]."""
+    if provider == "pyg":
+        return dataset.edge_index
+    from .graph import Graph
+
+    return Graph.from_edge_index(dataset.edge_index, num_nodes=dataset.num_nodes)
+
+
+class NodeClassifier(nn.Module):
+    """A stack of graph layers with dropout before and an activation between them.
+
+    Args: layers: module that holds the layer classes. config: the job. num_features: F. num_classes: C.
+    """
+
+    def __init__(self, layers: ModuleType, config: TrainConfig, num_features: int, num_classes: int) -> None:
+        super().__init__()
+        self.dropout = config.dropout
+        self.activation = F.elu if config.has_attention else F.relu
+        self.decays_first_layer_only = config.model == "gcn"
+        self.convs = nn.ModuleList()
+        width = num_features
+        for index in range(config.layers):
+            is_last = index == config.layers - 1
+            conv = _make_layer(layers, config, width, num_classes if is_last else config.hidden, is_last)
+            self.convs.append(conv)
+            width = config.hidden * (config.heads if config.has_attention else 1)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        """x [N, F] -> class scores [N, C]."""
+        for index, conv in enumerate(self.convs):
+            if index:
+                x = self.activation(x)
+            x = conv(F.dropout(x, self.dropout, self.training), edge_index)
+        return x
+
+
+def _make_layer(layers: ModuleType, config: TrainConfig, num_in: int, num_out: int, is_last: bool) -> nn.Module:
+    if config.model == "gcn":
+        return layers.GCNConv(num_in, num_out)
+    if config.model == "sage":
+        return layers.SAGEConv(num_in, num_out)
+    if config.model == "gin":
+        mlp = nn.Sequential(nn.Linear(num_in, config.hidden), nn.ReLU(), nn.Linear(config.hidden, num_out))
+        return layers.GINConv(mlp, train_eps=True)
+    attention = layers.GATConv if config.model == "gat" else layers.GATv2Conv
+    heads = 1 if is_last else config.heads
+    return attention(num_in, num_out, heads=heads, concat=not is_last, dropout=config.dropout)
+
+
+def build_model(config: TrainConfig, dataset: Dataset, seed: int, provider: str = "fused") -> NodeClassifier:
+    """The model of a job with the weights that `seed` draws (the same for both providers and every dtype)."""
+    torch.manual_seed(seed)
+    model = NodeClassifier(layer_namespace(provider), config, dataset.num_features, dataset.num_classes)
+    return model.to(config.device, config.torch_dtype)
+
+
+class _Optimization:
+    """Adam on the model's parameters, or on float32 copies of them where the model is stored in 16 bits.
+
+    A 16-bit weight swallows updates below 1/256 of itself, and Adam's epsilon is zero in float16; so the step is taken
+    in float32, with a scaled loss for float16 whose small gradients would vanish.
+    """
+
+    def __init__(self, model: NodeClassifier, config: TrainConfig) -> None:
+        self.parameters = list(model.parameters())
+        self.is_16_bit = config.torch_dtype.itemsize == 2
+        self.masters: list[Tensor] = list(self.parameters)
+        if self.is_16_bit:
+            self.masters = [p.detach().float().requires_grad_() for p in self.parameters]
+        num_decayed = len(list(model.convs[0].parameters())) if model.decays_first_layer_only else len(self.masters)
+        groups = [
+            {"params": self.masters[:num_decayed], "weight_decay": config.weight_decay},
+            {"params": self.masters[num_decayed:], "weight_decay": 0.0},
+        ]
+        self.adam = torch.optim.Adam([group for group in groups if group["params"]], lr=config.lr)
+        self.scaler = torch.amp.GradScaler(config.device, enabled=config.dtype == "float16")
+
+    def step(self, loss: Tensor) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.scaler.scale(loss).backward()
+        if self.is_16_bit:
+            for master, parameter in zip(self.masters, self.parameters, strict=True):
+                master.grad = None if parameter.grad is None else parameter.grad.float()
+        self.scaler.step(self.adam)
+        self.scaler.update()
+        if self.is_16_bit:
+            with torch.no_grad():
+                for master, parameter in zip(self.masters, self.parameters, strict=True):
+                    parameter.copy_(master)
+
+    def state_dict(self) -> dict[str, Any]:
+        masters = [master.detach() for master in self.masters] if self.is_16_bit else []
+        return {"adam": self.adam.state_dict(), "scaler": self.scaler.state_dict(), "masters": masters}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.adam.load_state_dict(state["adam"])
+        self.scaler.load_state_dict(state["scaler"])
+        with torch.no_grad():
+            for master, saved in zip(self.masters, state["masters"], strict=False):
+                master.copy_(saved)
+
+
+class PeakMemory:
+    """Largest memory use since this object was made, above what was in use then (dataset, graph, model).
+
+    CUDA: bytes of live tensors, by the allocator. CPU: resident set of the process, from the kernel's high-water mark,
+    after freed pages were handed back; `read` gives None where the system has no resettable mark.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.is_cuda = device == "cuda"
+        gc.collect()
+        if self.is_cuda:
+            torch.cuda.reset_peak_memory_stats()
+            self.start_bytes: int | None = torch.cuda.memory_allocated()
+            return
+        try:
+            # Memory freed earlier but kept by malloc would be reused and so hide what this run needs.
+            ctypes.CDLL(None).malloc_trim(0)
+            Path("/proc/self/clear_refs").write_text("5")
+            self.start_bytes = self._resident_peak()
+        except (OSError, AttributeError):
+            self.start_bytes = None
+
+    def read(self) -> int | None:
+        """Peak bytes so far."""
+        if self.start_bytes is None:
+            return None
+        peak = torch.cuda.max_memory_allocated() if self.is_cuda else self._resident_peak()
+        return max(0, peak - self.start_bytes)
+
+    @staticmethod
+    def _resident_peak() -> int:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+        raise OSError("/proc/self/status has no VmHWM")
+
+
+@dataclass
+class History:
+    """What one run has seen so far, one entry per epoch; `best_epoch` is where the validation was best."""
+
+    losses: list[float] = dataclasses.field(default_factory=list)
+    val_losses: list[float] = dataclasses.field(default_factory=list)
+    val_accuracies: list[float] = dataclasses.field(default_factory=list)
+    test_accuracies: list[float] = dataclasses.field(default_factory=list)
+    step_ms: list[float] = dataclasses.field(default_factory=list)
+    peak_bytes: int | None = None
+
+    @property
+    def best_epoch(self) -> int:
+        """First epoch of the highest validation accuracy; among equals the one with the lowest validation loss."""
+        return max(range(len(self.losses)), key=lambda e: (self.val_accuracies[e], -self.val_losses[e]))
+
+    @property
+    def epochs_without_gain(self) -> int:
+        """Epochs since validation accuracy or loss last improved."""
+        last = max(
+            self.val_accuracies.index(max(self.val_accuracies)),
+            self.val_losses.index(min(self.val_losses)),
+        )
+        return len(self.losses) - 1 - last
+
+    def metrics(self, seed: int) -> dict[str, Any]:
+        """The entry of one run in metrics.json."""
+        best = self.best_epoch
+        return {
+            "seed": seed,
+            "test_accuracy": self.test_accuracies[best],
+            "val_accuracy": self.val_accuracies[best],
+            "best_epoch": best,
+            "epoch_ms": statistics.median(self.step_ms[1:] or self.step_ms),
+            "first_epoch_ms": self.step_ms[0],
+            "peak_bytes": self.peak_bytes,
+            "losses": self.losses,
+            "val_losses": self.val_losses,
+            "val_accuracies": self.val_accuracies,
+        }
+
+
+@dataclass(frozen=True)
+class EpochReport:
+    """What `on_epoch` is told after every epoch."""
+
+    provider: str
+    seed: int
+    epoch: int
+    history: History
+
+
+def train_seed(
+    config: TrainConfig,
+    dataset: Dataset,
+    seed: int,
+    provider: str = "fused",
+    *,
+    initial_state: dict[str, Tensor] | None = None,
+    on_epoch: Callable[[EpochReport], None] | None = None,
+) -> dict[str, Any]:
+    """Trains one model from one seed and returns its entry for metrics.json.
+
+    Each epoch is one step over the whole graph followed by an evaluation without dropout. `epoch_ms` is the median
+    time of the step alone; `test_accuracy` is taken at the epoch with the best validation accuracy.
+
+    Args:
+        config: the job. dataset: on any device. provider: "fused" or "pyg".
+        initial_state: weights to start from instead of those that `seed` draws.
+        on_epoch: called after every epoch, when the state is consistent; an exception from it ends the run.
+    Returns: dict with test_accuracy, losses (one per epoch), epoch_ms, peak_bytes and more (`History.metrics`).
+    Raises: OutOfMemoryError, DivergedError, CheckpointError (resume), KeyboardInterrupt after the state was saved.
+    """
+    run = _Run(config, dataset, seed, provider, initial_state)
+    try:
+        with _stop_after_epoch() as stop:
+            while not run.is_finished:
+                run.run_epoch()
+                if on_epoch is not None:
+                    on_epoch(EpochReport(provider, seed, len(run.history.losses) - 1, run.history))
+                if stop.is_set():
+                    raise KeyboardInterrupt
+                run.save(is_due=False)
+    except KeyboardInterrupt:
+        if run.is_consistent:
+            run.save()
+        raise KeyboardInterrupt(run.describe_stop()) from None
+    except (RuntimeError, MemoryError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        raise OutOfMemoryError(
+            config.device, f"in epoch {len(run.history.losses)}", _suggestions(config, provider), error
+        ) from error
+    run.save()
+    return run.history.metrics(seed)
+
+
+class _Run:
+    """State of one run: model, optimizer, history, and its checkpoint file."""
+
+    save_every_s = 30.0
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        dataset: Dataset,
+        seed: int,
+        provider: str,
+        initial_state: dict[str, Tensor] | None,
+    ) -> None:
+        self.config, self.seed, self.provider = config, seed, provider
+        self.path = None if config.out is None else checkpoint_path(config.out, provider, seed)
+        self.dataset = dataset.to(config.device, config.torch_dtype)
+        self.graph = prepare_graph(provider, self.dataset)
+        self.model = build_model(config, dataset, seed, provider)
+        if initial_state is not None:
+            self.model.load_state_dict(initial_state)
+        self.optimization = _Optimization(self.model, config)
+        self.history = History()
+        self.is_consistent = True
+        self.saved_at = time.monotonic()
+        # Drawn again after the weights, so that dropout does not depend on how a layer draws its weights.
+        torch.manual_seed(seed)
+        if config.resume and self.path is not None and self.path.exists():
+            self._load(self.path)
+        self.earlier_peak_bytes = self.history.peak_bytes
+        self.memory = PeakMemory(config.device)
+
+    @property
+    def is_finished(self) -> bool:
+        done = len(self.history.losses)
+        is_out_of_patience = 0 < self.config.patience <= self.history.epochs_without_gain if done else False
+        return done >= self.config.epochs or is_out_of_patience
+
+    def run_epoch(self) -> None:
+        self.is_consistent = False
+        self._synchronize()
+        start = time.perf_counter()
+        loss = self._step()
+        self._synchronize()
+        step_ms = (time.perf_counter() - start) * 1e3
+        history = self.history
+        if not torch.isfinite(torch.tensor(loss)):
+            tries = ["a smaller --lr", *(["--dtype float32"] if self.optimization.is_16_bit else [])]
+            raise DivergedError(len(history.losses), loss, tries)
+        val_loss, val_accuracy, test_accuracy = self._evaluate()
+        history.losses.append(loss)
+        history.val_losses.append(val_loss)
+        history.val_accuracies.append(val_accuracy)
+        history.test_accuracies.append(test_accuracy)
+        history.step_ms.append(step_ms)
+        peak_bytes = self.memory.read()
+        if peak_bytes is not None:
+            history.peak_bytes = max(peak_bytes, self.earlier_peak_bytes or 0)
+        self.is_consistent = True
+
+    def _step(self) -> float:
+        self.model.train()
+        data = self.dataset
+        scores = self.model(data.x, self.graph)
+        loss = _loss(scores, data.y, data.train_mask)
+        self.optimization.step(loss)
+        return loss.item()
+
+    @torch.no_grad()
+    def _evaluate(self) -> tuple[float, float, float]:
+        self.model.eval()
+        data = self.dataset
+        scores = self.model(data.x, self.graph)
+        val_accuracy, test_accuracy = (
+            multiclass_accuracy(
+                scores[mask], data.y[mask], data.num_classes, average="micro", validate_args=False
+            ).item()
+            for mask in (data.val_mask, data.test_mask)
+        )
+        return _loss(scores, data.y, data.val_mask).item(), val_accuracy, test_accuracy
+
+    def _synchronize(self) -> None:
+        if self.config.device == "cuda":
+            torch.cuda.synchronize()
+
+    def save(self, is_due: bool = True) -> None:
+        """Writes the checkpoint, whole or not at all; unless `is_due`, only when the last one is old enough."""
+        if self.path is None or not (is_due or time.monotonic() - self.saved_at >= self.save_every_s):
+            return
+        rng = {"cpu": torch.get_rng_state()}
+        if self.config.device == "cuda":
+            rng["cuda"] = torch.cuda.get_rng_state()
+        state = {
+            "job": _job(self.config, self.provider, self.seed),
+            "epoch": len(self.history.losses),
+            "history": dataclasses.asdict(self.history),
+            "model": self.model.state_dict(),
+            "optimizer": self.optimization.state_dict(),
+            "rng": rng,
+        }
+        write_atomically(self.path, lambda file: torch.save(state, file))
+        self.saved_at = time.monotonic()
+
+    def _load(self, path: Path) -> None:
+        state = load_checkpoint(path, self.config.device)
+        job = _job(self.config, self.provider, self.seed)
+        if changed := [name for name in job if state["job"].get(name) != job[name]]:
+            had = ", ".join(f"{name}={state['job'].get(name)}" for name in changed)
+            wanted = ", ".join(f"{name}={job[name]}" for name in changed)
+            raise CheckpointError(path, f"to be of a job with {wanted}", had)
+        self.model.load_state_dict(state["model"])
+        self.optimization.load_state_dict(state["optimizer"])
+        self.history = History(**state["history"])
+        torch.set_rng_state(state["rng"]["cpu"].cpu())
+        if self.config.device == "cuda" and "cuda" in state["rng"]:
+            torch.cuda.set_rng_state(state["rng"]["cuda"].cpu())
+
+    def describe_stop(self) -> str:
+        done = f"Stopped after {len(self.history.losses)} of {self.config.epochs} epochs"
+        if self.path is None:
+            return f"{done}; nothing was saved, as no output folder was given"
+        if not self.is_consistent:
+            return f"{done}, inside a step; the last checkpoint is kept in {self.path.parent}, continue with --resume"
+        return f"{done}; saved to {self.path}, continue with --resume"
+
+
+def _loss(scores: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+    # float32 at least: a 16-bit logarithm of the sum over classes loses the digits that the loss curve shows.
+    selected = scores[mask]
+    return F.cross_entropy(selected if selected.dtype == torch.float64 else selected.float(), y[mask])
+
+
+def _job(config: TrainConfig, provider: str, seed: int) -> dict[str, Any]:
+    """What a checkpoint must agree on; the rest of the configuration may change between start and resume."""
+    free = {"epochs", "patience", "seeds", "device", "compare", "out", "resume"}
+    job = {key: value for key, value in config.asdict().items() if key not in free}
+    return dict(provider=provider, seed=seed, **job)
+
+
+@contextmanager
+def _stop_after_epoch() -> Iterator[threading.Event]:
+    """Turns the first Ctrl-C into a request to stop after the epoch; the second one interrupts at once."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def request(signum: int, frame: object) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    previous = signal.signal(signal.SIGINT, request)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    # Neither torch's CPU allocator nor its sparse kernels raise a class of their own.
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)
+
+
+def _suggestions(config: TrainConfig, provider: str) -> list[str]:
+    suggestions = ["a smaller --hidden, --heads or --layers"]
+    if config.torch_dtype.itemsize > 2:
+        suggestions.append("--dtype bfloat16")
+    if config.device == "cuda":
+        suggestions.append("--device cpu")
+    if provider == "pyg":
+        suggestions.append("the fused layers alone (without --compare pyg)")
+    return suggestions
+
+
+def train(
+    config: TrainConfig,
+    dataset: Dataset | None = None,
+    on_epoch: Callable[[EpochReport], None] | None = None,
+) -> dict[str, Any]:
+    """Trains every seed of a job, on PyG's layers too if asked for, and writes `metrics.json` and `curves.png`.
+
+    Args: config: the job. dataset: used instead of loading `config.dataset`. on_epoch: as in `train_seed`.
+    Returns: what metrics.json holds: `seeds` (a list of `train_seed`'s results), `test_accuracy_mean`, `config`,
+        `dataset`, `device`, `versions`; with compare also `pyg` (the same for PyG, or `error`) and `comparison`.
+    Raises: InputError, DatasetError, UnwritableFolderError before any training; what `train_seed` raises. If only PyG
+        runs out of memory, that is recorded and the job goes on.
+    """
+    folder = None if config.out is None else prepare_folder(config.out)
+    dataset = config.load_dataset() if dataset is None else dataset.validate()
+    if config.resume and folder is not None:
+        paths = [checkpoint_path(folder, "fused", seed) for seed in range(config.seeds)]
+        if not any(path.exists() for path in paths):
+            raise CheckpointError(paths[0], "to exist in order to resume", "no such file")
+
+    runs: dict[str, list[dict[str, Any]]] = {"fused": []}
+    if config.compare:
+        runs["pyg"] = []
+    errors: dict[str, str] = {}
+    for provider in runs:
+        _warm_up(config, provider)
+    for seed in range(config.seeds):
+        # One set of weights for both, handed over as a state dict.
+        state = build_model(config, dataset, seed).state_dict()
+        for provider in runs:
+            if provider in errors:
+                continue
+            try:
+                runs[provider].append(
+                    train_seed(config, dataset, seed, provider, initial_state=state, on_epoch=on_epoch)
+                )
+            except OutOfMemoryError as error:
+                if provider == "fused":
+                    raise
+                errors[provider] = str(error)
+    metrics = _summary(runs["fused"]) | {
+        "config": config.asdict(),
+        "dataset": _describe(dataset),
+        "device": describe_device(config.device),
+        "versions": versions(),
+    }
+    if config.compare:
+        metrics["pyg"] = _summary(runs["pyg"]) | ({"error": errors["pyg"]} if errors else {})
+        if not errors:
+            metrics["comparison"] = _compare(config, dataset, runs)
+    if folder is not None:
+        text = json.dumps(metrics, indent=1, allow_nan=False)
+        write_atomically(folder / "metrics.json", lambda file: file.write(text.encode()))
+        write_atomically(folder / "curves.png", lambda file: plot(metrics).savefig(file, format="png", dpi=120))
+    return metrics
+
+
+def _warm_up(config: TrainConfig, provider: str) -> None:
+    """One epoch on a small graph: loading libraries and compiling is no part of any provider's time or memory."""
+    quiet = dataclasses.replace(config, epochs=1, out=None, resume=False)
+    train_seed(quiet, generate(nodes=100, degree=4, classes=2, features=8), 0, provider)
+
+
+def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    accuracies = [run["test_accuracy"] for run in runs]
+    peaks = [run["peak_bytes"] for run in runs if run["peak_bytes"] is not None]
+    return {
+        "test_accuracy_mean": statistics.mean(accuracies) if runs else None,
+        "test_accuracy_std": statistics.stdev(accuracies) if len(runs) > 1 else 0.0,
+        "epoch_ms": statistics.median(run["epoch_ms"] for run in runs) if runs else None,
+        "peak_bytes": max(peaks, default=None),
+        "seeds": runs,
+    }
+
+
+def _describe(dataset: Dataset) -> dict[str, Any]:
+    names = ("name", "num_nodes", "num_edges", "num_features", "num_classes")
+    return {name: getattr(dataset, name) for name in names}
+
+
+def _compare(config: TrainConfig, dataset: Dataset, runs: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
+    """Largest differences of the providers: losses over all epochs and seeds; scores and gradients at the start."""
+    losses = max(
+        abs(ours - theirs)
+        for fused, pyg in zip(runs["fused"], runs["pyg"], strict=True)
+        for ours, theirs in zip(fused["losses"], pyg["losses"], strict=False)
+    )
+    (scores, grads), (pyg_scores, pyg_grads) = (_scores_and_grads(config, dataset, p) for p in runs)
+    return {
+        "max_loss_difference": losses,
+        "max_score_difference": _relative_difference(scores, pyg_scores),
+        "max_gradient_difference": max(map(_relative_difference, grads, pyg_grads)),
+    }
+
+
+def _scores_and_grads(config: TrainConfig, dataset: Dataset, provider: str) -> tuple[Tensor, list[Tensor]]:
+    """Class scores and parameter gradients of the first step, without dropout."""
+    dataset = dataset.to(config.device, config.torch_dtype)
+    model = build_model(config, dataset, 0, provider).eval()
+    scores = model(dataset.x, prepare_graph(provider, dataset))
+    grads = torch.autograd.grad(_loss(scores, dataset.y, dataset.train_mask), list(model.parameters()))
+    return scores.detach().cpu(), [grad.cpu() for grad in grads]
+
+
+def _relative_difference(ours: Tensor, theirs: Tensor) -> float:
+    ours, theirs = ours.double(), theirs.double()
+    return float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=torch.finfo(torch.float64).tiny))
