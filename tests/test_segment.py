@@ -4,9 +4,10 @@ from itertools import pairwise
 
 import pytest
 import torch
-import zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+import zoo
 from triton_kernels import segment
 
 
