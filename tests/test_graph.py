@@ -466,3 +466,27 @@ def test_errors_survive_pickling():
     error = errors.IndexRangeError("edge_index", "source", 3, 7, 1)
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), str(again)) == (type(error), str(error))
+
+
+# Size
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_building_on_a_gpu_needs_a_few_words_per_edge():
+    """A graph of Reddit's size must not take tens of gigabytes to prepare; here a tenth of its edges."""
+    num_nodes, num_edges = 232_965, 11_461_589
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    edge_index = torch.randint(num_nodes, (2, num_edges), device="cuda", generator=generator)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    built = Graph.from_edge_index(edge_index, num_nodes)
+    kept = torch.cuda.memory_allocated() - before
+    peak_incoming = torch.cuda.max_memory_allocated() - before
+    assert kept < 9 * num_edges
+    torch.cuda.reset_peak_memory_stats()
+    _ = built.outgoing
+    peak_outgoing = torch.cuda.max_memory_allocated() - before
+    assert torch.cuda.memory_allocated() - before < 17 * num_edges
+    assert max(peak_incoming, peak_outgoing) < 64 * num_edges
+    assert torch.equal(built.to_edge_index(), edge_index)
