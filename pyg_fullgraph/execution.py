@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Mapping
 from functools import lru_cache
+from typing import Any
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from pyg_fullgraph import chunks
+from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.graph import EdgeOrder
-from pyg_fullgraph.saga import interpret
+from pyg_fullgraph.saga import codegen, interpret
 from pyg_fullgraph.saga.adjoint import INV_DEGREE
 from pyg_fullgraph.saga.ir import Domain, Node
 from pyg_fullgraph.saga.passes import CHUNKS, KERNELS, Plan, Sweep, Target
+from triton_kernels import launch
+
+#: Most edges of one piece of a row.
+MAX_PIECE = 1024
 
 
 def target_of(device: torch.device) -> Target:
@@ -24,8 +33,6 @@ def target_of(device: torch.device) -> Target:
 @lru_cache(maxsize=1)
 def interpreted() -> bool:
     """Whether kernels run on CPU tensors through Triton's interpreter (``TRITON_INTERPRET=1``)."""
-    import os
-
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
@@ -67,5 +74,67 @@ def _step_inputs(step: tuple[Node, Node] | Sweep) -> tuple[Node, ...]:
 
 
 def run_sweep(sweep: Sweep, order: EdgeOrder, leaf: chunks.Leaf, like: Tensor) -> dict[Node, Tensor]:
-    """One sweep by the fastest executor that can run it."""
+    """One sweep by a generated kernel where there is one for it and for the device, else in chunks."""
+    if like.device.type == "cuda" or interpreted():
+        kernel = kernel_of(sweep)
+        if isinstance(kernel, codegen.KernelSource):
+            return _launch_sweep(sweep, kernel, order, leaf, like)
     return chunks.run_sweep(sweep, order, leaf, like)
+
+
+@lru_cache(maxsize=4096)
+def kernel_of(sweep: Sweep) -> codegen.KernelSource | NotFusable:
+    """The generated kernel of ``sweep``, or why there is none."""
+    try:
+        return codegen.generate(sweep)
+    except NotFusable as reason:
+        return reason
+
+
+def _launch_sweep(sweep: Sweep, kernel: codegen.KernelSource, order: EdgeOrder, leaf: chunks.Leaf,
+                  like: Tensor) -> dict[Node, Tensor]:
+    device, stat_dtype = like.device, chunks.compute_dtype(like.dtype)
+    kinds = {r: g.attr("kind") for r, g in sweep.gathers}
+
+    def result(node: Node) -> Tensor:
+        rows = order.num_edges if node.domain == Domain.EDGE else order.num_rows
+        is_statistic = kinds.get(node) == "lse" or node.domain == Domain.PARAM
+        dtype = order.ptr.dtype if node.is_integer else stat_dtype if is_statistic else like.dtype
+        return torch.empty((rows, *node.shape), dtype=dtype, device=device)
+
+    results = {b.node: result(b.node) for b in kernel.outputs}
+    schedule = order.schedule(MAX_PIECE)
+    inputs: list[Any] = []
+    for buffer in kernel.inputs:
+        value = leaf(buffer.node)
+        if buffer.node.is_row:
+            value = _contiguous_rows(value)
+            inputs += [value, value.stride(0)]
+        else:
+            inputs.append(value.contiguous())
+    workspace = [torch.empty((schedule.num_slots, features), dtype=order.ptr.dtype if integer else stat_dtype,
+                             device=device) for features, integer in kernel.carries]
+    floats = tl.float64 if stat_dtype == torch.float64 else tl.float32
+    ids = tl.int32 if order.ptr.dtype == torch.int32 else tl.int64
+    constants = {"FLOAT": floats, "ID": ids, "UNSET": torch.iinfo(order.ptr.dtype).max}
+    mean_degree = order.num_edges / max(order.num_rows, 1)
+    block_e = min(kernel.block_e, codegen.next_power_of_2(max(math.ceil(mean_degree), 4)))
+    num_warps = min(max(codegen.next_power_of_2(kernel.width * block_e // codegen.ELEMENTS_PER_WARP), 1), 8)
+    eid = order.ptr if order.eid is None else order.eid
+    out = list(results.values())
+    launch.launch(kernel.source, "sweep_kernel", schedule.num_pieces * kernel.num_tiles,
+                  [order.other, eid, schedule.piece_row, schedule.piece_start, schedule.piece_end, schedule.piece_slot,
+                   schedule.num_pieces, *inputs, *out, *workspace],
+                  {"BLOCK_E": block_e, "HAS_EID": order.eid is not None, **constants}, num_warps, device)
+    if kernel.has_merge:
+        launch.launch(kernel.source, "merge_kernel", schedule.num_split * kernel.num_tiles,
+                      [schedule.split_row, schedule.split_ptr, order.ptr, schedule.num_split,
+                       *out[:len(sweep.gathers)], *workspace], constants, num_warps, device)
+    # A parameter's gradient leaves the kernel as one row per vertex.
+    return {n: t.sum(0).to(like.dtype) if n.domain == Domain.PARAM else t for n, t in results.items()}
+
+
+def _contiguous_rows(value: Tensor) -> Tensor:
+    """``value`` as ``[rows, features]`` with unit feature stride; a copy only where the layout asks for one."""
+    flat = value.reshape(value.shape[0], value.numel() // max(value.shape[0], 1))
+    return flat if flat.shape[1] <= 1 or flat.stride(1) == 1 else flat.contiguous()

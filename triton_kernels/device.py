@@ -1,0 +1,61 @@
+"""Building blocks that generated kernels call; each has a plain-torch twin in ``reference``."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tanh(x):
+    """Hyperbolic tangent; a short series near zero, where the quotient would cancel."""
+    e = tl.exp(-2.0 * tl.abs(x))
+    far = (1.0 - e) / (1.0 + e)
+    square = x * x
+    near = tl.abs(x) * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0)))
+    size = tl.where(tl.abs(x) < 0.02, near, far)
+    return tl.where(x < 0, -size, size)
+
+
+@triton.jit
+def power(x, y):
+    """``x ** y`` for a positive base, and for negative bases with an even or odd whole exponent."""
+    size = tl.exp(y * tl.log(tl.abs(x)))
+    whole = tl.floor(y) == y
+    odd = whole & (tl.floor(y * 0.5) * 2.0 != y)
+    signed = tl.where(whole, tl.where(odd, -size, size), float("nan"))
+    zero = tl.where(y == 0, 1.0, tl.where(y > 0, 0.0, float("inf")))
+    return tl.where(x > 0, size, tl.where(x == 0, zero, signed))
+
+
+@triton.jit
+def dropout(seed, counter, THRESHOLD: tl.constexpr, SCALE: tl.constexpr):
+    """Dropout factor of each ``counter`` (edge id x features + feature): 0 or SCALE. Twin: ``dropout_mask``."""
+    counter = counter.to(tl.int64)
+    low = (counter & 0xFFFFFFFF).to(tl.uint32)
+    high = ((counter >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    word, _, _, _ = tl.philox(seed, low, high, low * 0, low * 0)
+    return tl.where(word.to(tl.int64) >= THRESHOLD, SCALE, 0.0)
+
+
+@triton.jit
+def finite_or_zero(x):
+    """``x``, with 0 for minus infinity: what a row without edges so far is shifted by."""
+    return tl.where(x == float("-inf"), 0.0, x)
+
+
+@triton.jit
+def log_sum_exp(peak, total):
+    """``peak + log(total)``; 0 for a row without edges."""
+    return tl.where(total == 0, 0.0, peak + tl.log(tl.where(total == 0, 1.0, total)))
+
+
+@triton.jit
+def lane_max(value, ids, UNSET: tl.constexpr):
+    """Maximum over the lanes (axis 0) and the smallest id that reaches it; a NaN wins, as in torch.
+
+    Lanes without an edge hold minus infinity and the id ``UNSET``, larger than any edge id.
+    """
+    is_nan = value != value
+    has_nan = tl.max(is_nan.to(tl.int32), axis=0, keep_dims=True) > 0
+    peak = tl.max(tl.where(is_nan, float("-inf"), value), axis=0, keep_dims=True)
+    hit = tl.where(has_nan, is_nan, value == peak)
+    return tl.where(has_nan, float("nan"), peak), tl.min(tl.where(hit, ids, UNSET), axis=0, keep_dims=True)

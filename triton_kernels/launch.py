@@ -1,0 +1,67 @@
+"""From kernel source to a launched kernel; the only place that launches.
+
+Sources live in a cache folder under the hash of their content (``PFG_CACHE_DIR``, default
+``~/.cache/pyg_fullgraph``), so a traceback or a profiler points at readable code, and two processes that write the
+same kernel write the same file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+
+def cache_dir() -> Path:
+    """Where generated sources are kept."""
+    chosen = os.environ.get("PFG_CACHE_DIR")
+    return Path(chosen) if chosen else Path.home() / ".cache" / "pyg_fullgraph"
+
+
+def write_source(source: str) -> Path:
+    """Put ``source`` into the cache and return its path; atomic, and a no-op where it is there already."""
+    digest = hashlib.sha256(source.encode()).hexdigest()[:24]
+    folder = cache_dir() / "kernels"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:  # a home that cannot be written to: keep sources for this process only
+        folder = Path(tempfile.mkdtemp(prefix="pyg_fullgraph_"))
+    path = folder / f"k{digest}.py"
+    if not path.exists():
+        handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
+        with os.fdopen(handle, "w") as file:
+            file.write(source)
+        os.replace(temporary, path)
+    return path
+
+
+@lru_cache(maxsize=None)
+def load(source: str) -> ModuleType:
+    """Import generated source; the same source is the same module for the life of the process."""
+    path = write_source(source)
+    spec = importlib.util.spec_from_file_location(f"pyg_fullgraph_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def launch(source: str, name: str, programs: int, args: Sequence[Any], constants: Mapping[str, Any],
+           num_warps: int, device: torch.device) -> None:
+    """Run kernel ``name`` of ``source`` with ``programs`` programs on ``device``; nothing happens for 0 programs."""
+    if programs == 0:
+        return
+    kernel = getattr(load(source), name)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            kernel[(programs,)](*args, **constants, num_warps=num_warps)
+    else:
+        kernel[(programs,)](*args, **constants, num_warps=num_warps)

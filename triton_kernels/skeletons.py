@@ -1,0 +1,79 @@
+"""The two kernel bodies, with holes for what the compiler generates.
+
+``SWEEP``: one program takes one piece of one row (a row is a vertex, a piece a bounded run of its edges) and one tile of
+its features. BLOCK_E edges are in flight; each lane of the tile keeps its own partial result, so the loop needs no
+communication, and lanes are merged once at the end. A piece that is a whole row writes the result, a piece of a cut
+row writes its carry to a workspace slot.
+
+``MERGE``: one program takes one cut row and merges its slots in edge order, so results do not depend on timing.
+
+Vertex-balanced mapping for reductions and per-edge work alike (SAGA-opt 5), with rows bounded as in RoDe-style splits.
+"""
+
+HEADER = '''"""{title}"""
+
+import triton
+import triton.language as tl
+
+from triton_kernels import device
+'''
+
+SWEEP = '''
+
+@triton.jit
+def {name}({params}):
+    pid = tl.program_id(0).to(tl.int64)
+    piece = pid % num_pieces
+{tiles}
+    row = tl.load(piece_row_ptr + piece).to(tl.int64)
+    start = tl.load(piece_start_ptr + piece)
+    end = tl.load(piece_end_ptr + piece)
+    slot = tl.load(piece_slot_ptr + piece).to(tl.int64)
+{before}
+    for base in range(start, end, BLOCK_E):
+        position = base + tl.arange(0, BLOCK_E)
+        alive = position < end
+        live = alive{lanes}
+{loop}
+{after}
+    if slot < 0:
+        count = (end - start).to(FLOAT)
+{finish}
+    else:
+{spill}
+'''
+
+MAP_SWEEP = '''
+
+@triton.jit
+def {name}({params}):
+    pid = tl.program_id(0).to(tl.int64)
+    piece = pid % num_pieces
+{tiles}
+    row = tl.load(piece_row_ptr + piece).to(tl.int64)
+    start = tl.load(piece_start_ptr + piece)
+    end = tl.load(piece_end_ptr + piece)
+{before}
+    for base in range(start, end, BLOCK_E):
+        position = base + tl.arange(0, BLOCK_E)
+        alive = position < end
+        live = alive{lanes}
+{loop}
+'''
+
+MERGE = '''
+
+@triton.jit
+def {name}({params}):
+    pid = tl.program_id(0).to(tl.int64)
+    split = pid % num_split
+{tiles}
+    row = tl.load(split_row_ptr + split).to(tl.int64)
+    first = tl.load(split_ptr_ptr + split).to(tl.int64)
+    last = tl.load(split_ptr_ptr + split + 1).to(tl.int64)
+    count = (tl.load(row_ptr_ptr + row + 1) - tl.load(row_ptr_ptr + row)).to(FLOAT)
+{before}
+    for slot in range(first, last):
+{loop}
+{finish}
+'''
