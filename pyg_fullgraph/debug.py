@@ -1,0 +1,105 @@
+"""What ran fused, what ran as plain PyG, and why: a slow path is never silent.
+
+Every call of a layer's edge phase (propagate or edge_updater) is counted here. ``convert(strict=True)`` and
+``explain`` read the same reasons.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch.nn import Module
+
+from pyg_fullgraph.graph import Graph
+from pyg_fullgraph.saga.ir import EdgeProgram
+
+__all__ = ["Event", "PlainPathWarning", "counters", "plain_reasons", "record", "recording", "reset"]
+
+
+class PlainPathWarning(UserWarning):
+    """A layer ran as plain PyG, with one message per edge in memory; said once per class and reason."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """One call of a layer's edge phase.
+
+    Attributes:
+        layer: the layer.
+        method: ``propagate`` or ``edge_updater``.
+        program: what ran fused; None if the call was plain. A program whose only output is of kind ``edge`` came from
+            an edge_updater and runs as part of the propagate that uses it.
+        graph: the graph it ran on, None if plain.
+        reasons: why it was plain, empty if fused.
+    """
+
+    layer: Module
+    method: str
+    program: EdgeProgram | None = None
+    graph: Graph | None = None
+    reasons: tuple[str, ...] = ()
+
+
+_lock = threading.Lock()
+_counts = {"fused": 0, "plain": 0}
+_reasons: Counter[tuple[str, str]] = Counter()
+_warned: weakref.WeakKeyDictionary[type, set[str]] = weakref.WeakKeyDictionary()
+_recorders: list[list[Event]] = []
+
+
+def counters() -> dict[str, int]:
+    """Number of edge phases since the last :func:`reset`: ``{"fused": ..., "plain": ...}``."""
+    with _lock:
+        return dict(_counts)
+
+
+def plain_reasons() -> dict[str, dict[str, int]]:
+    """Why edge phases were plain: ``{"GATConv.propagate": {reason: count}}``."""
+    out: dict[str, dict[str, int]] = {}
+    with _lock:
+        for (where, reason), count in sorted(_reasons.items()):
+            out.setdefault(where, {})[reason] = count
+    return out
+
+
+def reset() -> None:
+    """Set all counters to zero and forget which warnings were given."""
+    with _lock:
+        _counts.update(fused=0, plain=0)
+        _reasons.clear()
+        _warned.clear()
+
+
+def record(layer: Module, method: str, program: EdgeProgram | None = None, graph: Graph | None = None,
+           reasons: Sequence[str] = ()) -> None:
+    """Count one edge phase; plain ones give their reasons and warn once per class and reason."""
+    kind = type(layer)
+    with _lock:
+        _counts["plain" if program is None else "fused"] += 1
+        for reason in reasons:
+            _reasons[f"{kind.__name__}.{method}", reason] += 1
+        fresh = set(reasons) - _warned.setdefault(kind, set())
+        _warned[kind] |= fresh
+        for events in _recorders:
+            events.append(Event(layer, method, program, graph, tuple(reasons)))
+    for reason in sorted(fresh):
+        warnings.warn(f"{kind.__name__}.{method} runs as plain PyG: {reason}", PlainPathWarning, stacklevel=4)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Event]]:
+    """Collect the events of a block: ``with recording() as events: model(x, graph)``."""
+    events: list[Event] = []
+    with _lock:
+        _recorders.append(events)
+    try:
+        yield events
+    finally:
+        with _lock:
+            _recorders[:] = [e for e in _recorders if e is not events]

@@ -1,0 +1,275 @@
+"""Making a PyG layer class a fused one: its generated propagate, its forward, its pickling.
+
+Everything is put on the class, at the first instance as PyG does it, never on an instance or on PyG's own classes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copyreg
+import functools
+import importlib.util
+import inspect
+import itertools
+import os
+import shutil
+import sys
+import tempfile
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch_geometric.nn.conv import MessagePassing as PyGMessagePassing
+
+from pyg_fullgraph import debug
+from pyg_fullgraph.nn.lazy import as_plain
+from pyg_fullgraph.nn.preparation import REPLACEMENTS
+from pyg_fullgraph.saga.trace import rebind
+
+METHODS = ("propagate", "edge_updater")
+
+
+def _as_written(method: str) -> Callable[..., Any]:
+    # An instance of MessagePassing itself, made before this import, leaves a generated function in its place.
+    own = vars(PyGMessagePassing)
+    return own.get(f"_orig_{method}", own[method])
+
+
+#: PyG's generic functions, which know explain and decomposed_layers.
+GENERIC: dict[str, Callable[..., Any]] = {m: _as_written(m) for m in METHODS}
+
+
+def is_overridden(cls: type, method: str) -> bool:
+    """Whether a user's class brings its own ``propagate`` or ``edge_updater``."""
+    for base in cls.__mro__:
+        function = vars(base).get(method)
+        if base is PyGMessagePassing or getattr(function, "_is_fullgraph", False):
+            return False
+        if function is not None and not _is_generated(base, method, function):
+            return True
+    return False
+
+
+def _is_generated(cls: type, method: str, function: Any) -> bool:
+    return function is GENERIC[method] or getattr(function, "__module__", "").endswith(f"_{method}") and \
+        function is vars(cls).get(f"_jinja_{method}")
+
+
+def install(conv: PyGMessagePassing, build: Callable[[], None]) -> None:
+    """Prepare the class of ``conv``; ``build`` is PyG's ``_set_jittable_templates``. Runs once per class."""
+    cls = type(conv)
+    if "_fullgraph_installed" in vars(cls):
+        return
+    methods = [m for m in METHODS if not is_overridden(cls, m)]
+    if not conv.inspector.implements("edge_update"):
+        methods = [m for m in methods if m != "edge_updater"]
+    for method in methods:
+        setattr(cls, method, getattr(PyGMessagePassing, method))
+        # PyG looks its generated modules up by name; one that a class of the same name left is not ours.
+        sys.modules.pop(f"{cls.__module__}_{cls.__name__}_{method}", None)
+    # PyG caches class sources by name, so of two classes of one name in the MRO it would read only the first, and the
+    # argument types of propagate are in the other.
+    sources: dict[str, str] = {}
+    for base in cls.__mro__:
+        sources[base.__name__] = sources.get(base.__name__, "") + _source(base)
+    before = conv.inspector._source_dict
+    conv.inspector._source_dict = {**before, **sources}
+    build()
+    for method in methods:
+        _install_dispatcher(conv, method)
+    conv.inspector._source_dict = before
+    _install_forward(cls)
+    cls._fullgraph_installed = True
+
+
+def _source(cls: type) -> str:
+    """Source of a class for PyG's Inspector; nothing for those that cannot tell the arguments of propagate."""
+    if cls in (object, torch.nn.Module, PyGMessagePassing) or "_fullgraph_base" in vars(cls):
+        return ""
+    if cls.__module__ in (f"{__package__}", f"{__package__}.propagation"):
+        return ""
+    try:
+        return inspect.getsource(cls)
+    except (OSError, TypeError):  # a class typed at a prompt; PyG then finds no types either
+        return ""
+
+
+# --- generated functions ----------------------------------------------------------------------------------------
+
+_DISPATCHER = """\
+import typing
+from typing import *
+
+import torch
+from torch import Tensor
+
+import torch_geometric.typing
+from torch_geometric.typing import Size, SparseTensor
+{imports}
+
+
+def {method}(
+    self,
+    edge_index: Union[Tensor, SparseTensor],
+{parameters}    size: Size = None,
+) -> {returns}:
+    if not torch.jit.is_scripting():
+        return self._fullgraph_{method}(edge_index, size, dict({keywords}))
+    return self._plain_{method}(edge_index, {positional}size)
+"""
+
+
+def _install_dispatcher(conv: PyGMessagePassing, method: str) -> None:
+    cls = type(conv)
+    plain = vars(cls)[method]
+    setattr(cls, f"_plain_{method}", _renamed(plain, f"_plain_{method}"))
+    generated = plain is not GENERIC[method] and plain.__module__.endswith(f"_{method}")
+    dispatcher = _render(conv, method) if generated else None
+    if dispatcher is None:  # PyG could not read the class either; its generic function takes any keywords
+        dispatcher = _generic(method)
+    dispatcher.__module__ = plain.__module__
+    dispatcher._is_fullgraph = True  # type: ignore[attr-defined]
+    setattr(cls, method, dispatcher)
+    setattr(cls, f"_jinja_{method}", dispatcher)
+    # Not the parent's generated function, which PyG takes if the parent was instantiated first: it ignores explain.
+    setattr(cls, f"_orig_{method}", _recorded(method))
+
+
+def _renamed(function: Callable[..., Any], name: str) -> types.FunctionType:
+    copy = types.FunctionType(function.__code__, function.__globals__, name, function.__defaults__,
+                              function.__closure__)
+    copy.__kwdefaults__, copy.__annotations__ = function.__kwdefaults__, dict(function.__annotations__)
+    copy.__module__, copy.__doc__ = function.__module__, function.__doc__
+    return copy
+
+
+def _generic(method: str) -> Any:
+    def dispatcher(self: Any, edge_index: Any, size: Any = None, **kwargs: Any) -> Any:
+        return getattr(self, f"_fullgraph_{method}")(edge_index, size, kwargs)
+
+    dispatcher.__name__ = dispatcher.__qualname__ = method
+    return dispatcher
+
+
+@functools.lru_cache(maxsize=None)
+def _recorded(method: str) -> Any:
+    """PyG's generic function, which explain and decomposed_layers put on an instance; counts itself as plain."""
+    generic = GENERIC[method]
+
+    @functools.wraps(generic)
+    def function(self: Any, edge_index: Any, size: Any = None, **kwargs: Any) -> Any:
+        why = "explain is on" if self.explain else f"decomposed_layers={self.decomposed_layers}"
+        debug.record(self, method, reasons=[why])
+        return generic(self, edge_index, size=size, **kwargs)
+
+    return function
+
+
+@functools.lru_cache(maxsize=None)
+def _folder() -> str:
+    folder = tempfile.mkdtemp(prefix="pyg_fullgraph_")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+_serial = itertools.count()
+
+
+def _render(conv: PyGMessagePassing, method: str) -> Any:
+    """Import a dispatcher with PyG's explicit signature from a file of its own, as TorchScript and tracebacks want."""
+    signature = getattr(conv, f"_get_{method}_signature")()
+    names = list(signature.param_dict)
+    text = _DISPATCHER.format(
+        method=method, returns=signature.return_type_repr,
+        imports="\n".join(f"from {m} import *" for m in conv.inspector._modules),
+        parameters="".join(f"    {p.name}: {p.type_repr},\n" for p in signature.param_dict.values()),
+        keywords=", ".join(f"{n}={n}" for n in names), positional="".join(f"{n}, " for n in names))
+    name = f"{type(conv).__name__}_{method}_{next(_serial)}"
+    path = os.path.join(_folder(), f"{name}.py")
+    with open(path, "w") as file:
+        file.write(text)
+    spec = importlib.util.spec_from_file_location(f"pyg_fullgraph_generated.{name}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, method)
+
+
+def _install_forward(cls: type) -> None:
+    """Let ``forward`` and the methods beside it see our functions where they name PyG's preparation functions."""
+    changed = False
+    for name in dir(cls):
+        function = inspect.getattr_static(cls, name)
+        if isinstance(function, types.FunctionType) and _names_replaced(function) and not name.startswith("__"):
+            setattr(cls, name, rebind(function, REPLACEMENTS))
+            changed = True
+    edge_update = getattr(cls, "edge_update", None)
+    if changed or not getattr(edge_update, "__isabstractmethod__", False):
+        cls.forward = _plain_results(cls.forward)  # type: ignore[attr-defined]
+
+
+def _names_replaced(function: types.FunctionType) -> bool:
+    space = function.__globals__
+    for name in _global_names(function.__code__):
+        value = space.get(name)
+        if isinstance(value, types.FunctionType) and value in REPLACEMENTS:
+            return True
+    return False
+
+
+def _global_names(code: types.CodeType) -> set[str]:
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _global_names(constant)
+    return names
+
+
+def _plain_results(forward: Any) -> Any:
+    """``forward`` that never hands out lazy tensors or graphs."""
+    if getattr(forward, "_has_plain_results", False):
+        return forward
+
+    @functools.wraps(forward)
+    def function(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return as_plain(forward(self, *args, **kwargs))
+
+    # Between the calls go lazy tensors, which a compiled graph cannot hold.
+    function = torch.compiler.disable(function)
+    function._has_plain_results = True
+    return function
+
+
+# --- fused classes of other classes -----------------------------------------------------------------------------
+
+_fused: weakref.WeakKeyDictionary[type, weakref.ref[type]] = weakref.WeakKeyDictionary()
+
+
+def fused_class(base: type, mixin: type) -> type:
+    """The fused class of a layer class: a subclass of the same name, made once.
+
+    Instances pickle as (``base``, state), so a fused model needs at load time what PyG's needs, and this package.
+    """
+    known = _fused.get(base)
+    cls = known() if known is not None else None
+    if cls is None:
+        space = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__,
+                 "_fullgraph_base": base, "__reduce_ex__": _reduce_fused}
+        cls = types.new_class(base.__name__, (mixin, base), exec_body=lambda ns: ns.update(space))
+        _fused[base] = weakref.ref(cls)
+    return cls
+
+
+def _reduce_fused(self: Any, protocol: Any) -> Any:
+    base = type(self)._fullgraph_base
+    made, args, *state = base.__reduce_ex__(self, max(int(protocol), 2))
+    return (_new_fused, (base, *args[1:]), *state) if made is copyreg.__newobj__ else (made, args, *state)
+
+
+def _new_fused(base: type, *args: Any) -> Any:
+    from pyg_fullgraph.nn.propagation import FusedMixin
+
+    cls = fused_class(base, FusedMixin)
+    return cls.__new__(cls, *args)

@@ -1,0 +1,129 @@
+"""Tensors that are not computed yet: edge values, and the edge_index without self-loops between two PyG calls.
+
+PyG's ``forward`` hands them from one call to the next. Where the next call is one of ours it reads the expression and
+nothing of size E is written; any other torch function sees the plain tensor.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from pyg_fullgraph.autograd import run
+from pyg_fullgraph.graph import Graph
+from pyg_fullgraph.saga.ir import EdgeProgram, Node, Output
+
+__all__ = ["EdgeExpr", "LazyTensor", "as_plain"]
+
+# Questions that the wrapper answers without computing the values.
+_METADATA = {
+    Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.layout.__get__, Tensor.ndim.__get__,
+    Tensor.is_cuda.__get__, Tensor.is_sparse.__get__, Tensor.is_sparse_csr.__get__, Tensor.is_quantized.__get__,
+    Tensor.is_nested.__get__, Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.__len__,
+    Tensor.is_floating_point, Tensor.is_complex,
+}
+
+
+class LazyTensor(Tensor):
+    """A tensor of known shape, dtype and device whose values are computed when a torch function asks for them."""
+
+    @staticmethod
+    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *args: Any) -> LazyTensor:
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=False)
+
+    def materialize(self) -> Tensor:
+        """The plain tensor."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if func is Tensor.requires_grad.__get__ and isinstance(args[0], EdgeExpr):
+            return args[0].needs_grad
+        args, kwargs = pytree.tree_map(_plain, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map(_plain, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}(shape={list(self.shape)}, dtype={self.dtype}, device='{self.device}')"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.materialize().detach().__reduce_ex__(protocol)
+
+    def tolist(self) -> Any:
+        return self.materialize().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.materialize().numpy(force=force)
+
+
+class EdgeExpr(LazyTensor):
+    """Edge values ``[E, *feature]`` as an expression over vertex and edge tensors; computed nowhere, or once.
+
+    ``edge_updater`` returns one, and so does the normalization of GCN; ``propagate`` puts the expression in the place
+    of the message's argument, so that one kernel computes both.
+
+    Args:
+        node: an expression of any domain with feature shape ``feature``.
+        tensors: every input of ``node`` by name, all floating ones of one dtype. Kept without their history if
+            gradients are off now, as a computed value would be.
+        graph: the graph the expression is over; values are in its edge order.
+    """
+
+    node: Node
+    tensors: dict[str, Tensor]
+    graph: Graph
+
+    @staticmethod
+    def __new__(cls, node: Node, tensors: Mapping[str, Tensor], graph: Graph) -> EdgeExpr:
+        dtype = next(t.dtype for t in tensors.values() if t.is_floating_point())
+        self = LazyTensor.__new__(cls, (graph.num_edges, *node.shape), dtype, graph.device)
+        keep = torch.is_grad_enabled()
+        self.node, self.graph, self._value = node, graph, None
+        self.tensors = {k: t if keep or not t.requires_grad else t.detach() for k, t in tensors.items()}
+        return self
+
+    def __init__(self, node: Node, tensors: Mapping[str, Tensor], graph: Graph) -> None:
+        """See the class."""
+
+    @property
+    def needs_grad(self) -> bool:
+        return any(t.requires_grad for t in self.tensors.values())
+
+    def materialize(self) -> Tensor:
+        if self._value is None or (torch.is_grad_enabled() and self.needs_grad and not self._value.requires_grad):
+            (self._value,) = run(EdgeProgram((Output("edge", self.node, "out"),)), self.graph, self.tensors)
+        return self._value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> EdgeExpr:
+        # What was cached on a layer may hang on a graph of gradients, which torch refuses to copy; PyG's cache too.
+        tensors = {k: copy.deepcopy(t, memo) for k, t in self.tensors.items()}
+        return EdgeExpr(self.node, tensors, copy.deepcopy(self.graph, memo))
+
+
+def _plain(value: Any) -> Any:
+    return value.materialize() if isinstance(value, LazyTensor) else value
+
+
+def as_plain(value: Any) -> Any:
+    """``value``, a tensor or a tuple, list or dict of such, with plain tensors in place of lazy ones and graphs."""
+    if isinstance(value, LazyTensor):
+        return value.materialize()
+    if isinstance(value, Graph):
+        return value.to_edge_index()
+    if type(value) in (tuple, list):
+        return type(value)(as_plain(v) for v in value)
+    if type(value) is dict:
+        return {k: as_plain(v) for k, v in value.items()}
+    return value

@@ -1,0 +1,355 @@
+"""What PyG's layers do to a graph on every forward - self-loops, normalization, degrees - done once per graph.
+
+Each function here has the signature and the result of the PyG function of the same name and is put in its place inside
+the ``forward`` of our classes only (:data:`REPLACEMENTS`). Structure is remembered with the user's ``edge_index`` or
+:class:`Graph`; values that depend on edge weights are remembered only while the very same weights, unchanged and
+without gradient, come back. Whatever PyG accepts and these functions do not know goes to PyG's own.
+
+Legend: N nodes, E edges.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch_geometric.nn.conv.gcn_conv as pyg_gcn
+import torch_geometric.utils as pyg_utils
+from torch import Tensor
+from torch_geometric import EdgeIndex
+from torch_geometric.utils.loop import compute_loop_attr
+from torch_geometric.utils.num_nodes import maybe_num_nodes
+
+from pyg_fullgraph.autograd import run
+from pyg_fullgraph.errors import DeviceError, RowCountError
+from pyg_fullgraph.graph import Graph, graph_of
+from pyg_fullgraph.nn.lazy import EdgeExpr, LazyTensor
+from pyg_fullgraph.saga import ir
+from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
+
+__all__ = ["REPLACEMENTS", "prepared_graph"]
+
+Fill = float | Tensor | str | None
+
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_DERIVED = "derived"  # marks a graph made here, whose number of nodes was a guess and may be corrected
+
+
+# --- what is remembered, and with what --------------------------------------------------------------------------
+
+
+class _Remembered:
+    """What was derived from plain tensors, by identity and version; an entry dies with its tensor."""
+
+    def __init__(self) -> None:
+        self.entries: dict[int, tuple[weakref.ref[Tensor], tuple[Any, ...], dict[Any, Any]]] = {}
+
+    def of(self, tensor: Tensor) -> dict[Any, Any]:
+        if tensor.is_inference():
+            return {}  # its changes are not counted, so nothing can be remembered
+        key, state = id(tensor), _state(tensor)
+        entry = self.entries.get(key)
+        if entry is None or entry[0]() is not tensor or entry[1] != state:
+            entry = (weakref.ref(tensor, lambda _: self.entries.pop(key, None)), state, {})
+            self.entries[key] = entry
+        return entry[2]
+
+
+def _state(tensor: Tensor) -> tuple[Any, ...]:
+    data = tensor.as_tensor() if isinstance(tensor, EdgeIndex) else tensor
+    return data._version, data.data_ptr(), data.shape
+
+
+_remembered = _Remembered()
+
+
+def _memo(edge_index: Tensor) -> dict[Any, Any]:
+    return edge_index.memo if isinstance(edge_index, Graph) else _remembered.of(edge_index)
+
+
+def _once(memo: dict[Any, Any], key: Any, build: Callable[[], Any]) -> Any:
+    if key not in memo:
+        # What outlives this call must not be marked as made for inference.
+        with torch.inference_mode(False), torch.no_grad():
+            memo[key] = build()
+    return memo[key]
+
+
+def _of_values(memo: dict[Any, Any], key: Any, values: Tensor, build: Callable[[], Any]) -> Any:
+    """``build()``, remembered in one slot of ``memo`` for as long as ``values`` is the same unchanged tensor.
+
+    From values that require a gradient it is built anew each time and stays differentiable.
+    """
+    if values.requires_grad or isinstance(values, LazyTensor) or values.is_inference():
+        return build()
+    slot = memo.get(key)
+    if slot is None or slot[0]() is not values or slot[1] != _state(values):
+        with torch.inference_mode(False), torch.no_grad():
+            memo[key] = slot = (weakref.ref(values), _state(values), build())
+    return slot[2]
+
+
+# --- self-loops -------------------------------------------------------------------------------------------------
+
+
+class _Loops:
+    """Which edges of an ``edge_index`` are self-loops; found once.
+
+    Attributes:
+        num_kept: number of the other edges.
+        kept: their positions, None if there is no self-loop.
+        loops, nodes: positions and nodes of the self-loops.
+    """
+
+    def __init__(self, edge_index: Tensor) -> None:
+        edge_index = _to_plain(edge_index)
+        mask = edge_index[0] == edge_index[1]
+        self.loops = mask.nonzero().view(-1)
+        self.nodes = edge_index[0].index_select(0, self.loops).long()
+        self.num_kept = edge_index.size(1) - self.loops.numel()
+        self.kept = None if self.loops.numel() == 0 else (~mask).nonzero().view(-1)
+
+
+class WithoutLoops(LazyTensor):
+    """The ``edge_index`` without self-loops [2, num_kept], between a removal and the addition that follows it."""
+
+    origin: Tensor
+    found: _Loops
+
+    @staticmethod
+    def __new__(cls, origin: Tensor, found: _Loops) -> WithoutLoops:
+        self = LazyTensor.__new__(cls, (2, found.num_kept), origin.dtype, origin.device)
+        self.origin, self.found, self._value = origin, found, None
+        return self
+
+    def __init__(self, origin: Tensor, found: _Loops) -> None:
+        """See the class."""
+
+    def materialize(self) -> Tensor:
+        if self._value is None:
+            self._value = _to_plain(self.origin).index_select(1, self.found.kept)
+        return self._value
+
+
+def _to_plain(edge_index: Tensor) -> Tensor:
+    if isinstance(edge_index, EdgeIndex):
+        return edge_index.as_tensor()
+    if isinstance(edge_index, LazyTensor):
+        return edge_index.materialize()
+    return edge_index.to_edge_index() if isinstance(edge_index, Graph) else edge_index
+
+
+def _is_known(edge_index: Any, edge_attr: Any = None) -> bool:
+    if torch.jit.is_tracing() or torch.compiler.is_compiling() or not isinstance(edge_index, Tensor):
+        return False
+    is_index = edge_index.layout == torch.strided and edge_index.dtype in _INTEGERS and edge_index.dim() == 2
+    return is_index and edge_index.size(0) == 2 and (edge_attr is None or isinstance(edge_attr, Tensor))
+
+
+def check_edge_rows(name: str, value: Tensor, edge_index: Tensor) -> None:
+    """Refuse edge data that does not belong to ``edge_index``, before anything is computed.
+
+    Raises:
+        RowCountError, DeviceError: both ValueError.
+    """
+    if value.dim() == 0 or value.size(0) != edge_index.size(1):
+        raise RowCountError(name, edge_index.size(1), "edge", value.size(0) if value.dim() else "a scalar")
+    if value.device != edge_index.device:
+        raise DeviceError(name, edge_index.device, value.device)
+
+
+def remove_self_loops(edge_index: Tensor, edge_attr: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """PyG's function; the ``edge_index`` that it returns is computed only if something reads it."""
+    if not _is_known(edge_index, edge_attr) or isinstance(edge_index, WithoutLoops):
+        return pyg_utils.remove_self_loops(edge_index, edge_attr)
+    if edge_attr is not None:
+        check_edge_rows("edge_attr", edge_attr, edge_index)
+    memo = _memo(edge_index)
+    found = _once(memo, "loops", lambda: _Loops(edge_index))
+    if found.kept is None:
+        return edge_index, edge_attr
+    if edge_attr is not None:
+        edge_attr = _of_values(memo, "kept", edge_attr, lambda: edge_attr.index_select(0, found.kept))
+    return WithoutLoops(edge_index, found), edge_attr
+
+
+def add_self_loops(edge_index: Tensor, edge_attr: Tensor | None = None, fill_value: Fill = None,
+                   num_nodes: int | tuple[int, int] | None = None) -> tuple[Tensor, Tensor | None]:
+    """PyG's function; returns a :class:`Graph`, the same one for the same ``edge_index``."""
+    if not _is_known(edge_index, edge_attr):
+        return pyg_utils.add_self_loops(edge_index, edge_attr, fill_value, num_nodes)
+    if edge_attr is not None:
+        check_edge_rows("edge_attr", edge_attr, edge_index)
+    num_loops = min(num_nodes) if isinstance(num_nodes, (tuple, list)) else maybe_num_nodes(edge_index, num_nodes)
+    removed = isinstance(edge_index, WithoutLoops)
+    origin = edge_index.origin if removed else edge_index
+    full = _with_loops(origin, num_loops, removed)
+    if edge_attr is None:
+        return full, None
+
+    def fill() -> Tensor:
+        return torch.cat([edge_attr, _loop_attr(full, edge_index, edge_attr, num_loops, fill_value)])
+
+    if isinstance(fill_value, Tensor):
+        return full, fill()
+    return full, _of_values(_memo(origin), ("filled", removed, num_loops, fill_value), edge_attr, fill)
+
+
+def add_remaining_self_loops(edge_index: Tensor, edge_attr: Tensor | None = None, fill_value: Fill = None,
+                             num_nodes: int | None = None) -> tuple[Tensor, Tensor | None]:
+    """PyG's function; returns a :class:`Graph`, the same one for the same ``edge_index``."""
+    if not _is_known(edge_index, edge_attr) or isinstance(edge_index, WithoutLoops):
+        return pyg_utils.add_remaining_self_loops(edge_index, edge_attr, fill_value, num_nodes)
+    if edge_attr is not None:
+        check_edge_rows("edge_attr", edge_attr, edge_index)
+    num_nodes = maybe_num_nodes(edge_index, num_nodes)
+    memo = _memo(edge_index)
+    full = _with_loops(edge_index, num_nodes, True)
+    if edge_attr is None:
+        return full, None
+    found = memo["loops"] if "loops" in memo else _Loops(edge_index)
+
+    def fill() -> Tensor:
+        plain = _to_plain(edge_index) if isinstance(fill_value, str) else edge_index
+        loop_attr = compute_loop_attr(plain, edge_attr, num_nodes, False, fill_value)
+        if found.kept is None:
+            return torch.cat([edge_attr, loop_attr])
+        # The operations of PyG, so that with several loops on a node value and gradients are PyG's too.
+        loop_attr[found.nodes] = edge_attr.index_select(0, found.loops)
+        return torch.cat([edge_attr.index_select(0, found.kept), loop_attr])
+
+    if isinstance(fill_value, Tensor):
+        return full, fill()
+    return full, _of_values(memo, ("remaining", num_nodes, fill_value), edge_attr, fill)
+
+
+def _with_loops(origin: Tensor, num_loops: int, removed: bool) -> Tensor:
+    """``origin``, without its self-loops if ``removed``, and one loop at each of the first ``num_loops`` nodes."""
+    memo = _memo(origin)
+
+    def build() -> Tensor:
+        plain = _to_plain(origin)
+        found = _once(memo, "loops", lambda: _Loops(origin)) if removed else None
+        if found is not None and found.kept is not None:
+            plain = plain.index_select(1, found.kept)
+        loop = torch.arange(num_loops, device=plain.device, dtype=plain.dtype).expand(2, -1)
+        full = torch.cat([plain, loop], dim=1)
+        size = (origin.num_src, origin.num_dst) if isinstance(origin, Graph) else (num_loops, num_loops)
+        if plain.numel() > 0 and not isinstance(origin, Graph):
+            low, high = torch.stack(plain.aminmax()).tolist()
+            if low < 0 or high >= num_loops:
+                return full  # bipartite, or a wrong id: only propagate knows
+        if num_loops > min(size):
+            return full
+        graph = Graph.from_edge_index(full, size)
+        graph.memo[_DERIVED] = True
+        return graph
+
+    return _once(memo, ("with_loops", removed, num_loops), build)
+
+
+def _loop_attr(full: Tensor, edge_index: Tensor, edge_attr: Tensor, num_loops: int, fill_value: Fill) -> Tensor:
+    """Attributes of the added loops [num_loops, ...]; sums and means as one fixed-order reduction over ``full``."""
+    if fill_value not in ("add", "sum", "mean") or not isinstance(full, Graph) or not edge_attr.is_floating_point():
+        plain = _to_plain(edge_index) if isinstance(fill_value, str) else edge_index
+        return compute_loop_attr(plain, edge_attr, num_loops, False, fill_value)
+    shape = tuple(edge_attr.shape[1:])
+    value = ir.input("loop.attr", Domain.EDGE, shape)
+    padded = torch.cat([edge_attr, edge_attr.new_zeros(num_loops, *shape)])
+    total = run(EdgeProgram((Output("sum", value),)), full, {"loop.attr": padded})[0][:num_loops]
+    if fill_value != "mean":
+        return total
+    count = (full.incoming.degree[:num_loops] - 1).clamp(min=1).to(total.dtype)
+    return total / count.view(-1, *[1] * len(shape))
+
+
+def prepared_graph(edge_index: Tensor, size: tuple[int | None, int | None]) -> Graph:
+    """The graph of what reached propagate: a Graph, a plain ``edge_index``, or one with its loops removed.
+
+    Raises:
+        As :func:`pyg_fullgraph.graph.graph_of`.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        if isinstance(edge_index, WithoutLoops):
+            return _once(_memo(edge_index.origin), ("without_loops", size),
+                         lambda: Graph.from_edge_index(edge_index.materialize(), size))
+        if isinstance(edge_index, Graph) and edge_index.memo.get(_DERIVED) and \
+                size != (edge_index.num_src, edge_index.num_dst):
+            return _once(edge_index.memo, ("resized", size),
+                         lambda: Graph.from_edge_index(edge_index.to_edge_index(), size))
+        return graph_of(edge_index, size)
+
+
+def is_derived(edge_index: Any) -> bool:
+    """Whether an ``edge_index`` was made here, so that its number of nodes is not what the user said."""
+    return isinstance(edge_index, Graph) and _DERIVED in edge_index.memo
+
+
+# --- normalization and degrees ----------------------------------------------------------------------------------
+
+# deg_j^-1/2 * w * deg_i^-1/2, with the vertex factors under two names because an input has one domain.
+_NORM_SRC, _NORM_DST = ir.input("norm.src", Domain.SRC, ()), ir.input("norm.dst", Domain.DST, ())
+_WEIGHT = ir.input("norm.weight", Domain.EDGE, ())
+_NORM = ir.pointwise("mul", _NORM_SRC, _NORM_DST)
+_WEIGHTED_NORM = ir.pointwise("mul", ir.pointwise("mul", _NORM_SRC, _WEIGHT), _NORM_DST)
+_WEIGHT_SUM = EdgeProgram((Output("sum", _WEIGHT),))
+
+
+def gcn_norm(edge_index: Tensor, edge_weight: Tensor | None = None, num_nodes: int | None = None,
+             improved: bool = False, add_self_loops: bool = True, flow: str = "source_to_target",
+             dtype: torch.dtype | None = None) -> Any:
+    """PyG's function: symmetric normalization with self-loops.
+
+        norm_ij = deg_j^-1/2 * w_ij * deg_i^-1/2
+    Returns: the graph with self-loops, and the coefficients as an :class:`EdgeExpr` over degrees [N]: no array of
+        size E unless there are edge weights.
+    Raises: RowCountError if ``edge_weight`` does not have one row per edge.
+    """
+    plain_weight = edge_weight is None or (isinstance(edge_weight, Tensor) and edge_weight.dim() == 1
+                                           and edge_weight.is_floating_point())
+    if not _is_known(edge_index, edge_weight) or not plain_weight:
+        return pyg_gcn.gcn_norm(edge_index, edge_weight, num_nodes, improved, add_self_loops, flow, dtype)
+    if edge_weight is not None:
+        check_edge_rows("edge_weight", edge_weight, edge_index)
+    num_nodes = maybe_num_nodes(edge_index, num_nodes)
+    if add_self_loops:
+        edge_index, edge_weight = add_remaining_self_loops(edge_index, edge_weight, 2.0 if improved else 1.0, num_nodes)
+    graph = prepared_graph(edge_index, (num_nodes, num_nodes))
+    # Degrees are counted where messages arrive.
+    work = graph if flow == "source_to_target" else graph.reverse()
+    if edge_weight is None:
+        dtype = dtype or torch.get_default_dtype()
+        norm = _once(work.memo, ("gcn_norm", dtype), lambda: _inverse_sqrt(work.incoming.degree.to(dtype, copy=True)))
+        return graph, EdgeExpr(_NORM, {"norm.src": norm, "norm.dst": norm}, work)
+    norm = _of_values(work.memo, "gcn_norm_weighted", edge_weight,
+                      lambda: _inverse_sqrt(run(_WEIGHT_SUM, work, {"norm.weight": edge_weight})[0]))
+    return graph, EdgeExpr(_WEIGHTED_NORM, {"norm.src": norm, "norm.weight": edge_weight, "norm.dst": norm}, work)
+
+
+def _inverse_sqrt(degree: Tensor) -> Tensor:
+    out = degree.pow(-0.5)
+    return out.masked_fill(out == float("inf"), 0.0)
+
+
+def degree(index: Tensor, num_nodes: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """PyG's function; remembered if ``index`` is a row of an ``edge_index``. The result is the caller's to change."""
+    base = index._base if isinstance(index, Tensor) and type(index) is Tensor and not index.is_inference() else None
+    if base is None or not _is_known(base) or index.dim() != 1 or index.shape != base.shape[1:] \
+            or index.stride(0) != base.stride(1):
+        return pyg_utils.degree(index, num_nodes, dtype)
+    num_nodes = maybe_num_nodes(index, num_nodes)
+    key = ("degree", index.storage_offset() - base.storage_offset(), num_nodes)
+    count = _once(_memo(base), key, lambda: pyg_utils.degree(index, num_nodes, torch.int64))
+    return count.to(dtype or torch.get_default_dtype(), copy=True)
+
+
+#: PyG function -> what the forward of our classes calls in its place.
+REPLACEMENTS: Mapping[Any, Callable[..., Any]] = {
+    pyg_utils.remove_self_loops: remove_self_loops,
+    pyg_utils.add_self_loops: add_self_loops,
+    pyg_utils.add_remaining_self_loops: add_remaining_self_loops,
+    pyg_gcn.gcn_norm: gcn_norm,
+    pyg_utils.degree: degree,
+}
