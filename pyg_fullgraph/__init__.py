@@ -1,5 +1,8 @@
 """Fused full-graph training of graph neural networks for PyTorch Geometric."""
 
+import importlib
+from typing import Any
+
 import triton_kernels
 from pyg_fullgraph._version import __version__
 from pyg_fullgraph.errors import PackageConflictError
@@ -9,4 +12,18 @@ if getattr(triton_kernels, "OWNER", None) != "pyg-fullgraph":
 
 from pyg_fullgraph.graph import Graph
 
-__all__ = ["Graph", "__version__"]
+__all__ = ["Graph", "__version__", "convert", "debug", "explain", "nn", "revert"]
+
+# Loaded on first use: they bring the compiler and all of torch_geometric.nn, which a graph alone does not need.
+_MODULE_OF = {"convert": "model", "explain": "model", "revert": "model", "debug": "", "nn": ""}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.{_MODULE_OF[name] or name}")
+    return getattr(module, name) if _MODULE_OF[name] else module
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -211,8 +211,6 @@ def test_from_pyg_edge_index_of_unknown_size():
 LAYOUTS = {"coo": torch.Tensor.to_sparse_coo, "csr": torch.Tensor.to_sparse_csr, "csc": torch.Tensor.to_sparse_csc}
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CS[RC] tensor support is in beta")
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", [(5, 7), (6, 6), (0, 3), (3, 0), (0, 0), (1, 9)], ids=str)
 def test_from_torch_sparse(layout, shape):
@@ -235,7 +233,6 @@ def test_from_uncoalesced_coo_adds_duplicates_as_pyg_does():
     assert value.tolist() == [2.0, 5.0]
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 def test_from_torch_sparse_checks_ids_that_torch_does_not():
     adj = torch.sparse_csr_tensor(
         torch.tensor([0, 1, 2]), torch.tensor([0, 7]), torch.ones(2), (2, 3), check_invariants=False

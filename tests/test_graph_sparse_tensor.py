@@ -9,8 +9,6 @@ from pyg_fullgraph.graph import Graph
 
 torch_sparse = pytest.importorskip("torch_sparse", reason="torch_sparse is not installed")
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
-
 
 def adj_t(case: zoo.Case, value: torch.Tensor | None = None) -> "torch_sparse.SparseTensor":
     src, dst = case.edge_index
