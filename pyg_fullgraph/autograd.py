@@ -90,6 +90,7 @@ class CompiledProgram:
 
 _PHASES: dict[str, EdgePhase] = {}
 _COMPILED: dict[str, CompiledProgram] = {}
+_MERGED: dict[object, EdgeProgram] = {}
 
 
 def compile_program(program: EdgeProgram) -> CompiledProgram:
@@ -250,7 +251,7 @@ def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tu
     Numerics: float16 and bfloat16 are storage only, sums are in float32; bit-identical from run to run.
     Cost: saves the inputs and outputs and one statistic per destination, feature group or head.
     """
-    compiled = compile_program(program)
+    compiled = compile_program(_merge_inputs(program, tensors))
     env = _bind(compiled, graph, tensors)
     for result, expression in compiled.split.hoisted.items():
         rows = [n for n in ir.inputs_of(expression) if n.is_row and not n.is_integer] or list(ir.inputs_of(expression))
@@ -264,6 +265,18 @@ def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tu
     both = incoming + (_pack(graph.outgoing) if save and _walks_sources(phase, core) else [])
     sizes = [graph.num_src, graph.num_dst, len(incoming)]
     return tuple(edge_phase(phase.key, both, sizes, core, save)[:len(phase.core.outputs)])
+
+
+def _merge_inputs(program: EdgeProgram, tensors: Mapping[str, Tensor]) -> EdgeProgram:
+    """Let inputs of one domain that are the same tensor be one input, so that its rows are read once."""
+    first: dict[object, Node] = {}
+    same = {n: first.setdefault((id(tensors.get(n.name)), n.domain, n.shape), n)
+            for n in program.inputs if n.name in tensors}
+    same = {n: other for n, other in same.items() if n is not other}
+    if not same:
+        return program
+    return _MERGED.setdefault((program.digest, tuple((a.name, b.name) for a, b in same.items())),
+                              ir.substitute(program, same))
 
 
 def _walks_sources(phase: EdgePhase, tensors: Sequence[Tensor]) -> bool:

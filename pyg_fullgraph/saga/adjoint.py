@@ -157,7 +157,7 @@ def scales_linearly(value: Node, weight: Node) -> bool:
     if not _is_linear(value, weight):
         return False
     try:
-        axes = AxisMap([value])
+        axes = AxisMap([value], opaque=True)
     except NotFusable:
         return False
     return set(axes.axes(weight)) <= set(axes.axes(value))
@@ -186,7 +186,7 @@ def _is_zero(node: Node) -> bool:
 
 def _sum_to(product: Node, value: Node, weight: Node) -> Node:
     """Sum ``product``, which has the axes of ``value``, over the axes that ``weight`` does not have."""
-    axes = AxisMap([value])
+    axes = AxisMap([value], opaque=True)
     have, want = axes.axes(value), axes.axes(weight)
     spread = ir.view(product, [a.size for a in have])
     summed = ir.reduce_features("sum", spread, [k for k, a in enumerate(have) if a not in want])

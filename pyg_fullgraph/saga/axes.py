@@ -41,11 +41,16 @@ class AxisMap:
     Attributes:
         dims: Per node, per feature dimension, the axes it consists of (none for size 1).
 
+    Args:
+        roots: Expressions.
+        opaque: Let results of slices, concatenations and products have axes of their own, for analysis only.
+
     Raises:
         NotFusable: A value cannot be held in such a tile: features are sliced or concatenated, or an axis meets itself.
     """
 
-    def __init__(self, roots: Iterable[Node]) -> None:
+    def __init__(self, roots: Iterable[Node], opaque: bool = False) -> None:
+        self._opaque = opaque
         self._found: dict[Node, list[list[Axis]]] = {}
         self.order: list[Axis] = []
         roots = tuple(roots)
@@ -99,6 +104,8 @@ class AxisMap:
             return [d if d else self._fresh(s) for d, s in zip(old, node.shape, strict=True)]
         if kind == "reduce":
             return [d for k, d in enumerate(args[0]) if k not in node.attr("dims")]
+        if self._opaque:
+            return [self._fresh(s) for s in node.shape]
         raise NotFusable([f"{node.op} over features does not fit a tile"])
 
 

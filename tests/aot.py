@@ -1,0 +1,96 @@
+"""Compiling generated kernels for sm_90 without a GPU; run as a script, with TRITON_INTERPRET unset.
+
+``python -m tests.aot`` compiles every kernel of ``tests.programs`` and prints one JSON object: kernel -> registers and
+spilled bytes. A process of its own, because Triton decides at import whether it interprets.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import compiler as nvidia
+from triton.compiler import ASTSource
+
+from pyg_fullgraph.autograd import EdgePhase
+from pyg_fullgraph.execution import kernel_of
+from pyg_fullgraph.saga.codegen import ELEMENTS_PER_WARP, KernelSource, next_power_of_2
+from pyg_fullgraph.saga.ir import EdgeProgram
+from pyg_fullgraph.saga.passes import KERNELS, Sweep, split
+from tests.programs import CASES
+from triton_kernels import launch
+
+
+def sweeps_of(program: EdgeProgram) -> list[Sweep]:
+    """Every sweep of a training step of ``program``."""
+    phase = EdgePhase(split(program).core)
+    phase.differentiate()
+    needs = tuple(not n.is_integer for n in phase.inputs)
+    plans = [phase.forward_plan(KERNELS, False), phase.forward_plan(KERNELS, True), phase.backward_plan(KERNELS, needs)]
+    return list({s.digest: s for plan in plans for s in plan.sweeps}.values())
+
+
+def compile_kernel(kernel: KernelSource, name: str, dtype: str = "fp32", index: str = "i32") -> dict[str, int]:
+    """Registers and spilled bytes of one kernel on sm_90."""
+    function = getattr(launch.load(kernel.source), name)
+    signature: dict[str, str] = {}
+    buffers = {b.name: b for b in (*kernel.inputs, *kernel.outputs)}
+    stat = "fp64" if dtype == "fp64" else "fp32"
+    for arg in function.arg_names:
+        buffer = buffers.get(arg.removesuffix("_ptr").removesuffix("_stride"))
+        if arg.endswith("_stride") or arg in ("num_pieces", "num_split"):
+            signature[arg] = "i32"
+        elif buffer is not None:
+            is_seed = buffer.integer and not buffer.node.is_row
+            signature[arg] = "*i64" if is_seed else f"*{index}" if buffer.integer else f"*{dtype}"
+        elif arg.startswith("ws"):
+            signature[arg] = f"*{index}" if kernel.carries[int(arg[2:-4])][1] else f"*{stat}"
+        elif arg == "piece_slot_ptr" or arg.endswith("_ptr"):
+            signature[arg] = "*i32" if arg == "piece_slot_ptr" else f"*{index}"
+    constants: dict[str, Any] = {
+        "BLOCK_E": kernel.block_e, "HAS_EID": True, "FLOAT": tl.float64 if dtype == "fp64" else tl.float32,
+        "ID": tl.int32 if index == "i32" else tl.int64, "UNSET": 2**31 - 1 if index == "i32" else 2**63 - 1}
+    constants = {k: v for k, v in constants.items() if k in function.arg_names}
+    names = function.arg_names
+    source = ASTSource(fn=function, signature={a: "constexpr" if a in constants else signature[a] for a in names},
+                       constexprs={(names.index(k),): v for k, v in constants.items()},
+                       attrs={(names.index(a),): [["tt.divisibility", 16]] for a in names if a.endswith("_ptr")})
+    num_warps = min(max(next_power_of_2(kernel.width * kernel.block_e // ELEMENTS_PER_WARP), 1), 8)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx:
+        ptx.write(made.asm["ptx"])
+        ptx.flush()
+        report = subprocess.run([nvidia.get_ptxas(90).path, "-v", "--gpu-name=sm_90a", ptx.name, "-o", "/dev/null"],
+                                capture_output=True, text=True, check=True).stderr
+
+    def number(pattern: str) -> int:
+        found = re.search(pattern, report)
+        assert found is not None, report
+        return int(found[1])
+
+    return {"registers": number(r"Used (\d+) registers"), "spill_bytes": number(r"(\d+) bytes spill stores")}
+
+
+def main(names: list[str]) -> None:
+    results: dict[str, Any] = {}
+    for case in names or list(CASES):
+        for k, sweep in enumerate(sweeps_of(CASES[case]())):
+            kernel = kernel_of(sweep)
+            if not isinstance(kernel, KernelSource):
+                results[f"{case}/{k}"] = {"refused": kernel.reasons}
+                continue
+            for name in ("sweep_kernel", "merge_kernel"):
+                if name == "sweep_kernel" or kernel.has_merge:
+                    results[f"{case}/{k}/{name}"] = compile_kernel(kernel, name)
+    print(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
