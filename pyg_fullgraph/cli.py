@@ -98,7 +98,7 @@ def train(
         with _progress() as progress:
             metrics = run_training(config, data, on_epoch=_EpochLines(progress, config))
     except KeyboardInterrupt as stop:
-        console.print(str(stop), markup=False, highlight=False, soft_wrap=True)
+        console.print(str(stop) or "Stopped before the first epoch", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(130) from stop
     console.print(result_table(metrics))
     console.print(f"Wrote {out / 'metrics.json'} and {out / 'curves.png'}", highlight=False)

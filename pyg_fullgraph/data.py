@@ -182,7 +182,7 @@ def generate(
     label = np.sort(rng.integers(classes, size=nodes))
     weight = rng.pareto(exponent - 1.0, size=nodes) + 1.0
     # A hub beyond sqrt(N * degree) would mostly produce duplicates of the same edges.
-    weight = np.minimum(weight, weight.mean() * np.sqrt(nodes / degree))
+    weight = np.minimum(weight, weight.mean() * np.sqrt(nodes / max(degree, 1.0)))
     cumulative = np.concatenate([[0.0], np.cumsum(weight)])
     class_start = np.searchsorted(label, np.arange(classes + 1))
 

@@ -6,7 +6,7 @@ keeps catching it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -140,8 +140,8 @@ class CheckpointError(PygFullgraphError, RuntimeError):
 class OutOfMemoryError(PygFullgraphError, MemoryError):
     """Training needed more memory than there is; says what to try."""
 
-    def __init__(self, device: object, when: str, suggestions: Sequence[str], reason: object) -> None:
-        super().__init__(f"Out of memory on {device} {when}. Try: {'; '.join(suggestions)}. ({reason})")
+    def __init__(self, device: object, suggestions: Sequence[str], reason: object) -> None:
+        super().__init__(f"Out of memory on {device}. Try: {'; '.join(suggestions)} ({reason})")
 
 
 class DivergedError(PygFullgraphError, ArithmeticError):
@@ -159,3 +159,12 @@ class GraphWriteError(PygFullgraphError, TypeError):
             "Expected a Graph to be read only; 'graph.to_edge_index()' returns a tensor that may be changed "
             f"(got {operation})"
         )
+
+
+class NotFusedError(PygFullgraphError, ValueError):
+    """Layers of a model can never run fused; names every one with all its reasons."""
+
+    def __init__(self, refused: Mapping[str, Sequence[str]]) -> None:
+        lines = [f"{name}: {'; '.join(reasons)}" for name, reasons in refused.items()]
+        super().__init__("Expected every message-passing layer to run fused (got\n  " + "\n  ".join(lines) + ")")
+        self.refused = {name: tuple(reasons) for name, reasons in refused.items()}

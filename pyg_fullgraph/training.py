@@ -26,28 +26,24 @@ import torch_geometric
 from torch import Tensor, nn
 from torchmetrics.functional.classification import multiclass_accuracy
 
+import pyg_fullgraph.nn
 from pyg_fullgraph.checkpoint import checkpoint_path, load_checkpoint, prepare_folder, write_atomically
 from pyg_fullgraph.config import TrainConfig
 from pyg_fullgraph.data import Dataset, generate
 from pyg_fullgraph.errors import CheckpointError, DivergedError, OutOfMemoryError
+from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.report import describe_device, plot, versions
 
 
 def layer_namespace(provider: str) -> ModuleType:
     """The module whose layers `NodeClassifier` uses: ours for "fused", PyG's for "pyg"."""
-    if provider == "pyg":
-        return torch_geometric.nn
-    import pyg_fullgraph.nn
-
-    return pyg_fullgraph.nn
+    return torch_geometric.nn if provider == "pyg" else pyg_fullgraph.nn
 
 
 def prepare_graph(provider: str, dataset: Dataset) -> Tensor:
     """The form of the graph that a provider works on: a prepared `Graph`, or the plain edge_index [2, E]."""
     if provider == "pyg":
         return dataset.edge_index
-    from .graph import Graph
-
     return Graph.from_edge_index(dataset.edge_index, num_nodes=dataset.num_nodes)
 
 
@@ -256,27 +252,9 @@ def train_seed(
     Returns: dict with test_accuracy, losses (one per epoch), epoch_ms, peak_bytes and more (`History.metrics`).
     Raises: OutOfMemoryError, DivergedError, CheckpointError (resume), KeyboardInterrupt after the state was saved.
     """
-    run = _Run(config, dataset, seed, provider, initial_state)
-    try:
-        with _stop_after_epoch() as stop:
-            while not run.is_finished:
-                run.run_epoch()
-                if on_epoch is not None:
-                    on_epoch(EpochReport(provider, seed, len(run.history.losses) - 1, run.history))
-                if stop.is_set():
-                    raise KeyboardInterrupt
-                run.save(is_due=False)
-    except KeyboardInterrupt:
-        if run.is_consistent:
-            run.save()
-        raise KeyboardInterrupt(run.describe_stop()) from None
-    except (RuntimeError, MemoryError) as error:
-        if not _is_out_of_memory(error):
-            raise
-        raise OutOfMemoryError(
-            config.device, f"in epoch {len(run.history.losses)}", _suggestions(config, provider), error
-        ) from error
-    run.save()
+    with _explained_out_of_memory(config, provider):
+        run = _Run(config, dataset, seed, provider, initial_state)
+        run.finish(on_epoch)
     return run.history.metrics(seed)
 
 
@@ -316,6 +294,23 @@ class _Run:
         done = len(self.history.losses)
         is_out_of_patience = 0 < self.config.patience <= self.history.epochs_without_gain if done else False
         return done >= self.config.epochs or is_out_of_patience
+
+    def finish(self, on_epoch: Callable[[EpochReport], None] | None) -> None:
+        """Runs the epochs that are left; saves at the end, now and then, and when interrupted between two epochs."""
+        try:
+            with _stop_after_epoch() as stop:
+                while not self.is_finished:
+                    self.run_epoch()
+                    if on_epoch is not None:
+                        on_epoch(EpochReport(self.provider, self.seed, len(self.history.losses) - 1, self.history))
+                    if stop.is_set():
+                        raise KeyboardInterrupt
+                    self.save(is_due=False)
+        except KeyboardInterrupt:
+            if self.is_consistent:
+                self.save()
+            raise KeyboardInterrupt(self.describe_stop()) from None
+        self.save()
 
     def run_epoch(self) -> None:
         self.is_consistent = False
@@ -438,9 +433,20 @@ def _stop_after_epoch() -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, previous)
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
-    # Neither torch's CPU allocator nor its sparse kernels raise a class of their own.
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)
+@contextmanager
+def _explained_out_of_memory(config: TrainConfig, provider: str) -> Iterator[None]:
+    """Turns what the allocators raise into an OutOfMemoryError that says what to try."""
+    try:
+        yield
+    except OutOfMemoryError:
+        raise
+    except (RuntimeError, MemoryError) as error:
+        # torch's CPU allocator has no exception class of its own.
+        is_cpu = "DefaultCPUAllocator" in str(error)
+        if not (is_cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError))):
+            raise
+        reason = str(error).splitlines()[0]
+        raise OutOfMemoryError(config.device, _suggestions(config, provider), reason) from error
 
 
 def _suggestions(config: TrainConfig, provider: str) -> list[str]:
@@ -482,7 +488,8 @@ def train(
         _warm_up(config, provider)
     for seed in range(config.seeds):
         # One set of weights for both, handed over as a state dict.
-        state = build_model(config, dataset, seed).state_dict()
+        with _explained_out_of_memory(config, "fused"):
+            state = build_model(config, dataset, seed).state_dict()
         for provider in runs:
             if provider in errors:
                 continue
@@ -503,7 +510,8 @@ def train(
     if config.compare:
         metrics["pyg"] = _summary(runs["pyg"]) | ({"error": errors["pyg"]} if errors else {})
         if not errors:
-            metrics["comparison"] = _compare(config, dataset, runs)
+            with _explained_out_of_memory(config, "pyg"):
+                metrics["comparison"] = _compare(config, dataset, runs)
     if folder is not None:
         text = json.dumps(metrics, indent=1, allow_nan=False)
         write_atomically(folder / "metrics.json", lambda file: file.write(text.encode()))
