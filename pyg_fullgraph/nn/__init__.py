@@ -1,8 +1,8 @@
 """Drop-in layers: PyG's constructors, parameters, state dicts and forwards, with the edge phase fused.
 
     from pyg_fullgraph.nn import GATConv        # in the place of torch_geometric.nn.GATConv
-Each class is a subclass of PyG's of the same name. A layer of one's own derives from :class:`MessagePassing` here, which
-takes any ``message`` and ``edge_update`` that work on each edge by itself.
+Each class is a subclass of PyG's of the same name. A layer of one's own derives from :class:`MessagePassing` here,
+which takes any ``message`` and ``edge_update`` that work on each edge by itself.
 """
 
 from __future__ import annotations

@@ -53,8 +53,8 @@ def is_overridden(cls: type, method: str) -> bool:
 
 
 def _is_generated(cls: type, method: str, function: Any) -> bool:
-    return function is GENERIC[method] or getattr(function, "__module__", "").endswith(f"_{method}") and \
-        function is vars(cls).get(f"_jinja_{method}")
+    from_template = getattr(function, "__module__", "").endswith(f"_{method}")
+    return function is GENERIC[method] or (from_template and function is vars(cls).get(f"_jinja_{method}"))
 
 
 def install(conv: PyGMessagePassing, build: Callable[[], None]) -> None:
@@ -153,7 +153,7 @@ def _generic(method: str) -> Any:
     return dispatcher
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _recorded(method: str) -> Any:
     """PyG's generic function, which explain and decomposed_layers put on an instance; counts itself as plain."""
     generic = GENERIC[method]
@@ -167,7 +167,7 @@ def _recorded(method: str) -> Any:
     return function
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _folder() -> str:
     folder = tempfile.mkdtemp(prefix="pyg_fullgraph_")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)

@@ -14,9 +14,7 @@ import inspect
 import weakref
 
 import torch
-from torch_geometric import EdgeIndex
 from torch_geometric import nn as pyg_nn
-from torch_geometric import typing as pyg_typing
 from torch_geometric.nn import aggr
 from torch_geometric.utils import is_sparse
 
@@ -353,7 +351,7 @@ class _Call:
         out = {}
         for expr in self.exprs.values():
             inputs = ir.inputs_of(expr.node)
-            for name, spec in self.args.items():
+            for spec in self.args.values():
                 if not isinstance(spec, ArgSpec) or spec.integer or spec.domain not in (Domain.SRC, Domain.DST):
                     continue
                 value = self.tensors[spec.name]

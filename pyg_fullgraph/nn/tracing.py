@@ -94,7 +94,7 @@ class _Key:
 
     def value(self, value: Any) -> Any:
         """A hashable stand-in that is equal only where a trace would be."""
-        if isinstance(value, ArgSpec) or isinstance(value, type):
+        if isinstance(value, (ArgSpec, type)):
             return value
         if isinstance(value, _SIMPLE):
             return type(value), value
