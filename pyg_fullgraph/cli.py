@@ -90,8 +90,9 @@ def train(
     )
     data = config.load_dataset()
     console.print(
-        f"{config.model} on [bold]{data.name}[/bold]: {data.num_nodes:,} nodes, {data.num_edges:,} edges, "
+        f"{config.model} on {data.name}: {data.num_nodes:,} nodes, {data.num_edges:,} edges, "
         f"{data.num_features} features, {data.num_classes} classes; {config.dtype} on {config.device}",
+        markup=False,
         highlight=False,
     )
     try:
@@ -101,13 +102,13 @@ def train(
         console.print(str(stop) or "Stopped before the first epoch", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(130) from stop
     console.print(result_table(metrics))
-    console.print(f"Wrote {out / 'metrics.json'} and {out / 'curves.png'}", highlight=False)
+    console.print(f"Wrote {out / 'metrics.json'} and {out / 'curves.png'}", markup=False, highlight=False)
 
 
 def _progress() -> Progress:
     columns = (
         TextColumn("{task.description}"),
-        BarColumn(),
+        BarColumn(bar_width=10),
         MofNCompleteColumn(),
         TextColumn("{task.fields[state]}"),
         TimeRemainingColumn(),
@@ -129,8 +130,8 @@ class _EpochLines:
             self.tasks[key] = self.progress.add_task(f"{label} seed {report.seed}", total=self.config.epochs, state="")
         history = report.history
         state = (
-            f"loss {history.losses[-1]:.4f}  val {history.val_accuracies[-1]:.1%}  "
-            f"{history.step_ms[-1]:,.1f} ms/epoch  peak {format_bytes(history.peak_bytes)}"
+            f"loss {history.losses[-1]:.4f} val {history.val_accuracies[-1]:.1%} "
+            f"{history.step_ms[-1]:,.1f} ms {format_bytes(history.peak_bytes)}"
         )
         self.progress.update(self.tasks[key], completed=report.epoch + 1, state=state)
 
@@ -175,6 +176,6 @@ def main() -> None:
     """Runs the command; an error made on purpose is one line on stderr and status 1, Ctrl-C is status 130."""
     try:
         app()
-    except PygFullgraphError as error:
+    except (PygFullgraphError, MemoryError) as error:
         print(f"Error: {error}", file=sys.stderr)
         raise SystemExit(1) from error

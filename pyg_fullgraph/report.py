@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch_geometric
 from rich.filesize import decimal
+from rich.markup import escape
 from rich.table import Table
 
 import triton_kernels
@@ -57,9 +58,12 @@ def plot(metrics: dict[str, Any]) -> Figure:
         axis.set(title=title, xlabel="epoch")
         axis.grid(alpha=0.3)
         axis.legend()
-    config, dataset = metrics["config"], metrics["dataset"]
-    figure.suptitle(f"{config['model']} on {dataset['name']}, {metrics['device']}")
+    figure.suptitle(_title(metrics))
     return figure
+
+
+def _title(metrics: dict[str, Any]) -> str:
+    return f"{metrics['config']['model']} on {metrics['dataset']['name']}, {metrics['device']}"
 
 
 def format_bytes(num_bytes: int | None) -> str:
@@ -70,7 +74,7 @@ def format_bytes(num_bytes: int | None) -> str:
 def result_table(metrics: dict[str, Any]) -> Table:
     """The figures at the end of a job, side by side with PyG's where it was trained too."""
     pyg = metrics.get("pyg")
-    table = Table(title=f"{metrics['config']['model']} on {metrics['dataset']['name']}, {metrics['device']}")
+    table = Table(title=escape(_title(metrics)))
     table.add_column("")
     table.add_column("fused", justify="right")
     if pyg is not None:
@@ -80,7 +84,7 @@ def result_table(metrics: dict[str, Any]) -> Table:
     table.add_row("time of a training epoch", *map(_format_epoch, providers))
     table.add_row("peak memory above data and model", *(format_bytes(p["peak_bytes"]) for p in providers))
     if pyg is not None and "error" in pyg:
-        table.caption = f"PyG: {pyg['error']}"
+        table.caption = escape(f"PyG: {pyg['error']}")
     if comparison := metrics.get("comparison"):
         table.add_section()
         table.add_row("largest difference of a loss", f"{comparison['max_loss_difference']:.1e}", "")
@@ -106,7 +110,7 @@ def info_table() -> Table:
     """What is available on this machine, and why something is not."""
     table = Table("", "", "")
     for name, found, remark in _availability():
-        table.add_row(name, found, remark)
+        table.add_row(name, found, escape(remark))
     return table
 
 
