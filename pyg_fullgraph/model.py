@@ -35,8 +35,8 @@ def convert(model: AnyModule, strict: bool = False) -> AnyModule:
     """Fuse every message-passing layer of ``model``, in place.
 
     Args:
-        model: any module. Parameters, buffers, hooks and optimizers that hold them are untouched: only the class of each
-            layer changes, to a subclass with the same name, state dict and forward. Layers without a class of ours get
+        model: any module. Parameters, buffers, hooks and optimizers that hold them are untouched: only the class of
+            each layer changes, to a subclass with the same name, state dict and forward. Layers without a class of ours get
             one made from their own, the user's included.
         strict: refuse a model with a layer that can never run fused.
     Returns: ``model``.

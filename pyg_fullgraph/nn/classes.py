@@ -60,7 +60,9 @@ def _is_generated(cls: type, method: str, function: Any) -> bool:
 def install(conv: PyGMessagePassing, build: Callable[[], None]) -> None:
     """Prepare the class of ``conv``; ``build`` is PyG's ``_set_jittable_templates``. Runs once per class."""
     cls = type(conv)
-    if "_fullgraph_installed" in vars(cls):
+    own = vars(cls)
+    installed = own.get("_fullgraph_installed")
+    if installed is not None and all(own[m] is own[f"_jinja_{m}"] for m in installed):
         return
     methods = [m for m in METHODS if not is_overridden(cls, m)]
     if not conv.inspector.implements("edge_update"):
@@ -81,7 +83,7 @@ def install(conv: PyGMessagePassing, build: Callable[[], None]) -> None:
         _install_dispatcher(conv, method)
     conv.inspector._source_dict = before
     _install_forward(cls)
-    cls._fullgraph_installed = True
+    cls._fullgraph_installed = tuple(methods)  # type: ignore[attr-defined]
 
 
 def _source(cls: type) -> str:
@@ -116,7 +118,8 @@ def {method}(
 {parameters}    size: Size = None,
 ) -> {returns}:
     if not torch.jit.is_scripting():
-        return self._fullgraph_{method}(edge_index, size, dict({keywords}))
+        if not (torch.compiler.is_compiling() and self._fullgraph_never()):
+            return self._fullgraph_{method}(edge_index, size, dict({keywords}))
     return self._plain_{method}(edge_index, {positional}size)
 """
 
@@ -164,6 +167,7 @@ def _recorded(method: str) -> Any:
         debug.record(self, method, reasons=[why])
         return generic(self, edge_index, size=size, **kwargs)
 
+    function._is_fullgraph = True  # type: ignore[attr-defined]
     return function
 
 
@@ -190,16 +194,17 @@ def _render(conv: PyGMessagePassing, method: str) -> Any:
     path = os.path.join(_folder(), f"{name}.py")
     with open(path, "w") as file:
         file.write(text)
-    spec = importlib.util.spec_from_file_location(f"pyg_fullgraph_generated.{name}", path)
+    spec = importlib.util.spec_from_file_location(f"pyg_fullgraph_generated_{name}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # torch.compile looks a function's globals up by module name
     spec.loader.exec_module(module)
     return getattr(module, method)
 
 
 def _install_forward(cls: type) -> None:
     """Let ``forward`` and the methods beside it see our functions where they name PyG's preparation functions."""
-    changed = False
+    changed, original = False, cls.forward  # type: ignore[attr-defined]
     for name in dir(cls):
         function = inspect.getattr_static(cls, name)
         if isinstance(function, types.FunctionType) and _names_replaced(function) and not name.startswith("__"):
@@ -207,7 +212,7 @@ def _install_forward(cls: type) -> None:
             changed = True
     edge_update = getattr(cls, "edge_update", None)
     if changed or not getattr(edge_update, "__isabstractmethod__", False):
-        cls.forward = _plain_results(cls.forward)  # type: ignore[attr-defined]
+        cls.forward = _plain_results(cls.forward, original)  # type: ignore[attr-defined]
 
 
 def _names_replaced(function: types.FunctionType) -> bool:
@@ -227,18 +232,25 @@ def _global_names(code: types.CodeType) -> set[str]:
     return names
 
 
-def _plain_results(forward: Any) -> Any:
-    """``forward`` that never hands out lazy tensors or graphs."""
+def _plain_results(forward: Any, original: Any) -> Any:
+    """``forward`` that never hands out lazy tensors or graphs.
+
+    TorchScript compiles the source of ``original`` with the globals of the result: PyG's code with PyG's functions.
+    """
     if getattr(forward, "_has_plain_results", False):
         return forward
 
-    @functools.wraps(forward)
-    def function(self: Any, *args: Any, **kwargs: Any) -> Any:
+    # Between the calls go lazy tensors, which a compiled graph cannot hold.
+    @torch.compiler.disable
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         return as_plain(forward(self, *args, **kwargs))
 
-    # Between the calls go lazy tensors, which a compiled graph cannot hold.
-    function = torch.compiler.disable(function)
-    function._has_plain_results = True
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return run(self, *args, **kwargs)
+
+    function = types.FunctionType(call.__code__, original.__globals__, forward.__name__, None, call.__closure__)
+    functools.update_wrapper(function, original)
+    function._has_plain_results = True  # type: ignore[attr-defined]
     return function
 
 

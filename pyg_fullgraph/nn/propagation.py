@@ -9,6 +9,7 @@ This module's names reach PyG's generated code through a star import, so names o
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import weakref
@@ -63,7 +64,15 @@ def refusals(conv: torch.nn.Module) -> tuple[str, ...]:
         reasons.append("the aggregation module has hooks")
     if "message" in vars(conv):
         reasons.append("message was replaced on the instance")
+    stored = _stored_attributes(kind.message)
+    if stored:
+        reasons.append(f"message leaves {', '.join(stored)} behind on the layer")
     return tuple(reasons)
+
+
+def _stored_attributes(function):
+    """Attributes that a method sets: side results, which a traced program does not have."""
+    return sorted({i.argval for i in dis.get_instructions(function) if i.opname == "STORE_ATTR"})
 
 
 def _has_hooks(module: torch.nn.Module) -> bool:
@@ -110,6 +119,11 @@ class FusedMixin:
     def edge_updater(self, edge_index, size=None, **kwargs):
         """PyG's edge_updater, for classes that call it through ``super()``."""
         return self._fullgraph_edge_updater(edge_index, size, kwargs)
+
+    def _fullgraph_never(self):
+        """Asked under torch.compile, which then gets PyG's own function to compile; so a simple test."""
+        names = ("add", "sum", "mean", "max", "min") + tuple(f"{kind.__name__}()" for kind in _REDUCTIONS)
+        return self.aggr not in names
 
     propagate._is_fullgraph = edge_updater._is_fullgraph = True
 
