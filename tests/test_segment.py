@@ -82,8 +82,8 @@ def check_schedule(degree: list[int], max_piece: int, device: str | torch.device
 
     length = [e - s for s, e in zip(start, end, strict=True)]
     assert all(0 <= n <= max_piece for n in length)
-    # Longest first, ties in row order and then in edge order.
-    keys = [(-n, r, s) for n, r, s in zip(length, row, start, strict=True)]
+    # Longest first by power of two, ties in row order and then in edge order.
+    keys = [(-n.bit_length(), r, s) for n, r, s in zip(length, row, start, strict=True)]
     assert keys == sorted(keys)
     assert split_row == [r for r, d in enumerate(degree) if d > max_piece]
 

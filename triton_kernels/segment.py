@@ -97,7 +97,7 @@ def is_stable(ptr: Tensor, eid: Tensor) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class RowSchedule:
-    """Rows cut into pieces of bounded length, longest piece first.
+    """Rows cut into pieces of bounded length, longest first by power of two, row order within a power.
 
     A kernel runs one program per piece. The piece of an uncut row writes the row's result itself; the pieces of a cut
     row write partial results into workspace slots, which are then merged in edge order, so that the result does not
@@ -125,13 +125,16 @@ class RowSchedule:
 
 
 def schedule_rows(ptr: Tensor, max_piece: int) -> RowSchedule:
-    """Cut the rows of ``ptr`` [R + 1] into pieces of at most ``max_piece`` entries, longest first, ties in row order.
+    """Cut the rows of ``ptr`` [R + 1] into pieces of at most ``max_piece`` entries, longest first.
+
+    Lengths are compared by their power of two, and pieces of one power keep the order of their rows: rows with nearby
+    ids tend to share neighbours, and programs that run at the same time then find those in the cache.
 
     Every row has at least one piece, so that kernels write the result of rows without entries too. A row that is cut
     gets pieces of nearly equal length.
 
     Raises: ValueError if ``max_piece`` is below one.
-    Cost: a stable sort of P lengths, where R <= P <= R + E / max_piece; two host synchronisations.
+    Cost: a stable sort of P keys, where R <= P <= R + E / max_piece; two host synchronisations.
     Source: sorting by length is the longest-processing-time rule for the makespan of a list schedule.
     """
     if max_piece < 1:
@@ -153,7 +156,8 @@ def schedule_rows(ptr: Tensor, max_piece: int) -> RowSchedule:
     is_split = row_parts > 1
     slot = torch.where(is_split, torch.cumsum(is_split, 0) - 1, -1)
 
-    order = torch.sort(end - start, descending=True, stable=True).indices
+    power = torch.frexp((end - start).double()).exponent
+    order = torch.sort(power, descending=True, stable=True).indices
     split_row = torch.nonzero(num_parts > 1).squeeze(1)
     num_split = split_row.numel()
     split_ptr = torch.zeros(num_split + 1, dtype=torch.int64, device=ptr.device)

@@ -21,8 +21,8 @@ from triton_kernels.reference import dropout_threshold
 
 #: Features that one program holds per edge before it splits them over programs, and the most it can hold unsplit.
 TILE_FEATURES, MAX_TILE_FEATURES = 512, 4096
-#: Values of the widest tile per warp.
-ELEMENTS_PER_WARP = 512
+#: Values of the widest tile in flight per program, and per warp.
+TILE_ELEMENTS, ELEMENTS_PER_WARP = 2048, 512
 #: Largest product of sizes for which a matrix product per edge is unrolled in the tile.
 MAX_EDGE_PRODUCT = 4096
 
@@ -471,21 +471,24 @@ class _Generator:
         return f"tl.store({where}, {value}{f', mask={mask}' if mask else ''})"
 
     def generate(self) -> KernelSource:
-        updates: list[str] = []
         for reducer in self.reducers:
-            more = reducer.update(self)
-            self.lines += more
+            self.lines += reducer.update(self)
         outputs = [Buffer(f"out{k}", result, result.shape, result.is_integer)
                    for k, (result, _) in enumerate([*self.gathers, *self.edges])]
         by_node = {b.node: b for b in outputs}
         for result, e in self.edges:
             self.lines.append(self._store(by_node[result], f"{self.edge_ids()}.to(tl.int64)", self.emit(e), "live"))
-        body = list(self.lines) + updates
         lanes = self._lanes
-        loads = [f"other = tl.load(other_ptr + position, mask=alive, other=0).to(tl.int64){lanes}"]
+        # Indices are loaded one block ahead: a row cannot be asked for before its index is here.
+        loads = [f"other = next_other.to(tl.int64){lanes}",
+                 "next_other = tl.load(other_ptr + position + BLOCK_E, mask=position + BLOCK_E < end, other=0)"]
+        first = ["ahead = start + tl.arange(0, BLOCK_E)",
+                 "next_other = tl.load(other_ptr + ahead, mask=ahead < end, other=0)"]
         if self._uses_eid:
-            loads += ["if HAS_EID:", f"    eid = tl.load(eid_ptr + position, mask=alive, other=0){lanes}", "else:",
-                      f"    eid = position{lanes}"]
+            first += ["if HAS_EID:", "    next_eid = tl.load(eid_ptr + ahead, mask=ahead < end, other=0)"]
+            loads += ["if HAS_EID:", f"    eid = next_eid{lanes}",
+                      "    next_eid = tl.load(eid_ptr + position + BLOCK_E, mask=position + BLOCK_E < end, other=0)",
+                      "else:", f"    eid = position{lanes}"]
         carries = [c for r in self.reducers for c in r.carries]
         slots = {c.name: k for k, c in enumerate(carries)}
         stores = [self._store(by_node[result], "row", text) for r in self.reducers for result, text in r.stores]
@@ -516,9 +519,9 @@ class _Generator:
         ws = [f"ws{k}_ptr" for k in range(len(carries))]
         constants = ["BLOCK_E: tl.constexpr", "HAS_EID: tl.constexpr", "FLOAT: tl.constexpr", "ID: tl.constexpr",
                      "UNSET: tl.constexpr"]
-        before = self._row_lines + init("BLOCK_E")
+        before = self._row_lines + init("BLOCK_E") + first
         fields = dict(tiles=_indent(self._tile_lines(), 1), before=_indent(before, 1), lanes=lanes,
-                      loop=_indent(loads + body, 2))
+                      loop=_indent(loads + self.lines, 2))
         text = skeletons.HEADER.format(title=f"Sweep {self.sweep.digest}: "
                                              + ", ".join(g.attr("kind") for _, g in self.gathers)
                                              + (" edge values" if self.edges else ""))
@@ -535,7 +538,7 @@ class _Generator:
                                            finish=_indent(stores, 1))
         else:
             text += skeletons.MAP_SWEEP.format(name="sweep_kernel", params=params, **fields)
-        block_e = max(min(4 * ELEMENTS_PER_WARP // max(self.width, 1), 64), 1)
+        block_e = max(min(TILE_ELEMENTS // max(self.width, 1), 64), 1)
         widths = tuple((math.prod(a.size for a in self.axes.axes(c.node)), c.integer) for c in carries)
         return KernelSource(text, tuple(self.inputs.values()), tuple(outputs), widths,
                             math.prod(self._num_blocks(a) for a in self.tiled), self.width, block_e, self._uses_eid)

@@ -516,8 +516,9 @@ def trace_method(conv: torch.nn.Module, method: str, args: Mapping[str, Any]) ->
         elif spec in (SIZE_I, SIZE_J):
             inputs[key], nodes[key] = fake_rows(mode, key, (), rows=_EDGES + (2 if spec == SIZE_I else 4)), None
     state = {**dict(conv.named_parameters()), **dict(conv.named_buffers())}
-    fakes = {k: mode.from_tensor(v.detach().float() if v.is_floating_point() else v.detach(), static_shapes=True)
-             for k, v in state.items()}
+    # Traced on fake CPU tensors, wherever the layer is and whatever its dtype.
+    fakes = {k: mode.from_tensor(torch.empty(v.shape, dtype=torch.float32 if v.is_floating_point() else v.dtype),
+                                 static_shapes=True) for k, v in state.items()}
     params = {k: ir.input(f"param.{k}", Domain.PARAM, tuple(v.shape), not v.is_floating_point())
               for k, v in state.items()}
     constants = {k: v for k, v in args.items() if k not in inputs}

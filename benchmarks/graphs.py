@@ -1,0 +1,68 @@
+"""Synthetic graphs of the sizes people measure on, drawn the same way everywhere.
+
+Endpoints follow a power law: node of rank ``r`` has weight ``(r + i0)^-0.5`` with ``i0 = n (0.5 / ratio)^2``, which makes
+the largest expected degree ``ratio`` times the mean; ranks are shuffled. 70% of the edges stay inside communities of
+about 2000 consecutive ids, and every edge is there in both directions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Size:
+    """Nodes, directed edges and maximum over mean degree of a graph."""
+
+    nodes: int
+    edges: int
+    ratio: float
+
+
+SIZES = {
+    "arxiv": Size(169_343, 2_315_598, 962),
+    "reddit": Size(232_965, 114_615_892, 44),
+    "products": Size(2_449_029, 123_718_280, 346),
+    "proteins": Size(132_534, 79_122_504, 13),
+    "small": Size(20_000, 400_000, 100),
+}
+COMMUNITY = 2000
+INSIDE = 0.7
+
+
+def draw(size: Size, device: str | torch.device, seed: int = 0, shuffle: bool = False) -> Tensor:
+    """An ``edge_index`` ``[2, E]`` of ``size``, int64.
+
+    Args:
+        size: What to draw.
+        device: Where to draw it; the result differs between devices, not between runs.
+        seed: Of the generator.
+        shuffle: Relabel nodes at random, which destroys the locality of communities.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    n, half = size.nodes, size.edges // 2
+    offset = n * (0.5 / size.ratio) ** 2
+    rank = torch.randperm(n, generator=generator, device=device)
+    total = (rank.double() + offset).pow(-0.5).cumsum(0)
+    edge_index = torch.empty((2, 2 * half), dtype=torch.int64, device=device)
+    step = 1 << 25
+    for first in range(0, half, step):
+        count = min(step, half - first)
+        uniform = torch.rand(count, generator=generator, device=device, dtype=torch.float64)
+        src = torch.searchsorted(total, uniform * total[-1]).clamp_(max=n - 1)
+        inside = torch.rand(count, generator=generator, device=device) < INSIDE
+        low_id = src // COMMUNITY * COMMUNITY
+        high_id = (low_id + COMMUNITY).clamp_(max=n) - 1
+        low = torch.where(low_id > 0, total[(low_id - 1).clamp_(min=0)], 0.0)
+        low, high = torch.where(inside, low, 0.0), torch.where(inside, total[high_id], total[-1])
+        uniform = torch.rand(count, generator=generator, device=device, dtype=torch.float64)
+        dst = torch.searchsorted(total, low + uniform * (high - low)).clamp_(max=n - 1)
+        edge_index[0, first:first + count], edge_index[1, first:first + count] = src, dst
+        edge_index[0, half + first:half + first + count] = dst
+        edge_index[1, half + first:half + first + count] = src
+    if shuffle:
+        edge_index = torch.randperm(n, generator=generator, device=device)[edge_index]
+    return edge_index
