@@ -10,7 +10,11 @@ import torch
 torch.set_num_threads(1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        elsewhere = [item for item in items if item.get_closest_marker("interpreter")]
+        config.hook.pytest_deselected(items=elsewhere)
+        items[:] = [item for item in items if item not in elsewhere]
     num_devices = torch.cuda.device_count()
     for item in items:
         wanted = 2 if item.get_closest_marker("multi_gpu") else 1 if item.get_closest_marker("gpu") else 0

@@ -1,11 +1,13 @@
 """The programs that the compiler's tests run on: every layer of the main job, traced, plus reducers on their own.
 
-``CASES`` maps a name to a function that makes an :class:`EdgeProgram`; ``make_tensors`` draws its inputs.
+``CASES`` maps a name to a function that makes an :class:`EdgeProgram`; ``make_tensors`` draws its inputs. ``LAYERS``
+are those that are a PyG layer, for tests that run the layer as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ import torch_geometric.nn as pyg
 from torch import Tensor, nn
 
 from pyg_fullgraph.saga import ir
-from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
+from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output
 from pyg_fullgraph.saga.trace import INDEX, SIZE_I, ArgSpec, trace_method
 
 SRC, DST, EDGE = Domain.SRC, Domain.DST, Domain.EDGE
@@ -24,41 +26,64 @@ def spec(domain: Domain, *shape: int) -> ArgSpec:
     return ArgSpec(domain, shape)
 
 
-def layer(conv: nn.Module, kind: str, args: dict[str, Any], update: dict[str, Any] | None = None,
-          weights: bool = False) -> EdgeProgram:
-    """The program of a PyG layer; ``update`` are the arguments of its edge_update, ``weights`` adds them as output."""
-    message = trace_method(conv, "message", args)[0]
-    outputs = []
-    if update is not None:
-        alpha = trace_method(conv, "edge_update", update)[0]
-        message = ir.substitute(message, {ir.input("message.alpha", EDGE, alpha.shape): alpha})
-        outputs = [Output("edge", alpha, "alpha")] if weights else []
-    return EdgeProgram((Output(kind, message), *outputs))
+@dataclass(frozen=True)
+class Layer:
+    """The edge phase of a PyG layer; calling it makes its program.
+
+    Attributes:
+        make: Makes the layer.
+        kind: Reduction.
+        args: Arguments of its message.
+        update: Arguments of its edge_update, if it has one; the result is the message's ``alpha``.
+        weights: Whether ``alpha`` is a result too.
+    """
+
+    make: Callable[[], nn.Module]
+    kind: str
+    args: Mapping[str, Any]
+    update: Mapping[str, Any] | None = None
+    weights: bool = False
+
+    def __call__(self) -> EdgeProgram:
+        return self.program(self.make())
+
+    def program(self, conv: nn.Module) -> EdgeProgram:
+        message = trace_method(conv, "message", self.args)[0]
+        outputs = []
+        if self.update is not None:
+            alpha = trace_method(conv, "edge_update", self.update)[0]
+            message = ir.substitute(message, {ir.input("message.alpha", EDGE, alpha.shape): alpha})
+            outputs = [Output("edge", alpha, "alpha")] if self.weights else []
+        program = EdgeProgram((Output(self.kind, message), *outputs))
+        # An argument that both methods take is one tensor, as in the layer's forward.
+        first: dict[str, Node] = {}
+        same = {n: first.setdefault(n.name.partition(".")[2], n) for n in program.inputs if n.is_row}
+        return ir.substitute(program, {n: other for n, other in same.items() if n is not other})
 
 
-def gat(kind: str = "sum", weights: bool = False, **options: Any) -> EdgeProgram:
+def gat(kind: str = "sum", weights: bool = False, **options: Any) -> Layer:
     update = dict(alpha_j=spec(SRC, HEADS), alpha_i=spec(DST, HEADS), index=INDEX, ptr=None, dim_size=SIZE_I,
                   edge_attr=spec(EDGE, options["edge_dim"]) if "edge_dim" in options else None)
-    return layer(pyg.GATConv(4, WIDTH, heads=HEADS, **options), kind,
+    return Layer(lambda: pyg.GATConv(4, WIDTH, heads=HEADS, **options), kind,
                  dict(x_j=spec(SRC, HEADS, WIDTH), alpha=spec(EDGE, HEADS)), update, weights)
 
 
-def gatv2(**options: Any) -> EdgeProgram:
+def gatv2(**options: Any) -> Layer:
     update = dict(x_j=spec(SRC, HEADS, WIDTH), x_i=spec(DST, HEADS, WIDTH), index=INDEX, ptr=None, dim_size=SIZE_I,
                   edge_attr=spec(EDGE, options["edge_dim"]) if "edge_dim" in options else None)
-    program = layer(pyg.GATv2Conv(4, WIDTH, heads=HEADS, **options), "sum",
-                    dict(x_j=spec(SRC, HEADS, WIDTH), alpha=spec(EDGE, HEADS)), update)
-    x_j = [n for n in program.inputs if n.name.endswith(".x_j")]
-    return ir.substitute(program, {x_j[1]: x_j[0]})  # one tensor, as in the layer's forward
+    return Layer(lambda: pyg.GATv2Conv(4, WIDTH, heads=HEADS, **options), "sum",
+                 dict(x_j=spec(SRC, HEADS, WIDTH), alpha=spec(EDGE, HEADS)), update)
 
 
-def edge_conv(kind: str, module: nn.Module) -> EdgeProgram:
-    return layer(pyg.EdgeConv(module), kind, dict(x_i=spec(DST, 4), x_j=spec(SRC, 4)))
+def edge_conv(kind: str, *layers: Callable[[], nn.Module]) -> Layer:
+    return Layer(lambda: pyg.EdgeConv(nn.Sequential(*(make() for make in layers))), kind,
+                 dict(x_i=spec(DST, 4), x_j=spec(SRC, 4)))
 
 
-def gmm(kind: str = "mean", **options: Any) -> EdgeProgram:
+def gmm(kind: str = "mean", **options: Any) -> Layer:
     rows = 4 if options.get("separate_gaussians") else HEADS * WIDTH
-    return layer(pyg.GMMConv(4, WIDTH, 2, HEADS, **options), kind, dict(x_j=spec(SRC, rows), edge_attr=spec(EDGE, 2)))
+    return Layer(lambda: pyg.GMMConv(4, WIDTH, 2, HEADS, **options), kind,
+                 dict(x_j=spec(SRC, rows), edge_attr=spec(EDGE, 2)))
 
 
 def scalar_sum() -> EdgeProgram:
@@ -80,25 +105,45 @@ def wide_sum() -> EdgeProgram:
     return EdgeProgram((Output("sum", ir.pointwise("mul", ir.input("w", EDGE, (1,)), ir.input("x", SRC, (1100,)))),))
 
 
-CASES: dict[str, Callable[[], EdgeProgram]] = {
-    "gcn": lambda: layer(pyg.GCNConv(4, WIDTH), "sum", dict(x_j=spec(SRC, WIDTH), edge_weight=spec(EDGE))),
-    **{f"sage-{k}": lambda k=k: layer(pyg.SAGEConv(4, WIDTH), k, dict(x_j=spec(SRC, WIDTH)))
+def one_sided() -> EdgeProgram:
+    """Values that need no edge, reduced and written as if they did."""
+    x, y, w = ir.input("x", SRC, (WIDTH,)), ir.input("y", DST, (WIDTH,)), ir.input("w", Domain.PARAM, (WIDTH,))
+    return EdgeProgram((Output("sum", ir.pointwise("sin", y), "sum"), Output("max", ir.pointwise("exp", w), "max"),
+                        Output("mean", w, "mean"), Output("edge", ir.pointwise("mul", x, x), "edge")))
+
+
+def bare_edges() -> EdgeProgram:
+    """Edge data that is only summed up: its gradient is a destination's, on every edge."""
+    w, v = ir.input("w", EDGE, (WIDTH,)), ir.input("v", EDGE, ())
+    value = ir.pointwise("add", ir.pointwise("add", w, ir.input("x", SRC, (WIDTH,))), ir.view(v, (1,)))
+    return EdgeProgram((Output("sum", value), Output("mean", v, "mean")))
+
+
+LAYERS: dict[str, Layer] = {
+    "gcn": Layer(lambda: pyg.GCNConv(4, WIDTH), "sum", dict(x_j=spec(SRC, WIDTH), edge_weight=spec(EDGE))),
+    **{f"sage-{k}": Layer(lambda: pyg.SAGEConv(4, WIDTH), k, dict(x_j=spec(SRC, WIDTH)))
        for k in ("sum", "mean", "max", "min")},
-    "gin": lambda: layer(pyg.GINConv(nn.Identity()), "sum", dict(x_j=spec(SRC, WIDTH))),
-    "gat": gat,
-    "gat-weights": lambda: gat(weights=True),
-    "gat-mean": lambda: gat("mean"),
-    "gat-max": lambda: gat("max"),
-    "gat-dropout": lambda: gat(dropout=0.4),
-    "gat-edge": lambda: gat(edge_dim=2),
-    "gatv2": gatv2,
-    "gatv2-edge-dropout": lambda: gatv2(edge_dim=2, dropout=0.3),
-    **{f"edge-{k}": lambda k=k: edge_conv(k, nn.Linear(8, WIDTH)) for k in ("max", "sum")},
-    "edge-mlp": lambda: edge_conv("max", nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, WIDTH))),
-    "gmm": gmm,
-    "gmm-separate": lambda: gmm(separate_gaussians=True),
+    "gin": Layer(lambda: pyg.GINConv(nn.Identity()), "sum", dict(x_j=spec(SRC, WIDTH))),
+    "gat": gat(),
+    "gat-weights": gat(weights=True),
+    "gat-mean": gat("mean"),
+    "gat-max": gat("max"),
+    "gat-dropout": gat(dropout=0.4),
+    "gat-edge": gat(edge_dim=2),
+    "gatv2": gatv2(),
+    "gatv2-edge-dropout": gatv2(edge_dim=2, dropout=0.3),
+    **{f"edge-{k}": edge_conv(k, lambda: nn.Linear(8, WIDTH)) for k in ("max", "sum")},
+    "edge-mlp": edge_conv("max", lambda: nn.Linear(8, 6), nn.ReLU, lambda: nn.Linear(6, WIDTH)),
+    "gmm": gmm(),
+    "gmm-separate": gmm(separate_gaussians=True),
+}
+
+CASES: dict[str, Callable[[], EdgeProgram]] = {
+    **LAYERS,
     "scalar": scalar_sum,
     "many-outputs": many_outputs,
+    "one-sided": one_sided,
+    "bare-edges": bare_edges,
     "wide": wide_sum,
 }
 

@@ -7,7 +7,7 @@ order. The sequence of passes is in these two functions and nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pyg_fullgraph.saga import ir
@@ -330,7 +330,7 @@ class Plan:
 def reduction(output: Output) -> Node:
     """The output as an expression: its value per edge, or a gather."""
     if output.kind == "edge":
-        return output.value
+        return ir.lift(output.value)
     if output.kind == "min":
         return pointwise("neg", ir.gather("max", Domain.DST, pointwise("neg", output.value)))
     return ir.gather(output.kind, Domain.DST, output.value)
@@ -364,13 +364,15 @@ def expand_softmax(roots: Sequence[Node]) -> tuple[Node, ...]:
     return ir.rewrite(roots, rule)
 
 
-def plan(outputs: Mapping[str, Node], target: Target, disable: Sequence[str] = ()) -> Plan:
+def plan(outputs: Mapping[str, Node], target: Target, disable: Sequence[str] = (),
+         per_edge: Container[str] = ()) -> Plan:
     """Order ``outputs`` (expressions with gathers) into vertex steps and as few sweeps as their dependences allow.
 
     Args:
-        outputs: Results by name; edge results are expressions in domain ``EDGE``.
+        outputs: Results by name.
         target: What the executor can do in one pass.
         disable: Names of passes to leave out.
+        per_edge: Names of the results that have one row per edge, also where no operand is an edge value.
     """
     roots = canonicalize(outputs.values())
     if target.online_softmax and "fuse" not in disable:
@@ -380,7 +382,8 @@ def plan(outputs: Mapping[str, Node], target: Target, disable: Sequence[str] = (
     level: dict[Node, int] = {}
     for node in ir.walk(*roots):
         level[node] = max((level[a] for a in node.args), default=0) + (node.op == "gather")
-    placed = _place(gathers, level, [r for r in roots if r.domain == Domain.EDGE])
+    is_per_edge = [r.domain == Domain.EDGE or name in per_edge for name, r in zip(outputs, roots, strict=True)]
+    placed = _place(gathers, level, [r for r, on_edges in zip(roots, is_per_edge, strict=True) if on_edges])
 
     steps: list[tuple[Node, Node] | Sweep] = []
     known: dict[Node, Node] = {}
@@ -406,7 +409,8 @@ def plan(outputs: Mapping[str, Node], target: Target, disable: Sequence[str] = (
         steps.append(Sweep(rows, tuple(pairs), tuple(written)))
     if target.stage:
         steps = _stage(steps)
-    finals = [edge_results[r] if r in edge_results else ir.substitute(r, known) for r in roots]
+    finals = [edge_results[r] if on_edges else ir.substitute(r, known)
+              for r, on_edges in zip(roots, is_per_edge, strict=True)]
     return Plan(tuple(steps), dict(zip(outputs, finals, strict=True)))
 
 

@@ -1,0 +1,103 @@
+"""What a program must compute: every message in memory, in float64, differentiated by torch; and the tolerances.
+
+Beside ``run_reference`` the oracle fixes one thing that the compiler promises and torch does not: where several edges
+reach a maximum, the gradient goes to the one that comes first in the user's ``edge_index``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from programs import CASES, make_tensors
+from pyg_fullgraph.autograd import run
+from pyg_fullgraph.graph import Graph
+from pyg_fullgraph.saga.interpret import run_reference
+from pyg_fullgraph.saga.ir import EdgeProgram, Output
+from triton_kernels import reference
+from zoo import Case
+
+#: Largest error relative to the norm of the right answer (to 1, where that is smaller).
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+@functools.lru_cache(maxsize=None)
+def program_of(name: str) -> EdgeProgram:
+    """The program of a case, traced once per session."""
+    return CASES[name]()
+
+
+def random_case(num_src: int, num_dst: int, num_edges: int, seed: int = 0) -> Case:
+    """Skewed degrees, and the last three destinations without edges."""
+    generator = torch.Generator().manual_seed(seed)
+    src = torch.randint(num_src, (num_edges,), generator=generator)
+    dst = (torch.rand(num_edges, generator=generator) ** 3 * max(num_dst - 3, 1)).long()
+    return Case("random", torch.stack([src, dst]), num_src, num_dst)
+
+
+def first_max(value: Tensor, dst: Tensor, num_dst: int) -> Tensor:
+    """Maximum over the edges of each destination, as a selection of its first edge; 0 where there is none."""
+    index = dst.reshape(-1, *(1,) * (value.dim() - 1)).expand_as(value)
+    peak = value.new_full((num_dst, *value.shape[1:]), float("-inf")).scatter_reduce(0, index, value.detach(), "amax")
+    ids = torch.arange(dst.numel(), device=dst.device).reshape(-1, *(1,) * (value.dim() - 1))
+    hit = torch.where(value.detach() == peak.index_select(0, dst), ids, dst.numel())
+    first = torch.full(peak.shape, dst.numel(), device=dst.device).scatter_reduce(0, index, hit, "amin")
+    padded = torch.cat([value, value.new_zeros((1, *value.shape[1:]))])
+    return padded.gather(0, first)
+
+
+def run_oracle(program: EdgeProgram, case: Case, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    """Results of ``program``, differentiable."""
+    device = next(iter(tensors.values())).device
+    src, dst = case.edge_index.to(device)
+    per_edge = EdgeProgram(tuple(dataclasses.replace(o, kind="edge") for o in program.outputs))
+
+    def reduced(output: Output, value: Tensor) -> Tensor:
+        if output.kind == "edge":
+            return value
+        if output.kind in ("max", "min"):
+            sign = 1 if output.kind == "max" else -1
+            return first_max(value * sign, dst, case.num_dst) * sign
+        return reference.segment_reduce(value, dst, case.num_dst, output.kind)
+
+    values = run_reference(per_edge, src, dst, case.num_dst, tensors)
+    return tuple(reduced(o, v) for o, v in zip(program.outputs, values, strict=True))
+
+
+def gradients(outputs: Sequence[Tensor], tensors: Mapping[str, Tensor], cotangents: Sequence[Tensor]) -> list[Tensor]:
+    """The gradient of every floating tensor, zero where it has none."""
+    wrt = [t for t in tensors.values() if t.requires_grad]
+    pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
+    found = torch.autograd.grad([o for o, _ in pairs], wrt, [c for _, c in pairs], allow_unused=True)
+    return [torch.zeros_like(t) if g is None else g for t, g in zip(wrt, found, strict=True)]
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """Norm of the difference relative to that of ``want``; NaN and infinity count as infinitely wrong."""
+    if got.shape != want.shape:
+        raise AssertionError(f"shape {list(got.shape)} instead of {list(want.shape)}")
+    difference = (got.detach().double() - want.detach().double()).norm() / want.detach().double().norm().clamp(min=1)
+    return difference.item() if torch.isfinite(difference) else float("inf")
+
+
+def check(program: EdgeProgram, case: Case, dtype: torch.dtype = torch.float64, device: str = "cpu", seed: int = 0,
+          runner: Callable = run) -> None:
+    """Results and every gradient of ``run`` equal the oracle's, which sees the same numbers in float64."""
+    tensors = make_tensors(program, case.num_src, case.num_dst, case.num_edges, dtype, device, seed)
+    exact = {k: v.detach().double().requires_grad_() if v.is_floating_point() else v for k, v in tensors.items()}
+    want = run_oracle(program, case, exact)
+    generator = torch.Generator().manual_seed(seed + 1)
+    cotangents = [torch.randn(w.shape, generator=generator, dtype=torch.float64).to(device, dtype) for w in want]
+    graph = Graph.from_edge_index(case.edge_index.to(device), case.size)
+    got = runner(program, graph, tensors)
+    assert [g.dtype for g in got] == [dtype] * len(got)
+    got_grads = gradients(got, tensors, cotangents)
+    want_grads = gradients(want, exact, [c.double() for c in cotangents])
+    names = [*(o.name for o in program.outputs), *(f"grad {k}" for k, t in tensors.items() if t.requires_grad)]
+    errors = {n: error(g, w) for n, g, w in zip(names, [*got, *got_grads], [*want, *want_grads], strict=True)}
+    wrong = {n: e for n, e in errors.items() if e > TOLERANCE[dtype]}
+    assert not wrong, f"errors above {TOLERANCE[dtype]}: {wrong}"
