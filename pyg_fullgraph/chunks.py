@@ -214,7 +214,8 @@ class _Chunk:
 
     def evaluate(self, roots: list[Node]) -> list[Tensor]:
         """Values of ``roots`` for the edges of the chunk; a vertex expression is lifted once, after it is computed."""
-        sweep, values = self.sweep, {}
+        sweep = self.sweep
+        values: dict[Node, Tensor] = {}
 
         def lifted(node: Node) -> Tensor:
             if node in values:
@@ -235,7 +236,8 @@ class _Chunk:
                 seed = sweep.leaf(node.args[0])
                 value = reference.dropout_mask(seed, self.eid, node.shape, node.attr("p")).to(sweep.dtype)
             else:
-                value = interpret.apply(node, [lifted(a) for a in node.args], sweep.like)
+                value = interpret.apply(node, [self.full(lifted(a), a) if node.op == "lift" else lifted(a)
+                                               for a in node.args], sweep.like)
             values[node] = value
             return value
 
@@ -258,7 +260,8 @@ class _Chunk:
         return (parts[0] if heads == 1 else torch.stack(parts, 1)).reshape(self.num_rows, *x.shape[1:])
 
     def _matmul(self, columns: Tensor, values: Tensor, x: Tensor, num_columns: int) -> Tensor:
-        matrix = torch.sparse_csr_tensor(self.ptr, columns, values, (self.num_rows, num_columns), check_invariants=False)
+        size = (self.num_rows, num_columns)
+        matrix = torch.sparse_csr_tensor(self.ptr, columns, values, size, check_invariants=False)
         return matrix @ x
 
     def segment_sum(self, value: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from pyg_fullgraph import chunks
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.graph import EdgeOrder
-from pyg_fullgraph.saga import codegen, interpret
+from pyg_fullgraph.saga import codegen, interpret, ir
 from pyg_fullgraph.saga.adjoint import INV_DEGREE
 from pyg_fullgraph.saga.ir import Domain, Node
 from pyg_fullgraph.saga.passes import CHUNKS, KERNELS, Plan, Sweep, Target
@@ -56,7 +56,7 @@ def run_plan(plan: Plan, incoming: EdgeOrder, outgoing: EdgeOrder | None, tensor
         return env[node]
 
     last_use = {n: k for k, s in enumerate(plan.steps) for n in _step_inputs(s)}
-    kept = {n for o in plan.outputs.values() for n in interpret.ir.inputs_of(o)} | set(tensors)
+    kept = {n for o in plan.outputs.values() for n in ir.inputs_of(o)} | set(tensors)
     for k, step in enumerate(plan.steps):
         if isinstance(step, Sweep):
             order = incoming if step.rows == Domain.DST else outgoing
@@ -70,7 +70,7 @@ def run_plan(plan: Plan, incoming: EdgeOrder, outgoing: EdgeOrder | None, tensor
 
 
 def _step_inputs(step: tuple[Node, Node] | Sweep) -> tuple[Node, ...]:
-    return step.inputs if isinstance(step, Sweep) else interpret.ir.inputs_of(step[1])
+    return step.inputs if isinstance(step, Sweep) else ir.inputs_of(step[1])
 
 
 def run_sweep(sweep: Sweep, order: EdgeOrder, leaf: chunks.Leaf, like: Tensor) -> dict[Node, Tensor]:
@@ -119,7 +119,7 @@ def _launch_sweep(sweep: Sweep, kernel: codegen.KernelSource, order: EdgeOrder, 
     constants = {"FLOAT": floats, "ID": ids, "UNSET": torch.iinfo(order.ptr.dtype).max}
     mean_degree = order.num_edges / max(order.num_rows, 1)
     block_e = min(kernel.block_e, codegen.next_power_of_2(max(math.ceil(mean_degree), 4)))
-    num_warps = min(max(codegen.next_power_of_2(kernel.width * block_e // codegen.ELEMENTS_PER_WARP), 1), 8)
+    num_warps = kernel.num_warps(block_e)
     eid = order.ptr if order.eid is None else order.eid
     out = list(results.values())
     launch.launch(kernel.source, "sweep_kernel", schedule.num_pieces * kernel.num_tiles,

@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 
 from pyg_fullgraph.autograd import EdgePhase
 from pyg_fullgraph.execution import kernel_of
-from pyg_fullgraph.saga.codegen import ELEMENTS_PER_WARP, KernelSource, next_power_of_2
+from pyg_fullgraph.saga.codegen import KernelSource
 from pyg_fullgraph.saga.ir import EdgeProgram
 from pyg_fullgraph.saga.passes import KERNELS, Sweep, split
 from tests.programs import CASES
@@ -62,7 +62,7 @@ def compile_kernel(kernel: KernelSource, name: str, dtype: str = "fp32", index: 
     source = ASTSource(fn=function, signature={a: "constexpr" if a in constants else signature[a] for a in names},
                        constexprs={(names.index(k),): v for k, v in constants.items()},
                        attrs={(names.index(a),): [["tt.divisibility", 16]] for a in names if a.endswith("_ptr")})
-    num_warps = min(max(next_power_of_2(kernel.width * kernel.block_e // ELEMENTS_PER_WARP), 1), 8)
+    num_warps = kernel.num_warps(kernel.block_e)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx:
         ptx.write(made.asm["ptx"])

@@ -12,7 +12,7 @@ import importlib.util
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -43,7 +43,7 @@ def write_source(source: str) -> Path:
     return path
 
 
-@lru_cache(maxsize=None)
+@cache
 def load(source: str) -> ModuleType:
     """Import generated source; the same source is the same module for the life of the process."""
     path = write_source(source)

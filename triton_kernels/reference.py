@@ -75,7 +75,7 @@ def philox(seed: Tensor, low: Tensor, high: Tensor) -> Tensor:
 
 def dropout_threshold(p: float) -> int:
     """Random words below this drop the value."""
-    return min(int(round(p * 2.0**32)), _MASK)
+    return min(round(p * 2.0**32), _MASK)
 
 
 def dropout_mask(seed: Tensor, eid: Tensor, shape: tuple[int, ...], p: float) -> Tensor:

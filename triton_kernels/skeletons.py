@@ -1,7 +1,7 @@
 """The two kernel bodies, with holes for what the compiler generates.
 
-``SWEEP``: one program takes one piece of one row (a row is a vertex, a piece a bounded run of its edges) and one tile of
-its features. BLOCK_E edges are in flight; each lane of the tile keeps its own partial result, so the loop needs no
+``SWEEP``: one program takes one piece of one row (a row is a vertex, a piece a bounded run of its edges) and one tile
+of its features. BLOCK_E edges are in flight; each lane of the tile keeps its own partial result, so the loop needs no
 communication, and lanes are merged once at the end. A piece that is a whole row writes the result, a piece of a cut
 row writes its carry to a workspace slot.
 

@@ -2,7 +2,7 @@
 
 The forward expressions are evaluated on fake edge tensors and ``torch.autograd.grad`` runs inside the same
 ``make_fx`` trace, so PyTorch's own derivative formulas are the gradient table. What comes back is imported with the
-tables of ``trace``: gradients of vertex inputs are gathered to their side, those of parameters over all edges.
+table of ``aten``: gradients of vertex inputs are gathered to their side, those of parameters over all edges.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.saga import ir
+from pyg_fullgraph.saga.aten import DECOMPOSITIONS, Importer, edge_softmax, fake_rows
 from pyg_fullgraph.saga.axes import AxisMap
 from pyg_fullgraph.saga.interpret import evaluate
 from pyg_fullgraph.saga.ir import Domain, Node, Output
-from pyg_fullgraph.saga.trace import DECOMPOSITIONS, Importer, edge_softmax, fake_rows
 
 #: 1 / max(degree, 1) of each destination; the executor provides it from the graph.
 INV_DEGREE = ir.input("graph.inv_degree", Domain.DST, ())
@@ -148,9 +148,9 @@ def _collect(node: Node, grad: Node | None) -> Node | None:
 
 
 def scales_linearly(value: Node, weight: Node) -> bool:
-    """Whether ``value`` is ``weight`` times something, feature by feature, so that the factor survives a sum over edges.
+    """Whether ``value`` is ``weight`` times something, feature by feature.
 
-    That allows dividing by the softmax denominator after the sum instead of before it.
+    The factor then survives a sum over edges, and the softmax denominator can be divided out after it.
     """
     if weight.op == "softmax" and any(n.op == "softmax" and n is not weight for n in ir.walk(value)):
         return False

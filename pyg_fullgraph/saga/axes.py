@@ -96,11 +96,13 @@ class AxisMap:
             return [d if d or s == 1 else self._fresh(s) for d, s in zip(dims, node.shape, strict=True)]
         if node.op == "view":
             return _regroup([a for d in args[0] for a in d], node)
+        if node.op == "lift":
+            return args[0]
         if node.op == "permute":
             return [args[0][d] for d in node.attr("dims")]
         if node.op == "expand":
             pad = len(node.shape) - len(args[0])
-            old = [[] for _ in range(pad)] + args[0]
+            old: list[list[Axis]] = [[] for _ in range(pad)] + args[0]
             return [d if d else self._fresh(s) for d, s in zip(old, node.shape, strict=True)]
         if kind == "reduce":
             return [d for k, d in enumerate(args[0]) if k not in node.attr("dims")]

@@ -21,8 +21,9 @@ from triton_kernels.reference import dropout_threshold
 
 #: Features that one program holds per edge before it splits them over programs, and the most it can hold unsplit.
 TILE_FEATURES, MAX_TILE_FEATURES = 512, 4096
-#: Values of the widest tile in flight per program, and per warp.
-TILE_ELEMENTS, ELEMENTS_PER_WARP = 2048, 512
+#: Values of the widest tile in flight per program, and per warp, by what the loop does: plain sums, sums over features
+#: or softmax (fewer warps mean fewer exchanges), and many wide values at once (registers). Measured on an H200.
+TILE_SHAPES = {"light": (2048, 512), "exchange": (2048, 1024), "heavy": (1024, 256)}
 #: Largest product of sizes for which a matrix product per edge is unrolled in the tile.
 MAX_EDGE_PRODUCT = 4096
 
@@ -56,6 +57,7 @@ class KernelSource:
         num_tiles: Feature tiles per piece.
         width: Features of the widest tile.
         block_e: Most edges in flight per program.
+        elements_per_warp: Values of the widest tile per warp.
         uses_eid: Whether the kernel needs edge ids.
     """
 
@@ -66,11 +68,16 @@ class KernelSource:
     num_tiles: int
     width: int
     block_e: int
+    elements_per_warp: int
     uses_eid: bool
 
     @property
     def has_merge(self) -> bool:
         return bool(self.carries)
+
+    def num_warps(self, block_e: int) -> int:
+        """Warps of a program with ``block_e`` edges in flight."""
+        return min(max(next_power_of_2(self.width * block_e // self.elements_per_warp), 1), 8)
 
 
 def generate(sweep: Sweep) -> KernelSource:
@@ -168,21 +175,19 @@ class _Max(_Reducer):
         value, ids = gen.emit(self.value), gen.edge_ids()
         fresh = f"fresh_{self.peak}"
         # The first edge of a row is taken even at minus infinity, so that every row with edges has an argument.
-        take = f"({fresh} > {self.peak}) | ({self.ids} == UNSET) | (({fresh} != {fresh}) & ({self.peak} == {self.peak}))"
-        return [f"{fresh} = {value}",
-                f"take_{self.peak} = live & ({take})",
-                f"{self.peak} = tl.where(take_{self.peak}, {fresh}, {self.peak})",
-                f"{self.ids} = tl.where(take_{self.peak}, {ids}, {self.ids})"]
+        return [f"{fresh} = {value}", *self._take(fresh, ids, "live & ")]
+
+    def _take(self, value: str, ids: str, condition: str = "") -> list[str]:
+        take, is_nan = f"take_{self.peak}", f"(({value} != {value}) & ({self.peak} == {self.peak}))"
+        return [f"{take} = {condition}(({value} > {self.peak}) | ({self.ids} == UNSET) | {is_nan})",
+                f"{self.peak} = tl.where({take}, {value}, {self.peak})",
+                f"{self.ids} = tl.where({take}, {ids}, {self.ids})"]
 
     def merge_lanes(self) -> list[str]:
         return [f"{self.peak}, {self.ids} = device.lane_max({self.peak}, {self.ids}, UNSET)"]
 
     def merge_piece(self) -> list[str]:
-        new = f"new_{self.peak}"
-        take = f"({new} > {self.peak}) | ({self.ids} == UNSET) | (({new} != {new}) & ({self.peak} == {self.peak}))"
-        return [f"take = {take}",
-                f"{self.peak} = tl.where(take, {new}, {self.peak})",
-                f"{self.ids} = tl.where(take, new_{self.ids}, {self.ids})"]
+        return self._take(f"new_{self.peak}", f"new_{self.ids}")
 
 
 class _Softmax(_Reducer):
@@ -364,7 +369,7 @@ class _Generator:
         args = [self.names[a] for a in node.args]
         op = ir.OPS[node.op]
         self.present[node] = frozenset().union(*(self.present[a] for a in node.args)) if node.args else frozenset()
-        if node.op in ("view", "permute", "expand"):
+        if node.op in ("view", "permute", "expand", "lift"):
             self.names[node] = args[0]
             return
         name = f"v{len(self.names)}"
@@ -470,6 +475,19 @@ class _Generator:
             mask = f"tl.broadcast_to({mask}, {self._full_shape(node, lanes)})"
         return f"tl.store({where}, {value}{f', mask={mask}' if mask else ''})"
 
+    def _load_class(self, carries: Sequence[_Carry]) -> str:
+        """Which row of :data:`TILE_SHAPES` the loop is like."""
+
+        def is_wide(node: Node) -> bool:
+            return 2 * math.prod(self.block[a] for a in self.axes.axes(node)) > self.width
+
+        loaded = [n for n in self.inputs if is_wide(n) and n.domain not in (Domain.PARAM, self.sweep.rows)]
+        if len(loaded) + sum(is_wide(c.node) for c in carries) > 2:
+            return "heavy"
+        exchanges = any(ir.OPS[n.op].kind == "reduce" for n in self.names) or any(
+            isinstance(r, _Softmax) for r in self.reducers)
+        return "exchange" if exchanges else "light"
+
     def generate(self) -> KernelSource:
         for reducer in self.reducers:
             self.lines += reducer.update(self)
@@ -538,10 +556,12 @@ class _Generator:
                                            finish=_indent(stores, 1))
         else:
             text += skeletons.MAP_SWEEP.format(name="sweep_kernel", params=params, **fields)
-        block_e = max(min(TILE_ELEMENTS // max(self.width, 1), 64), 1)
+        tile_elements, elements_per_warp = TILE_SHAPES[self._load_class(carries)]
+        block_e = max(min(tile_elements // max(self.width, 1), 64), 1)
         widths = tuple((math.prod(a.size for a in self.axes.axes(c.node)), c.integer) for c in carries)
         return KernelSource(text, tuple(self.inputs.values()), tuple(outputs), widths,
-                            math.prod(self._num_blocks(a) for a in self.tiled), self.width, block_e, self._uses_eid)
+                            math.prod(self._num_blocks(a) for a in self.tiled), self.width, block_e,
+                            elements_per_warp, self._uses_eid)
 
 
 def _indent(lines: Iterable[str], depth: int) -> str:

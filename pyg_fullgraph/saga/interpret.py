@@ -37,6 +37,8 @@ def apply(node: Node, args: Sequence[Tensor], like: Tensor | None = None) -> Ten
     rows = tuple(x.shape[:lead])
     if node.op == "view":
         return x.reshape(*rows, *node.shape)
+    if node.op == "lift":
+        return x
     if node.op == "permute":
         return x.permute(*range(lead), *(d + lead for d in node.attr("dims")))
     if node.op == "expand":

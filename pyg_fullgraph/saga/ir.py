@@ -63,7 +63,7 @@ def _table(*ops: Op) -> dict[str, Op]:
     return {op.name: op for op in ops}
 
 
-#: Adding an operation to the compiler is one row here and one in ``trace.IMPORTS``.
+#: Adding an operation to the compiler is one row here and one in ``aten.IMPORTS``.
 OPS: Mapping[str, Op] = _table(
     Op("input", "leaf"),
     Op("const", "leaf"),
@@ -102,6 +102,7 @@ OPS: Mapping[str, Op] = _table(
     Op("view", "layout"),
     Op("permute", "layout"),
     Op("expand", "layout"),
+    Op("lift", "layout"),
     Op("slice", "layout"),
     Op("cat", "layout"),
     Op("sum", "reduce"),
@@ -133,6 +134,7 @@ class Node:
     attrs: tuple[tuple[str, Any], ...]
     shape: Shape
     domain: Domain
+    _digest: str | None
     _interned: weakref.WeakValueDictionary[tuple, Node] = weakref.WeakValueDictionary()
 
     def __new__(cls, op: str, args: Iterable[Node] = (), shape: Shape = (), domain: Domain = Domain.PARAM,
@@ -175,7 +177,7 @@ class Node:
         args = tuple(args)
         if all(a is b for a, b in zip(args, self.args, strict=True)):
             return self
-        domain = self.domain if OPS[self.op].kind in ("leaf", "gather") else join(*args)
+        domain = self.domain if OPS[self.op].kind in ("leaf", "gather") or self.op == "lift" else join(*args)
         return Node(self.op, args, self.shape, domain, **dict(self.attrs))
 
     @property
@@ -214,7 +216,7 @@ def join(*nodes: Node) -> Domain:
     return domain
 
 
-def input(name: str, domain: Domain, shape: Iterable[int], integer: bool = False) -> Node:  # noqa: A001
+def input(name: str, domain: Domain, shape: Iterable[int], integer: bool = False) -> Node:
     """A named tensor: ``[rows, *shape]``, or ``[*shape]`` in domain ``PARAM``."""
     attrs = {"integer": True} if integer else {}
     return Node("input", (), tuple(shape), domain, name=name, **attrs)
@@ -277,6 +279,11 @@ def permute(node: Node, dims: Iterable[int]) -> Node:
 def expand(node: Node, shape: Iterable[int]) -> Node:
     shape = tuple(shape)
     return node if shape == node.shape else Node("expand", (node,), shape, node.domain)
+
+
+def lift(node: Node) -> Node:
+    """The value with one row per edge, also where it belongs to one end point or to none."""
+    return node if node.domain == Domain.EDGE else Node("lift", (node,), node.shape, Domain.EDGE)
 
 
 def slice_(node: Node, dim: int, start: int, stop: int) -> Node:
@@ -410,7 +417,7 @@ class EdgeProgram:
 def listing(roots: Iterable[Node]) -> tuple[dict[Node, str], list[str]]:
     """A stable text form: names of all nodes, and one line per node."""
     names: dict[Node, str] = {}
-    lines = []
+    lines: list[str] = []
     for node in walk(*roots):
         if node.op == "const":
             names[node] = f"{node.attr('value'):g}"

@@ -14,15 +14,21 @@ from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.adjoint import scales_linearly
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output, pointwise
 
-PASSES = ("reorganize", "fuse", "recompute")
+#: Passes that ``disable`` can leave out, for ablations.
+PASSES = ("reorganize", "fuse")
 
 
 # --- canonicalize -----------------------------------------------------------------------------------------------
 
 
 def canonicalize(roots: Iterable[Node]) -> tuple[Node, ...]:
-    """Drop what does nothing: factors of one, zeros added, double negation, broadcasts that an operation does anyway."""
+    """Drop what does nothing: factors of one, added zeros, double negation, broadcasts an operation does anyway."""
     return ir.rewrite(roots, _simplify)
+
+
+#: Operation -> the constant that changes nothing, and the operands where it may stand.
+_NEUTRAL: Mapping[str, tuple[float, tuple[int, ...]]] = {
+    "mul": (1.0, (0, 1)), "div": (1.0, (1,)), "add": (0.0, (0, 1)), "sub": (0.0, (1,))}
 
 
 def _is_const(node: Node, value: float) -> bool:
@@ -37,11 +43,10 @@ def _simplify(node: Node) -> Node | None:
                 lean = pointwise(node.op, *args[:k], arg.args[0], *args[k + 1:])
                 if lean.shape == node.shape:
                     return _simplify(lean) or lean
-        for value, op, positions in ((1.0, "mul", (0, 1)), (1.0, "div", (1,)), (0.0, "add", (0, 1)), (0.0, "sub", (1,))):
-            for k in positions if node.op == op else ():
-                other = args[1 - k]
-                if _is_const(args[k], value) and other.shape == node.shape:
-                    return other
+        value, positions = _NEUTRAL.get(node.op, (0.0, ()))
+        for k in positions:
+            if _is_const(args[k], value) and args[1 - k].shape == node.shape:
+                return args[1 - k]
     if node.op == "neg" and args[0].op == "neg":
         return args[0].args[0]
     if node.op == "permute" and args[0].op == "permute":
@@ -152,9 +157,8 @@ def _fold(node: Node) -> Node | None:
     base = node
     while base.op != "mm":
         chain.append(base)
-        if base.op in ("view", "permute", "sum", "expand", "neg"):
-            base = base.args[0]
-        elif base.op in ("mul", "div") and not base.args[1].is_row:
+        scaled = base.op in ("mul", "div") and not base.args[1].is_row
+        if scaled or base.op in ("view", "permute", "sum", "expand", "neg"):
             base = base.args[0]
         elif base.op == "mul" and not base.args[0].is_row:
             base = base.args[1]
