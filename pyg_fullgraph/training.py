@@ -5,10 +5,11 @@ Shape letters: N nodes, E directed edges, F features, C classes.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import gc
 import json
+import math
+import os
 import signal
 import statistics
 import threading
@@ -24,6 +25,7 @@ import torch
 import torch.nn.functional as F
 import torch_geometric
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 from torchmetrics.functional.classification import multiclass_accuracy
 
 import pyg_fullgraph.nn
@@ -143,40 +145,43 @@ class _Optimization:
 
 
 class PeakMemory:
-    """Largest memory use since this object was made, above what was in use then (dataset, graph, model).
+    """Largest number of bytes in live tensors, above what was in use when this object was made.
 
-    CUDA: bytes of live tensors, by the allocator. CPU: resident set of the process, from the kernel's high-water mark,
-    after freed pages were handed back; `read` gives None where the system has no resettable mark.
+    Dataset, graph and model, made before, do not count; what an epoch makes and keeps does. CUDA: the allocator's own
+    mark, over all epochs. CPU: the profiler's list of allocations, so only the first epochs are watched.
     """
+
+    num_watched_on_cpu = 2  # the second one also holds Adam's state and whatever the first one prepared
 
     def __init__(self, device: str) -> None:
         self.is_cuda = device == "cuda"
+        self.peak_bytes: int | None = None
+        self._live_bytes = 0
+        self._num_watched = 0
         gc.collect()
         if self.is_cuda:
             torch.cuda.reset_peak_memory_stats()
-            self.start_bytes: int | None = torch.cuda.memory_allocated()
+            self._start_bytes = torch.cuda.memory_allocated()
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Around an epoch; `peak_bytes` is up to date afterwards. Another profiler that is running is left alone."""
+        if self.is_cuda:
+            yield
+            self.peak_bytes = torch.cuda.max_memory_allocated() - self._start_bytes
             return
-        try:
-            # Memory freed earlier but kept by malloc would be reused and so hide what this run needs.
-            ctypes.CDLL(None).malloc_trim(0)
-            Path("/proc/self/clear_refs").write_text("5")
-            self.start_bytes = self._resident_peak()
-        except (OSError, AttributeError):
-            self.start_bytes = None
-
-    def read(self) -> int | None:
-        """Peak bytes so far."""
-        if self.start_bytes is None:
-            return None
-        peak = torch.cuda.max_memory_allocated() if self.is_cuda else self._resident_peak()
-        return max(0, peak - self.start_bytes)
-
-    @staticmethod
-    def _resident_peak() -> int:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-        raise OSError("/proc/self/status has no VmHWM")
+        if self._num_watched >= self.num_watched_on_cpu or torch.autograd.profiler._is_profiler_enabled:
+            yield
+            return
+        # Kineto's lines about starting and stopping would tear the progress display.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            yield
+        self._num_watched += 1
+        events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+        for event in sorted(events, key=lambda event: event.start_ns()):
+            self._live_bytes += event.nbytes()
+            self.peak_bytes = max(self.peak_bytes or 0, self._live_bytes)
 
 
 @dataclass
@@ -212,7 +217,7 @@ class History:
             "test_accuracy": self.test_accuracies[best],
             "val_accuracy": self.val_accuracies[best],
             "best_epoch": best,
-            "epoch_ms": statistics.median(self.step_ms[1:] or self.step_ms),
+            "epoch_ms": statistics.median(self.step_ms[PeakMemory.num_watched_on_cpu :] or self.step_ms),
             "first_epoch_ms": self.step_ms[0],
             "peak_bytes": self.peak_bytes,
             "losses": self.losses,
@@ -243,7 +248,8 @@ def train_seed(
     """Trains one model from one seed and returns its entry for metrics.json.
 
     Each epoch is one step over the whole graph followed by an evaluation without dropout. `epoch_ms` is the median
-    time of the step alone; `test_accuracy` is taken at the epoch with the best validation accuracy.
+    time of the step alone, leaving out the first two epochs, which prepare the graph and are watched for memory;
+    `test_accuracy` is taken at the epoch with the best validation accuracy.
 
     Args:
         config: the job. dataset: on any device. provider: "fused" or "pyg".
@@ -314,24 +320,24 @@ class _Run:
 
     def run_epoch(self) -> None:
         self.is_consistent = False
-        self._synchronize()
-        start = time.perf_counter()
-        loss = self._step()
-        self._synchronize()
-        step_ms = (time.perf_counter() - start) * 1e3
+        with self.memory.watch():
+            self._synchronize()
+            start = time.perf_counter()
+            loss = self._step()
+            self._synchronize()
+            step_ms = (time.perf_counter() - start) * 1e3
+            if not math.isfinite(loss):
+                tries = ["a smaller --lr", *(["--dtype float32"] if self.optimization.is_16_bit else [])]
+                raise DivergedError(len(self.history.losses), loss, tries)
+            val_loss, val_accuracy, test_accuracy = self._evaluate()
         history = self.history
-        if not torch.isfinite(torch.tensor(loss)):
-            tries = ["a smaller --lr", *(["--dtype float32"] if self.optimization.is_16_bit else [])]
-            raise DivergedError(len(history.losses), loss, tries)
-        val_loss, val_accuracy, test_accuracy = self._evaluate()
         history.losses.append(loss)
         history.val_losses.append(val_loss)
         history.val_accuracies.append(val_accuracy)
         history.test_accuracies.append(test_accuracy)
         history.step_ms.append(step_ms)
-        peak_bytes = self.memory.read()
-        if peak_bytes is not None:
-            history.peak_bytes = max(peak_bytes, self.earlier_peak_bytes or 0)
+        if self.memory.peak_bytes is not None:
+            history.peak_bytes = max(self.memory.peak_bytes, self.earlier_peak_bytes or 0)
         self.is_consistent = True
 
     def _step(self) -> float:
