@@ -56,8 +56,7 @@ class EdgePhase:
             results = {o.name: reduction(o) for o in self.core.outputs}
             if save:
                 results.update({f"saved.{k}": node for k, (_, node) in self.saved.items()})
-            on_edges = [o.name for o in self.core.outputs if o.kind == "edge"]
-            self._plans[key] = plan(results, target, per_edge=on_edges)
+            self._plans[key] = plan(results, target)
         return self._plans[key]
 
     def backward_plan(self, target: Target, needs: tuple[bool, ...]) -> Plan:
@@ -67,8 +66,7 @@ class EdgePhase:
             grads = self.adjoint.grads
             wanted = {n.name: g for n, need in zip(self.inputs, needs, strict=True) if need
                       if (g := grads.get(n)) is not None}
-            on_edges = [n.name for n in self.inputs if n.domain == Domain.EDGE]
-            self._plans[key] = plan(wanted, target, per_edge=on_edges)
+            self._plans[key] = plan(wanted, target)
         return self._plans[key]
 
 

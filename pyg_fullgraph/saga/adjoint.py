@@ -144,6 +144,8 @@ def _collect(node: Node, grad: Node | None) -> Node | None:
         return None
     if node.domain in (Domain.SRC, Domain.DST):
         return ir.gather("sum", node.domain, ir.expand(grad, node.shape))
+    if node.domain == Domain.EDGE:
+        return ir.lift(ir.expand(grad, node.shape))
     return ir.expand(ir.view(grad, node.shape) if grad.numel == node.numel else grad, node.shape)
 
 

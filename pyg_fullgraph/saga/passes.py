@@ -7,7 +7,7 @@ order. The sequence of passes is in these two functions and nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pyg_fullgraph.saga import ir
@@ -368,15 +368,13 @@ def expand_softmax(roots: Sequence[Node]) -> tuple[Node, ...]:
     return ir.rewrite(roots, rule)
 
 
-def plan(outputs: Mapping[str, Node], target: Target, disable: Sequence[str] = (),
-         per_edge: Container[str] = ()) -> Plan:
+def plan(outputs: Mapping[str, Node], target: Target, disable: Sequence[str] = ()) -> Plan:
     """Order ``outputs`` (expressions with gathers) into vertex steps and as few sweeps as their dependences allow.
 
     Args:
-        outputs: Results by name.
+        outputs: Results by name; those with one row per edge are in domain ``EDGE`` (see :func:`ir.lift`).
         target: What the executor can do in one pass.
         disable: Names of passes to leave out.
-        per_edge: Names of the results that have one row per edge, also where no operand is an edge value.
     """
     roots = canonicalize(outputs.values())
     if target.online_softmax and "fuse" not in disable:
@@ -386,8 +384,7 @@ def plan(outputs: Mapping[str, Node], target: Target, disable: Sequence[str] = (
     level: dict[Node, int] = {}
     for node in ir.walk(*roots):
         level[node] = max((level[a] for a in node.args), default=0) + (node.op == "gather")
-    is_per_edge = [r.domain == Domain.EDGE or name in per_edge for name, r in zip(outputs, roots, strict=True)]
-    placed = _place(gathers, level, [r for r, on_edges in zip(roots, is_per_edge, strict=True) if on_edges])
+    placed = _place(gathers, level, [r for r in roots if r.domain == Domain.EDGE])
 
     steps: list[tuple[Node, Node] | Sweep] = []
     known: dict[Node, Node] = {}
@@ -413,8 +410,7 @@ def plan(outputs: Mapping[str, Node], target: Target, disable: Sequence[str] = (
         steps.append(Sweep(rows, tuple(pairs), tuple(written)))
     if target.stage:
         steps = _stage(steps)
-    finals = [edge_results[r] if on_edges else ir.substitute(r, known)
-              for r, on_edges in zip(roots, is_per_edge, strict=True)]
+    finals = [edge_results[r] if r in edge_results else ir.substitute(r, known) for r in roots]
     return Plan(tuple(steps), dict(zip(outputs, finals, strict=True)))
 
 
