@@ -1,8 +1,8 @@
 """Synthetic graphs of the sizes people measure on, drawn the same way everywhere.
 
-Endpoints follow a power law: node of rank ``r`` has weight ``(r + i0)^-0.5`` with ``i0 = n (0.5 / ratio)^2``, which makes
-the largest expected degree ``ratio`` times the mean; ranks are shuffled. 70% of the edges stay inside communities of
-about 2000 consecutive ids, and every edge is there in both directions.
+Endpoints follow a power law: the node of rank ``r`` has weight ``(r + i0)^-0.5`` with ``i0 = n (0.5 / ratio)^2``, which
+makes the largest expected degree ``ratio`` times the mean; ranks are shuffled. 70% of the edges stay inside communities
+of about 2000 consecutive ids, and every edge is there in both directions.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ SIZES = {
     "products": Size(2_449_029, 123_718_280, 346),
     "proteins": Size(132_534, 79_122_504, 13),
     "small": Size(20_000, 400_000, 100),
+    "tiny": Size(300, 2_400, 10),
 }
 COMMUNITY = 2000
 INSIDE = 0.7

@@ -1,0 +1,209 @@
+"""Benchmark cases by name: layer x graph x widths x dtype x direction.
+
+``CASES[name]`` says what is timed; :class:`Problem` draws its graph, features and weights once, so that every provider
+works on the same numbers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch_geometric.nn as pyg_nn
+from torch import Tensor, nn
+
+from benchmarks import graphs
+from pyg_fullgraph.data import load_dataset
+from pyg_fullgraph.errors import UnknownDatasetError
+
+
+@dataclass(frozen=True)
+class Case:
+    """What to time.
+
+    Attributes:
+        name: As given to ``--case``.
+        layer: Key of :data:`LAYERS`.
+        graph: Key of :data:`benchmarks.graphs.SIZES`, or the name of a shared dataset, whose own features are used.
+        device: ``cuda`` or ``cpu``.
+        num_in: Width of the features of a synthetic graph.
+        width: Output features of the layer, of all heads together; of the first layer of a model.
+        heads: Attention heads.
+        is_model: Time a training step of a 2-layer model (loss, backward, Adam) instead of one layer.
+        last_heads: Heads of the model's last layer, which are averaged.
+        num_classes: Of a model on a synthetic graph.
+        dtype: Of features and parameters.
+        direction: ``forward``, or ``step``: forward and backward.
+        needs_grad_x: Whether the features of a single layer get a gradient, as they do inside a model.
+        is_sampled: Plain PyG does not fit: check sampled rows, and gradients on a small graph.
+        gathers: Source rows read per edge in one step, at least, in elements of a row; None where that says little.
+    """
+
+    name: str
+    layer: str
+    graph: str
+    device: str = "cuda"
+    num_in: int = 256
+    width: int = 256
+    heads: int = 1
+    is_model: bool = False
+    last_heads: int = 1
+    num_classes: int = 0
+    dtype: str = "float32"
+    direction: str = "step"
+    needs_grad_x: bool = True
+    is_sampled: bool = False
+    gathers: int | None = None
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+
+#: name -> (namespace, in, out, heads, is_last) -> layer. ``out`` counts all heads, except for an averaged last layer.
+LAYERS: dict[str, Callable[[ModuleType, int, int, int, bool], nn.Module]] = {
+    "gcn": lambda ns, i, o, h, last: ns.GCNConv(i, o),
+    "sage": lambda ns, i, o, h, last: ns.SAGEConv(i, o),
+    "sage-max": lambda ns, i, o, h, last: ns.SAGEConv(i, o, aggr="max"),
+    "gin": lambda ns, i, o, h, last: ns.GINConv(nn.Linear(i, o)),
+    "gat": lambda ns, i, o, h, last: ns.GATConv(i, o if last else o // h, heads=h, concat=not last),
+    "gatv2": lambda ns, i, o, h, last: ns.GATv2Conv(i, o if last else o // h, heads=h, concat=not last),
+    "edgeconv": lambda ns, i, o, h, last: ns.EdgeConv(nn.Linear(2 * i, o), aggr="max"),
+    "gmm": lambda ns, i, o, h, last: ns.GMMConv(i, o, dim=2, kernel_size=3),
+}
+_ATTENTION = ("gat", "gatv2")
+#: Rows of the case's width that a step must read per edge: forward and backward, each source row once per pass.
+_GATHERS = {("gcn", "forward"): 1, ("gcn", "step"): 2, ("sage", "forward"): 1, ("sage", "step"): 2,
+            ("gin", "forward"): 1, ("gin", "step"): 2, ("gat", "forward"): 1, ("gat", "step"): 2,
+            ("gatv2", "forward"): 1, ("gatv2", "step"): 4}
+
+
+def _layer_case(layer: str, graph: str, dtype: str = "float32", direction: str = "step") -> Case:
+    name = f"{layer}-{graph}" + ("" if dtype == "float32" else f"-{dtype}")
+    gathers = _GATHERS.get((layer, direction))
+    return Case(name + ("-forward" if direction == "forward" else ""), layer, graph, dtype=dtype, direction=direction,
+                heads=4 if layer in _ATTENTION else 1, is_sampled=graph in ("reddit", "products"),
+                gathers=None if gathers is None else 256 * gathers)
+
+
+def _cpu_case(layer: str, graph: str, is_model: bool) -> Case:
+    return Case(f"cpu-{layer}-{graph}-{'model' if is_model else 'layer'}", layer, graph, "cpu", width=64,
+                heads=8 if layer in _ATTENTION else 1, is_model=is_model, needs_grad_x=False)
+
+
+SHARED = ("cora", "citeseer", "amazon_computers", "coauthor_cs", "tolokers")
+CASES: dict[str, Case] = {c.name: c for c in [
+    Case("train-gat-reddit", "gat", "reddit", num_in=602, width=256, heads=4, is_model=True, last_heads=4,
+         num_classes=41, is_sampled=True, gathers=2 * 256 + 2 * 4 * 41),
+    Case("train-gat-tiny", "gat", "tiny", "cpu", num_in=12, width=16, heads=4, is_model=True, last_heads=4,
+         num_classes=5),
+    Case("gcn-tiny", "gcn", "tiny", "cpu", num_in=12, width=16),
+    *[_layer_case(layer, graph) for graph in ("arxiv", "reddit") for layer in LAYERS if graph == "arxiv"
+      or layer in ("gat", "gatv2", "sage")],
+    *[_layer_case(layer, "arxiv", "bfloat16") for layer in ("sage", "gat")],
+    *[_layer_case(layer, "arxiv", direction="forward") for layer in ("sage", "gat")],
+    *[_cpu_case(layer, graph, is_model) for graph in SHARED for layer in ("gcn", "sage", "gat")
+      for is_model in (False, True)],
+]}
+
+
+def select(patterns: str) -> list[Case]:
+    """Cases whose names match any of the comma-separated shell patterns, in the order of the patterns.
+
+    Raises:
+        KeyError: A pattern matches nothing.
+    """
+    chosen: dict[str, Case] = {}
+    for pattern in patterns.split(","):
+        names = [n for n in CASES if fnmatchcase(n, pattern.strip())]
+        if not names:
+            raise KeyError(f"Expected the name of a case (got {pattern!r}); known: {', '.join(CASES)}")
+        chosen.update((n, CASES[n]) for n in names)
+    return list(chosen.values())
+
+
+class CaseSkipped(Exception):
+    """A case cannot run here; says why."""
+
+
+class Net(nn.Module):
+    """One layer, or two with an activation between them."""
+
+    def __init__(self, layers: ModuleType, case: Case, num_in: int, num_classes: int) -> None:
+        super().__init__()
+        make = LAYERS[case.layer]
+        convs = [make(layers, num_in, case.width, case.heads, False)]
+        if case.is_model:
+            convs.append(make(layers, case.width, num_classes, case.last_heads, True))
+        self.convs = nn.ModuleList(convs)
+        self.activation = F.elu if case.layer in _ATTENTION else F.relu
+
+    def forward(self, x: Tensor, graph: Any, *edge_data: Tensor) -> Tensor:
+        """Scores ``[N, width]`` from ``x`` ``[N, in]``."""
+        for k, conv in enumerate(self.convs):
+            x = conv(self.activation(x) if k else x, graph, *edge_data)
+        return x
+
+
+class Problem:
+    """Graph, features, labels and weights of a case, drawn once from ``seed``.
+
+    Attributes:
+        edge_index: ``[2, E]``.
+        x: ``[N, F]``.
+        y, mask: Labels and training nodes, of a model.
+        grad: What is fed back into a single layer, ``[N, width]``.
+        edge_data: Further arguments of the layer, one row per edge.
+        state: Weights, by PyG's names.
+    """
+
+    def __init__(self, case: Case, seed: int = 0, graph: str | None = None) -> None:
+        self.case, device, dtype = case, case.device, case.torch_dtype
+        torch.manual_seed(seed)
+        generator = torch.Generator(device).manual_seed(seed)
+        name = graph or case.graph
+        num_classes = case.num_classes
+        if name in graphs.SIZES:
+            size = graphs.SIZES[name]
+            self.edge_index = graphs.draw(size, device, seed)
+            self.x = torch.randn((size.nodes, case.num_in), generator=generator, device=device).to(dtype)
+            if case.is_model:
+                self.y = torch.randint(num_classes, (size.nodes,), generator=generator, device=device)
+                self.mask = torch.rand(size.nodes, generator=generator, device=device) < 0.66
+        else:
+            data = _shared_dataset(name)
+            num_classes, self.edge_index, self.x = data.num_classes, data.edge_index, data.x.to(dtype)
+            self.y, self.mask = data.y, data.train_mask
+        self.num_classes = num_classes
+        self.num_nodes, self.num_edges = self.x.shape[0], self.edge_index.shape[1]
+        self.edge_data: tuple[Tensor, ...] = ()
+        if case.layer == "gmm":
+            self.edge_data = (torch.rand((self.num_edges, 2), generator=generator, device=device).to(dtype),)
+        self.grad = None if case.is_model else torch.randn(
+            (self.num_nodes, case.width), generator=generator, device=device).to(dtype)
+        self.state = self.net(pyg_nn).state_dict()
+
+    def net(self, layers: ModuleType) -> Net:
+        """The module of the case out of the classes in ``layers``, with this problem's weights once it has them."""
+        net = Net(layers, self.case, self.x.shape[1], self.num_classes)
+        if hasattr(self, "state"):
+            net.load_state_dict(self.state)
+        return net.to(self.case.device, self.case.torch_dtype)
+
+
+def _shared_dataset(name: str) -> Any:
+    folder = Path(os.environ.get("PFG_DATA") or Path(__file__).resolve().parents[2] / "shared" / "data")
+    path = folder / f"{name}.npz"
+    if not path.is_file():
+        raise CaseSkipped(f"no file {path.name} in the data folder; set PFG_DATA")
+    try:
+        return load_dataset(path)
+    except UnknownDatasetError as error:
+        raise CaseSkipped(str(error)) from error

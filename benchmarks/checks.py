@@ -1,0 +1,165 @@
+"""Numbers first: a case whose results are wrong is not timed.
+
+Where plain PyG fits, outputs and gradients are compared with PyG's in float64, and may be no further from them than a
+small bound or twice PyG's own error in the dtype of the case. Where it does not fit, each layer's output is compared on
+sampled rows with PyG in float64 on the edges into those rows, and gradients on a small graph of the same family.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch_geometric.nn as pyg_nn
+from torch import Tensor
+
+from benchmarks.cases import LAYERS, Case, Problem
+from benchmarks.workloads import Workload
+
+#: Relative error (norms over a tensor) that needs no excuse.
+BOUNDS = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}
+#: How much worse than PyG's own error in the same dtype is accepted above the bound.
+SLACK = 2.0
+#: Bytes of one message array in float64 above which PyG on a CPU is compared in the dtype of the case.
+CPU_FLOAT64_BYTES = 4 << 30
+NUM_SAMPLED_ROWS = 256
+
+
+class CheckFailed(Exception):
+    """Results differ from the reference; names the worst tensor."""
+
+
+def relative_error(value: Tensor, exact: Tensor) -> float:
+    """``|value - exact| / |exact|``, 2-norms over all elements in float64; infinite where ``value`` is not finite."""
+    error = (value.double() - exact.double()).norm()
+    scale = exact.double().norm()
+    result = float(error / scale) if float(scale) else float(error)
+    return result if result == result else float("inf")
+
+
+def check(problem: Problem, workload: Workload) -> dict[str, Any]:
+    """Check one provider on one problem.
+
+    Returns: what it was compared with and the largest errors, for the result row.
+    Raises: CheckFailed.
+    """
+    if problem.case.is_sampled:
+        return _check_sampled(problem, workload)
+    return _check_whole(problem, workload)
+
+
+def _float64(problem: Problem) -> Problem:
+    exact = copy.copy(problem)
+    exact.case = replace(problem.case, dtype="float64")
+    exact.x = problem.x.double()
+    exact.grad = None if problem.grad is None else problem.grad.double()
+    exact.edge_data = tuple(t.double() for t in problem.edge_data)
+    return exact
+
+
+def _check_whole(problem: Problem, workload: Workload) -> dict[str, Any]:
+    case = problem.case
+    got = workload.results()
+    plain = Workload(problem, "pyg").results()
+    widest = max(problem.x.shape[1], case.width)
+    is_small = case.device == "cuda" or problem.num_edges * widest * 8 < CPU_FLOAT64_BYTES
+    exact, against = plain, f"PyG {case.dtype}"
+    if is_small and case.dtype != "float64":
+        exact, against = Workload(_float64(problem), "pyg").results(), "PyG float64"
+    return {"against": against, **compare(got, plain, exact, BOUNDS[case.dtype])}
+
+
+def compare(got: Mapping[str, Tensor], plain: Mapping[str, Tensor], exact: Mapping[str, Tensor],
+            bound: float) -> dict[str, float]:
+    """Largest relative error of ``got`` and of ``plain`` PyG against ``exact``.
+
+    Raises: CheckFailed if a tensor is missing, or its error exceeds both ``bound`` and ``SLACK`` times PyG's.
+    """
+    if got.keys() != exact.keys():
+        raise CheckFailed(f"Expected results {sorted(exact)} (got {sorted(got)})")
+    worst = {"error": 0.0, "pyg_error": 0.0}
+    for name, reference in exact.items():
+        error, own = relative_error(got[name], reference), relative_error(plain[name], reference)
+        if error > max(bound, SLACK * own):
+            raise CheckFailed(f"Expected '{name}' to be within {bound:.0e} of the reference (got {error:.2e}; "
+                              f"PyG itself {own:.2e})")
+        worst = {"error": max(worst["error"], error), "pyg_error": max(worst["pyg_error"], own)}
+    return worst
+
+
+def _check_sampled(problem: Problem, workload: Workload) -> dict[str, Any]:
+    case, bound = problem.case, BOUNDS[problem.case.dtype]
+    rows = _sampled_rows(problem)
+    worst = 0.0
+    for k, (x, out) in enumerate(_inputs_and_outputs(workload)):
+        error = relative_error(out[rows], sampled_rows_exactly(problem, k, x, rows))
+        if error > bound:
+            raise CheckFailed(f"Expected rows of layer {k} to be within {bound:.0e} of PyG float64 (got {error:.2e})")
+        worst = max(worst, error)
+    small = Problem(replace(case, is_sampled=False), graph="small")
+    gradients = _check_whole(small, Workload(small, workload.provider))
+    return {"against": f"PyG float64: {len(rows)} rows here, gradients on 'small'", "rows_error": worst, **gradients}
+
+
+def _inputs_and_outputs(workload: Workload) -> list[tuple[Tensor, Tensor]]:
+    """Of each layer, in one forward."""
+    seen: list[tuple[Tensor, Tensor]] = []
+    hooks = [conv.register_forward_hook(lambda module, args, out: seen.append((args[0], out)))
+             for conv in workload.net.convs]
+    with torch.no_grad():
+        workload.forward()
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+def _sampled_rows(problem: Problem) -> Tensor:
+    generator = torch.Generator(problem.edge_index.device).manual_seed(1)
+    count = min(NUM_SAMPLED_ROWS, problem.num_nodes)
+    rows = torch.randperm(problem.num_nodes, generator=generator, device=problem.edge_index.device)[:count]
+    degree = torch.bincount(problem.edge_index[1], minlength=problem.num_nodes)
+    return torch.cat([rows, degree.argmax().reshape(1), degree.argmin().reshape(1)]).unique()
+
+
+def sampled_rows_exactly(problem: Problem, k: int, x: Tensor, rows: Tensor) -> Tensor:
+    """Rows ``rows`` of layer ``k``'s output for inputs ``x``, by PyG in float64 from the edges into them alone.
+
+    Not for layers that look further than the neighbors of a row, as GCN does for degrees.
+    """
+    case, edge_index = problem.case, problem.edge_index
+    if case.layer == "gcn":
+        raise CheckFailed("Expected a layer whose rows depend on their in-edges only (got 'gcn')")
+    is_wanted = torch.zeros(problem.num_nodes, dtype=torch.bool, device=x.device)
+    is_wanted[rows] = True
+    kept = is_wanted[edge_index[1]].nonzero().squeeze(1)
+    part = edge_index[:, kept]
+    nodes = torch.cat([part[0], rows]).unique()
+    place = torch.full((problem.num_nodes,), -1, dtype=torch.int64, device=x.device)
+    place[nodes] = torch.arange(len(nodes), device=x.device)
+    conv = _layer(problem, k, x.shape[1])
+    with torch.no_grad():
+        out = conv(x[nodes].double(), place[part], *(t[kept].double() for t in problem.edge_data))
+    return out[place[rows]]
+
+
+def _layer(problem: Problem, k: int, num_in: int) -> torch.nn.Module:
+    case: Case = problem.case
+    is_last = k > 0
+    out, heads = (problem.num_classes, case.last_heads) if is_last else (case.width, case.heads)
+    conv = LAYERS[case.layer](pyg_nn, num_in, out, heads, is_last)
+    prefix = f"convs.{k}."
+    conv.load_state_dict({n.removeprefix(prefix): t for n, t in problem.state.items() if n.startswith(prefix)})
+    return conv.to(case.device, torch.float64)
+
+
+def is_repeatable(problem: Problem, provider: str, graph: Any, steps: int = 3) -> bool:
+    """Whether two runs of ``steps`` training steps from the same weights agree in every bit of losses and weights."""
+    runs = []
+    for _ in range(2):
+        workload = Workload(problem, provider, graph)
+        losses = [workload.step() for _ in range(steps)]
+        runs.append([*losses, *(p.detach() for p in workload.net.parameters())])
+    return all(torch.equal(a, b) for a, b in zip(*runs, strict=True))

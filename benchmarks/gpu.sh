@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# The GPU rows of docs/performance.md in one call, about six minutes on one H200; a short table comes last.
+# Rows go to benchmarks/results, and to $OUT/rows.jsonl where OUT is set. BENCH_ARGS: options for every run.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+export PYTHONUNBUFFERED=1
+out="${OUT:-$(mktemp -d)}"
+python="${PYTHON:-python3}"
+rows="$out/rows.jsonl"
+status=0
+run() {
+    # A process per group: after an illegal memory access a process can do nothing more on the GPU.
+    # shellcheck disable=SC2086
+    "$python" -m benchmarks.run --also "$rows" ${BENCH_ARGS:-} "$@" >>"$out/log.txt" 2>&1 || status=1
+}
+run --case 'train-gat-reddit' --providers ours,pyg --deadline-s 120
+run --case 'gcn-arxiv,sage-arxiv,gat-arxiv,sage-max-arxiv,gatv2-arxiv,edgeconv-arxiv,gmm-arxiv' --providers pyg,ours \
+    --budget-s 1 --deadline-s 150
+run --case 'gat-reddit,sage-reddit,gatv2-reddit,*-arxiv-bfloat16,*-arxiv-forward' --providers ours --budget-s 1 \
+    --deadline-s 60
+grep -E '^[A-Za-z.]*(Error|Exception)|Traceback|^skipped|^not started|"error"' "$out/log.txt" | cut -c 1-600 | tail -n 20
+test -s "$rows" && "$python" -m benchmarks.table "$rows" --terminal
+exit $status

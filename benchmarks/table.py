@@ -1,0 +1,107 @@
+"""``python -m benchmarks.table``: the latest row of every case and provider, as a table."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+RESULTS = Path(__file__).parent / "results"
+COLUMNS = ("case", "provider", "p50 ms (p20-p80)", "against PyG", "peak MB", "first call s", "kernels",
+           "gather GB/s (share)", "largest error")
+
+
+def read_rows(files: Iterable[Path]) -> list[dict[str, Any]]:
+    """All rows of ``files``, in order."""
+    return [json.loads(line) for file in files for line in file.read_text().splitlines() if line.strip()]
+
+
+def latest(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The last row of each case, provider and device; cases in the order they first came in."""
+    found: dict[tuple[str, ...], dict[str, Any]] = {}
+    for row in rows:
+        found[row["device_name"], row["case"], row["provider"]] = row
+    return list(found.values())
+
+
+def cells(row: dict[str, Any], pyg: dict[str, Any] | None) -> list[str]:
+    """The columns of one row; ``pyg`` is plain PyG's row of the same case."""
+    if "error" in row:
+        return [row["case"], row["provider"], row["error"], *[""] * (len(COLUMNS) - 3)]
+    speedup = ""
+    if pyg is not None and pyg is not row:
+        speedup = "PyG: " + pyg["error"] if "error" in pyg else f"{pyg['p50_ms'] / row['p50_ms']:.2f}x"
+    peak = row.get("peak_bytes")
+    share = f"{row['gather_gbs']:.0f} ({row['gather_share']:.0%})" if "gather_gbs" in row else ""
+    check = row.get("check", {})
+    error = max((check[k] for k in ("error", "rows_error") if k in check), default=None)
+    return [row["case"], row["provider"], f"{row['p50_ms']:.2f} ({row['p20_ms']:.2f}-{row['p80_ms']:.2f})", speedup,
+            "" if peak is None else f"{peak / 1e6:.0f}", f"{row['first_ms'] / 1e3:.2f}",
+            str(row["kernels"] or ""), share,
+            ("" if error is None else f"{error:.1e}") + (", repeatable" if row.get("is_repeatable") else "")]
+
+
+def _lines(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+    plain = {(r["device_name"], r["case"]): r for r in rows if r["provider"] == "pyg"}
+    return [cells(r, plain.get((r["device_name"], r["case"]))) for r in rows]
+
+
+def render(rows: Sequence[dict[str, Any]]) -> Table:
+    """A table for the terminal."""
+    table = Table(*COLUMNS)
+    for line in _lines(rows):
+        table.add_row(*line)
+    return table
+
+
+def markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """One table per device, with where and when it was measured."""
+    parts = []
+    for device in dict.fromkeys(r["device_name"] for r in rows):
+        here = [r for r in rows if r["device_name"] == device]
+        versions = sorted({f"torch {r['torch']}, triton {r['triton']}, PyG {r['pyg']}" for r in here})
+        dates, commits = sorted(r["date"][:10] for r in here), list(dict.fromkeys(r["commit"] for r in here))
+        span = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+        ceilings = [(r["copy_ceiling_gbs"], r["gather_ceiling_gbs"]) for r in here if "gather_ceiling_gbs" in r]
+        text = f"**{device}**; {'; '.join(versions)}; {span}; commit {', '.join(commits)}."
+        if ceilings:
+            text += (f" Measured beside them: copy {max(c for c, _ in ceilings):.0f} GB/s, gather "
+                     f"{min(g for _, g in ceilings):.0f} to {max(g for _, g in ceilings):.0f} GB/s.")
+        lines = [COLUMNS, ["---"] * 2 + ["--:"] * (len(COLUMNS) - 2), *_lines(here)]
+        parts.append(text + "\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def replace_between_marks(text: str, fresh: str) -> str:
+    """``text`` with what stands between the table marks replaced; raises ValueError without marks."""
+    pattern = re.compile(r"(<!-- table:begin -->\n).*?(<!-- table:end -->)", re.DOTALL)
+    if not pattern.search(text):
+        raise ValueError("Expected the marks '<!-- table:begin -->' and '<!-- table:end -->' (got neither)")
+    return pattern.sub(lambda m: m.group(1) + fresh + m.group(2), text)
+
+
+def main(
+    file: Annotated[list[Path] | None, typer.Argument(help="Row files; default all in benchmarks/results.")] = None,
+    case: Annotated[str, typer.Option(help="Shell pattern of case names.")] = "*",
+    terminal: Annotated[bool, typer.Option(help="A table for the terminal instead of markdown.")] = False,
+    write: Annotated[Path | None, typer.Option(help="Put the tables between the marks of this file.")] = None,
+) -> None:
+    """Show results."""
+    rows = [r for r in latest(read_rows(file or sorted(RESULTS.glob("*.jsonl")))) if fnmatchcase(r["case"], case)]
+    if write is not None:
+        write.write_text(replace_between_marks(write.read_text(), markdown(rows)))
+    elif terminal:
+        Console(width=150).print(render(rows))
+    else:
+        print(markdown(rows), end="")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,163 @@
+"""Benchmarks: graphs of the stated shape, rows that are complete, and no times without right numbers."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from benchmarks import graphs, measure, table
+from benchmarks import run as bench
+from benchmarks.cases import CASES, CaseSkipped, Problem, select
+from benchmarks.checks import CheckFailed, check, compare, sampled_rows_exactly
+from benchmarks.workloads import Workload
+
+TINY = CASES["train-gat-tiny"]
+
+
+def test_graph_has_the_stated_size_and_both_directions():
+    size = graphs.SIZES["small"]
+    edge_index = graphs.draw(size, "cpu")
+    assert edge_index.shape == (2, size.edges) and edge_index.dtype == torch.int64
+    assert int(edge_index.min()) >= 0 and int(edge_index.max()) < size.nodes
+    half = size.edges // 2
+    assert torch.equal(edge_index[:, :half], edge_index[:, half:].flip(0))
+    degree = edge_index[1].bincount(minlength=size.nodes)
+    ratio = float(degree.max()) / (size.edges / size.nodes)
+    assert size.ratio / 2 < ratio < 2 * size.ratio
+    inside = (edge_index[0] // graphs.COMMUNITY == edge_index[1] // graphs.COMMUNITY).double().mean()
+    assert graphs.INSIDE < float(inside) < graphs.INSIDE + 0.15
+    assert torch.equal(edge_index, graphs.draw(size, "cpu"))
+
+
+def test_shuffled_graph_keeps_degrees():
+    size = graphs.SIZES["tiny"]
+    plain, shuffled = graphs.draw(size, "cpu"), graphs.draw(size, "cpu", shuffle=True)
+    assert not torch.equal(plain, shuffled)
+    assert torch.equal(plain[1].bincount().sort().values[-50:], shuffled[1].bincount().sort().values[-50:])
+
+
+def test_select_takes_patterns_and_refuses_unknown_names():
+    names = [c.name for c in select("cpu-gat-cora-*, gat-arxiv")]
+    assert names == ["cpu-gat-cora-layer", "cpu-gat-cora-model", "gat-arxiv"]
+    with pytest.raises(KeyError, match="Expected the name of a case"):
+        select("gat-nowhere")
+
+
+def test_every_case_can_be_named_by_its_table_entry():
+    assert all(name == case.name for name, case in CASES.items())
+    assert {"train-gat-reddit", "gat-reddit", "gcn-arxiv", "gmm-arxiv", "cpu-sage-tolokers-model"} <= set(CASES)
+
+
+def test_missing_dataset_is_skipped_with_the_reason(monkeypatch, tmp_path):
+    monkeypatch.setenv("PFG_DATA", str(tmp_path))
+    with pytest.raises(CaseSkipped, match=r"cora\.npz"):
+        Problem(CASES["cpu-gcn-cora-layer"])
+
+
+def test_tiny_case_runs_and_writes_complete_rows(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    command = [sys.executable, "-m", "benchmarks.run", "--case", "train-gat-tiny", "--providers", "pyg,ours",
+               "--no-save", "--budget-s", "0.05", "--also", str(file), "--threads", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [r["provider"] for r in rows] == ["pyg", "ours"]
+    for row in rows:
+        assert 0 < row["p20_ms"] <= row["p50_ms"] <= row["p80_ms"] and row["first_ms"] > 0 and row["repeats"] >= 5
+        assert {"device_name", "torch", "triton", "pyg", "commit", "date", "peak_bytes", "kernels"} <= row.keys()
+    assert rows[1]["is_repeatable"] and rows[1]["check"]["error"] < 1e-5
+    shown = CliRunner().invoke(_app(table.main), [str(file)])
+    assert shown.exit_code == 0 and "| train-gat-tiny | ours |" in shown.output
+
+
+def _app(function):
+    import typer
+
+    app = typer.Typer()
+    app.command()(function)
+    return app
+
+
+def test_wrong_numbers_are_refused_not_timed(monkeypatch):
+    honest = Workload.forward
+
+    def wrong(self):
+        return honest(self) * (1.001 if self.provider == "ours" else 1.0)
+
+    monkeypatch.setattr(Workload, "forward", wrong)
+    (row,) = bench.run_case(CASES["gcn-tiny"], ["ours"], budget_s=0.01)
+    assert row["error"].startswith("check failed, not timed: Expected 'out'") and "p50_ms" not in row
+
+
+def test_out_of_memory_is_a_row(monkeypatch):
+    def greedy(self):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Workload, "forward", greedy)
+    (row,) = bench.run_case(CASES["gcn-tiny"], ["pyg"], budget_s=0.01)
+    assert row["error"] == "out of memory" and "p50_ms" not in row
+
+
+def test_compare_accepts_what_pyg_itself_is_off_by():
+    exact = {"out": torch.ones(4, dtype=torch.float64)}
+    near, far = {"out": exact["out"] * 1.01}, {"out": exact["out"] * 1.1}
+    assert compare(far, far, exact, 1e-5)["error"] == pytest.approx(0.1)
+    with pytest.raises(CheckFailed, match="Expected 'out'"):
+        compare(far, near, exact, 1e-5)
+    with pytest.raises(CheckFailed, match="Expected 'out'"):
+        compare({"out": exact["out"] * float("nan")}, exact, exact, 1e-5)
+    with pytest.raises(CheckFailed, match="Expected results"):
+        compare({}, exact, exact, 1e-5)
+
+
+def test_sampled_check_sees_a_wrong_row(monkeypatch):
+    problem = Problem(replace(TINY, is_sampled=True))
+    monkeypatch.setitem(graphs.SIZES, "small", graphs.SIZES["tiny"])
+    assert check(problem, Workload(problem, "ours"))["rows_error"] < 1e-5
+    rows = torch.arange(7)
+    out = Workload(problem, "pyg").net.convs[0](problem.x, problem.edge_index)
+    exact = sampled_rows_exactly(problem, 0, problem.x, rows)
+    torch.testing.assert_close(out[rows].double(), exact, rtol=1e-5, atol=1e-5)
+    problem.state = {k: v + 0.1 for k, v in problem.state.items()}
+    other = Workload(problem, "ours")
+    problem.state = {k: v - 0.1 for k, v in problem.state.items()}
+    with pytest.raises(CheckFailed, match="rows of layer 0"):
+        check(problem, other)
+
+
+def test_time_steps_takes_turns():
+    calls = []
+    times = measure.time_steps({n: lambda n=n: calls.append(n) for n in "ab"}, "cpu", budget_s=0.0, least=3)
+    assert calls == ["a", "b"] * 5 and len(times["a"]) == 3
+    assert list(measure.percentiles([1.0, 2.0, 3.0])) == ["p20_ms", "p50_ms", "p80_ms"]
+
+
+def test_table_shows_errors_and_speedups():
+    common = {"device_name": "X", "torch": "1", "triton": "2", "pyg": "3", "date": "2026-01-01T00:00Z", "commit": "c"}
+    timed = {"case": "a", "provider": "ours", "p50_ms": 2.0, "p20_ms": 1.0, "p80_ms": 3.0, "peak_bytes": 5_000_000,
+             "first_ms": 10.0, "kernels": 4, **common}
+    plain = {**timed, "provider": "pyg", "p50_ms": 8.0}
+    text = table.markdown([plain, timed])
+    assert "| a | ours | 2.00 (1.00-3.00) | 4.00x | 5 |" in text
+    failed = {"case": "a", "provider": "pyg", "error": "out of memory", **common}
+    assert "PyG: out of memory" in table.markdown([failed, timed])
+    assert table.latest([plain, timed, {**timed, "p50_ms": 1.0}])[1]["p50_ms"] == 1.0
+    marked = "a\n<!-- table:begin -->\nold\n<!-- table:end -->\nb"
+    assert table.replace_between_marks(marked, "new\n") == "a\n<!-- table:begin -->\nnew\n<!-- table:end -->\nb"
+    with pytest.raises(ValueError, match="marks"):
+        table.replace_between_marks("nothing", "new")
+
+
+@pytest.mark.gpu
+def test_gather_kernel_sums_rows():
+    from benchmarks.ceilings import gather_rows
+
+    table_NF = torch.randn(1000, 64, device="cuda")
+    index = torch.randint(1000, (2048,), dtype=torch.int32, device="cuda")
+    expected = table_NF[index.long()].reshape(4, 512, 64).sum(1)
+    torch.testing.assert_close(gather_rows(table_NF, index), expected, rtol=1e-4, atol=1e-4)
