@@ -22,7 +22,7 @@ from triton_kernels import reference
 from zoo import Case
 
 #: Largest error relative to the norm of the right answer (to 1, where that is smaller).
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
 @functools.lru_cache(maxsize=None)
@@ -86,18 +86,29 @@ def error(got: Tensor, want: Tensor) -> float:
 
 def check(program: EdgeProgram, case: Case, dtype: torch.dtype = torch.float64, device: str = "cpu", seed: int = 0,
           runner: Callable = run) -> None:
-    """Results and every gradient of ``run`` equal the oracle's, which sees the same numbers in float64."""
+    """Results and every gradient of ``run`` equal the oracle's, which sees the same numbers in float64.
+
+    The result and the gradients of half precision may be twice as far off as plain torch in that precision is.
+    """
     tensors = make_tensors(program, case.num_src, case.num_dst, case.num_edges, dtype, device, seed)
     exact = {k: v.detach().double().requires_grad_() if v.is_floating_point() else v for k, v in tensors.items()}
     want = run_oracle(program, case, exact)
     generator = torch.Generator().manual_seed(seed + 1)
     cotangents = [torch.randn(w.shape, generator=generator, dtype=torch.float64).to(device, dtype) for w in want]
+    names = [*(o.name for o in program.outputs), *(f"grad {k}" for k, t in tensors.items() if t.requires_grad)]
+
+    def errors(got: Sequence[Tensor]) -> dict[str, float]:
+        found = [*got, *gradients(got, tensors, cotangents)]
+        return {n: error(g, w) for n, g, w in zip(names, found, want, strict=True)}
+
+    want = [*want, *gradients(want, exact, [c.double() for c in cotangents])]
     graph = Graph.from_edge_index(case.edge_index.to(device), case.size)
     got = runner(program, graph, tensors)
     assert [g.dtype for g in got] == [dtype] * len(got)
-    got_grads = gradients(got, tensors, cotangents)
-    want_grads = gradients(want, exact, [c.double() for c in cotangents])
-    names = [*(o.name for o in program.outputs), *(f"grad {k}" for k, t in tensors.items() if t.requires_grad)]
-    errors = {n: error(g, w) for n, g, w in zip(names, [*got, *got_grads], [*want, *want_grads], strict=True)}
-    wrong = {n: e for n, e in errors.items() if e > TOLERANCE[dtype]}
-    assert not wrong, f"errors above {TOLERANCE[dtype]}: {wrong}"
+    limits = dict.fromkeys(names, TOLERANCE[dtype])
+    if dtype in (torch.float16, torch.bfloat16):
+        # Gradients through a softmax cancel: twice what one operation at a time makes of them in the same dtype.
+        eager = errors(run_oracle(program, case, tensors))
+        limits = {n: max(limit, 2 * eager[n]) for n, limit in limits.items()}
+    wrong = {n: f"{e:.2g} > {limits[n]:.2g}" for n, e in errors(got).items() if not e <= limits[n]}
+    assert not wrong, wrong
