@@ -41,15 +41,18 @@ def _as_written(method: str) -> Callable[..., Any]:
 GENERIC: dict[str, Callable[..., Any]] = {m: _as_written(m) for m in METHODS}
 
 
-def is_overridden(cls: type, method: str) -> bool:
-    """Whether a user's class brings its own ``propagate`` or ``edge_updater``."""
+def own_method(cls: type, method: str) -> tuple[Any, bool]:
+    """A user's own ``propagate`` or ``edge_updater`` in ``cls``, and whether ours is what its ``super()`` reaches."""
+    is_above_ours = True
     for base in cls.__mro__:
+        if base is PyGMessagePassing:
+            break
         function = vars(base).get(method)
-        if base is PyGMessagePassing or getattr(function, "_is_fullgraph", False):
-            return False
-        if function is not None and not _is_generated(base, method, function):
-            return True
-    return False
+        ours = getattr(function, "_is_fullgraph", False)
+        if function is not None and not ours and not _is_generated(base, method, function):
+            return function, is_above_ours and any("_fullgraph_propagate" in vars(b) for b in cls.__mro__)
+        is_above_ours = is_above_ours and "_fullgraph_propagate" not in vars(base)
+    return None, False
 
 
 def _is_generated(cls: type, method: str, function: Any) -> bool:
@@ -64,9 +67,9 @@ def install(conv: PyGMessagePassing, build: Callable[[], None]) -> None:
     installed = own.get("_fullgraph_installed")
     if installed is not None and all(own[m] is own[f"_jinja_{m}"] for m in installed):
         return
-    methods = [m for m in METHODS if not is_overridden(cls, m)]
-    if not conv.inspector.implements("edge_update"):
-        methods = [m for m in methods if m != "edge_updater"]
+    wanted = [m for m in METHODS if m == "propagate" or conv.inspector.implements("edge_update")]
+    own_methods = {m: own_method(cls, m) for m in wanted}
+    methods = [m for m in wanted if own_methods[m][0] is None]
     for method in methods:
         setattr(cls, method, getattr(PyGMessagePassing, method))
         # PyG looks its generated modules up by name; one that a class of the same name left is not ours.
@@ -81,6 +84,9 @@ def install(conv: PyGMessagePassing, build: Callable[[], None]) -> None:
     build()
     for method in methods:
         _install_dispatcher(conv, method)
+    for method, (function, reaches_ours) in own_methods.items():
+        if function is not None and not reaches_ours:
+            _install_own(cls, method, function)
     conv.inspector._source_dict = before
     _install_forward(cls)
     cls._fullgraph_installed = tuple(methods)  # type: ignore[attr-defined]
@@ -138,6 +144,23 @@ def _install_dispatcher(conv: PyGMessagePassing, method: str) -> None:
     setattr(cls, f"_jinja_{method}", dispatcher)
     # Not the parent's generated function, which PyG takes if the parent was instantiated first: it ignores explain.
     setattr(cls, f"_orig_{method}", _recorded(method))
+
+
+def _install_own(cls: type, method: str, own: Any) -> None:
+    """Keep a user's ``own`` method, which is no place to fuse at, and count its calls."""
+
+    @functools.wraps(own)
+    def function(self: Any, *args: Any, **kwargs: Any) -> Any:
+        debug.record(self, method, reasons=[f"the class has {_article(method)} of its own"])
+        return own(self, *args, **kwargs)
+
+    function._is_fullgraph = True  # type: ignore[attr-defined]
+    for name in (method, f"_orig_{method}", f"_jinja_{method}"):
+        setattr(cls, name, function)
+
+
+def _article(method: str) -> str:
+    return f"{'an' if method[0] == 'e' else 'a'} {method}"
 
 
 def _renamed(function: Callable[..., Any], name: str) -> types.FunctionType:

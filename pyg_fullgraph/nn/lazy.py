@@ -14,11 +14,11 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from pyg_fullgraph.autograd import run
+from pyg_fullgraph import autograd
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.saga.ir import EdgeProgram, Node, Output
 
-__all__ = ["EdgeExpr", "LazyTensor", "as_plain"]
+__all__ = ["EdgeExpr", "LazyTensor", "as_plain", "run"]
 
 # Questions that the wrapper answers without computing the values.
 _METADATA = {
@@ -27,6 +27,12 @@ _METADATA = {
     Tensor.is_nested.__get__, Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.__len__,
     Tensor.is_floating_point, Tensor.is_complex,
 }
+
+
+def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    """:func:`pyg_fullgraph.autograd.run` in the dtype of the tensors, whatever autocast says."""
+    with torch.autocast(graph.device.type, enabled=False):
+        return autograd.run(program, graph, tensors)
 
 
 class LazyTensor(Tensor):

@@ -22,10 +22,9 @@ from torch_geometric import EdgeIndex
 from torch_geometric.utils.loop import compute_loop_attr
 from torch_geometric.utils.num_nodes import maybe_num_nodes
 
-from pyg_fullgraph.autograd import run
 from pyg_fullgraph.errors import DeviceError, RowCountError
 from pyg_fullgraph.graph import Graph, graph_of
-from pyg_fullgraph.nn.lazy import EdgeExpr, LazyTensor
+from pyg_fullgraph.nn.lazy import EdgeExpr, LazyTensor, run
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
 
@@ -155,7 +154,7 @@ def check_edge_rows(name: str, value: Tensor, edge_index: Tensor) -> None:
         RowCountError, DeviceError: both ValueError.
     """
     if value.dim() == 0 or value.size(0) != edge_index.size(1):
-        raise RowCountError(name, edge_index.size(1), "edge", value.size(0) if value.dim() else "a scalar")
+        raise RowCountError(name, edge_index.size(1), "edge", value.size(0) if value.dim() else 1)
     if value.device != edge_index.device:
         raise DeviceError(name, edge_index.device, value.device)
 
@@ -244,7 +243,8 @@ def _with_loops(origin: Tensor, num_loops: int, removed: bool) -> Tensor:
         if num_loops > min(size):
             return full
         graph = Graph.from_edge_index(full, size)
-        graph.memo[_DERIVED] = True
+        if not isinstance(origin, Graph):
+            graph.memo[_DERIVED] = True
         return graph
 
     return _once(memo, ("with_loops", removed, num_loops), build)
@@ -275,10 +275,11 @@ def prepared_graph(edge_index: Tensor, size: tuple[int | None, int | None]) -> G
         if isinstance(edge_index, WithoutLoops):
             return _once(_memo(edge_index.origin), ("without_loops", size),
                          lambda: Graph.from_edge_index(edge_index.materialize(), size))
-        if isinstance(edge_index, Graph) and edge_index.memo.get(_DERIVED) and \
-                size != (edge_index.num_src, edge_index.num_dst):
-            return _once(edge_index.memo, ("resized", size),
-                         lambda: Graph.from_edge_index(edge_index.to_edge_index(), size))
+        if is_derived(edge_index):
+            known = (edge_index.num_src, edge_index.num_dst)
+            if any(s not in (None, k) for s, k in zip(size, known, strict=True)):
+                return _once(edge_index.memo, ("resized", size),
+                             lambda: Graph.from_edge_index(edge_index.to_edge_index(), size))
         return graph_of(edge_index, size)
 
 
@@ -313,6 +314,8 @@ def gcn_norm(edge_index: Tensor, edge_weight: Tensor | None = None, num_nodes: i
         return pyg_gcn.gcn_norm(edge_index, edge_weight, num_nodes, improved, add_self_loops, flow, dtype)
     if edge_weight is not None:
         check_edge_rows("edge_weight", edge_weight, edge_index)
+    if isinstance(edge_index, Graph) and num_nodes is not None and num_nodes != edge_index.num_dst:
+        raise RowCountError("x", edge_index.num_dst, "node", num_nodes)
     num_nodes = maybe_num_nodes(edge_index, num_nodes)
     if add_self_loops:
         edge_index, edge_weight = add_remaining_self_loops(edge_index, edge_weight, 2.0 if improved else 1.0, num_nodes)

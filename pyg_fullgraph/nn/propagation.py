@@ -20,11 +20,10 @@ from torch_geometric.nn import aggr
 from torch_geometric.utils import is_sparse
 
 from pyg_fullgraph import debug
-from pyg_fullgraph.autograd import run
 from pyg_fullgraph.errors import DeviceError, DtypeError, NotFusable, RowCountError
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn import classes
-from pyg_fullgraph.nn.lazy import EdgeExpr
+from pyg_fullgraph.nn.lazy import EdgeExpr, run
 from pyg_fullgraph.nn.preparation import check_edge_rows, is_derived, prepared_graph
 from pyg_fullgraph.nn.tracing import traced
 from pyg_fullgraph.saga import ir
@@ -54,7 +53,8 @@ def refusals(conv: torch.nn.Module) -> tuple[str, ...]:
     What depends on the inputs, or on what ``message`` does, is only known when it runs.
     """
     kind, reasons = type(conv), []
-    if classes.is_overridden(kind, "propagate"):
+    own, reaches_ours = classes.own_method(kind, "propagate")
+    if own is not None and not reaches_ours:
         reasons.append("the class has a propagate of its own")
     if kind.aggregate is not pyg_nn.MessagePassing.aggregate or "aggregate" in vars(conv):
         reasons.append("the class has an aggregate of its own")
@@ -199,7 +199,7 @@ class _Call:
 
     Attributes:
         graph: sources are the side of ``x_j``, destinations that of ``x_i``.
-        size: PyG's ``[size of row 0, size of row 1]`` with every slot filled.
+        size: PyG's ``[size of row 0, size of row 1]``, None for a side without tensors.
         tensors: inputs of the program by name.
     Raises:
         NotFusable: this call has to run plain.
@@ -219,8 +219,12 @@ class _Call:
         values = self._lift(self._read(conv, method), kwargs, slots)
         if slots == [None, None]:
             raise NotFusable(["no node tensor tells how many nodes there are"])
-        self.size = [slots[0] if slots[0] is not None else slots[1], slots[1] if slots[1] is not None else slots[0]]
-        graph = prepared_graph(edge_index, tuple(self.size))
+        self.size = slots
+        # Results have a row per node of side i, by default as many as side j has; more sources than ids is no error.
+        i, j = (0, 1) if self.is_reversed else (1, 0)
+        wanted = list(slots)
+        wanted[i] = slots[j] if slots[i] is None else slots[i]
+        graph = prepared_graph(edge_index, tuple(wanted))
         self.graph = graph.reverse() if self.is_reversed else graph
         self.tensors = {}
         self.exprs = {}
@@ -396,8 +400,8 @@ def _is_same(a, b):
 def _update_arguments(conv, kwargs, call):
     """The arguments of ``update`` beside the result; per-edge ones would undo the fusion."""
     out = {}
-    i, j = (0, 1) if call.is_reversed else (1, 0)
-    sizes = {"size": call.size, "size_i": call.size[i], "dim_size": call.size[i], "size_j": call.size[j]}
+    rows, others = call.graph.num_dst, call.graph.num_src
+    sizes = {"size": call.size, "size_i": rows, "dim_size": rows, "size_j": others}
     for name, param in conv.inspector.get_param_dict("update").items():
         if name in sizes:
             out[name] = sizes[name]

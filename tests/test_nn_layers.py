@@ -1,0 +1,132 @@
+"""Every layer and option against PyG in float64: outputs and all gradients, on every graph of the zoo, fused."""
+
+import pytest
+import torch
+import zoo
+from layers import PAIRS, SQUARE, assert_fused, assert_same, run, twins
+
+from pyg_fullgraph import debug
+from pyg_fullgraph.graph import Graph
+
+# One graph with all difficulties for the tests that do not need the zoo.
+PRIME = zoo.prime()
+
+
+@pytest.fixture(autouse=True)
+def counting():
+    debug.reset()
+
+
+def answer(module, layer, case, **options):
+    """What PyG computes, None where it has no answer: some of its own functions do not take empty graphs."""
+    try:
+        return run(module, layer, case, case.edge_index, **options)
+    except (RuntimeError, IndexError):
+        return None
+
+
+@pytest.mark.parametrize("layer", SQUARE, ids=str)
+def test_layer_equals_pyg(layer):
+    plain, fused = twins(layer)
+    for case in zoo.SQUARE:
+        expected = answer(plain, layer, case)
+        debug.reset()
+        got = run(fused, layer, case, case.edge_index)
+        assert_fused()
+        assert expected is not None or case.num_edges == 0
+        if expected is not None:
+            assert_same(got, expected)
+        assert_same(run(fused, layer, case, Graph.from_edge_index(case.edge_index, case.num_dst)), got, 0)
+
+
+@pytest.mark.parametrize("layer", PAIRS, ids=str)
+def test_layer_on_a_pair_equals_pyg(layer):
+    plain, fused = twins(layer)
+    for case in zoo.ALL:
+        options = {} if type(fused).__name__ == "GATv2Conv" else {"size": case.size}
+        expected = answer(plain, layer, case, **options)
+        graph = Graph.from_edge_index(case.edge_index, case.size)
+        debug.reset()
+        got = run(fused, layer, case, graph, **options)
+        assert_fused()
+        if expected is None:  # PyG cannot average over loops where there are more destinations than sources
+            assert case.num_edges == 0 or layer.name == "gat_pair_edge"
+            continue
+        assert_same(got, expected)
+        assert_same(run(fused, layer, case, case.edge_index, **options), expected)
+        assert_fused()
+
+
+@pytest.mark.parametrize("name", ["gat", "gat_edge", "gatv2", "gatv2_edge", "gat_pair", "gatv2_pair"])
+def test_attention_weights_equal_pyg(name):
+    layer = next(entry for entry in SQUARE + PAIRS if entry.name == name)
+    plain, fused = twins(layer)
+    case = zoo.self_loops()
+    x, edge = layer.inputs(case)
+    if layer.is_pair:
+        case = zoo.bipartite()
+        x, edge = layer.inputs(case)
+    expected, (expected_index, expected_alpha) = plain(x, case.edge_index, **edge, return_attention_weights=True)
+    for edge_index in (case.edge_index, Graph.from_edge_index(case.edge_index, case.size)):
+        out, (index, alpha) = fused(x, edge_index, **edge, return_attention_weights=True)
+        assert type(index) is torch.Tensor
+        assert type(alpha) is torch.Tensor
+        assert torch.equal(index, expected_index)
+        assert_same([out, alpha], [expected, expected_alpha])
+        leaf = x[0] if layer.is_pair else x
+        assert_same(list(torch.autograd.grad(alpha.square().sum() + out.sum(), leaf)),
+                    list(torch.autograd.grad(expected_alpha.square().sum() + expected.sum(), leaf, retain_graph=True)))
+
+
+@pytest.mark.parametrize("name", ["gat", "gatv2_edge"])
+def test_dropout_on_attention(name):
+    """The returned weights are those that were used; about p of them are zero, the others scaled; eval has none."""
+    layer = next(entry for entry in SQUARE if entry.name == name)
+    plain, fused = twins(layer)
+    x, edge = layer.inputs(PRIME)
+    whole = plain(x, PRIME.edge_index, **edge, return_attention_weights=True)[1][1]
+    plain.dropout = fused.dropout = 0.4
+    out, (index, alpha) = fused(x, PRIME.edge_index, **edge, return_attention_weights=True)
+    kept = alpha != 0
+    assert abs(kept.double().mean() - 0.6) < 0.06
+    torch.testing.assert_close(alpha[kept], (whole / 0.6)[kept])
+    source = fused.lin_l(x) if name == "gatv2_edge" else fused.lin(x)
+    messages = alpha.unsqueeze(-1) * source.view(-1, 2, 5)[index[0]]
+    expected = torch.zeros(97, 2, 5, dtype=torch.float64).index_add(0, index[1], messages).view(97, 10) + fused.bias
+    assert_same([out], [expected])
+    grads = torch.autograd.grad(out.sum(), fused.parameters(), allow_unused=True, retain_graph=True)
+    assert_same(list(grads), list(torch.autograd.grad(expected.sum(), fused.parameters(), allow_unused=True)))
+    assert_fused()
+    assert_same([fused.eval()(x, PRIME.edge_index, **edge)], [plain.eval()(x, PRIME.edge_index, **edge)])
+
+
+def test_dropout_follows_the_random_seed():
+    layer = next(entry for entry in SQUARE if entry.name == "gat")
+    _, fused = twins(layer)
+    fused.dropout = 0.5
+    x, _ = layer.inputs(PRIME)
+    draws = []
+    for seed in (3, 3, 4):
+        torch.manual_seed(seed)
+        draws.append(fused(x, PRIME.edge_index))
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.allclose(draws[0], draws[2])
+
+
+@pytest.mark.parametrize("layer", SQUARE, ids=str)
+def test_float32_is_as_accurate_as_pyg(layer):
+    plain, fused = twins(layer)
+    exact = run(plain, layer, PRIME, PRIME.edge_index)[0]
+    x, edge = layer.inputs(PRIME)
+    edge = {k: v.float() for k, v in edge.items()}
+    error_plain = (plain.float()(x.float(), PRIME.edge_index, **edge) - exact).abs().max()
+    error_fused = (fused.float()(x.float(), PRIME.edge_index, **edge) - exact).abs().max()
+    assert error_fused <= 2 * error_plain + 1e-7
+    assert_fused()
+
+
+def test_same_results_on_every_run():
+    layer = next(entry for entry in SQUARE if entry.name == "gatv2_edge")
+    _, fused = twins(layer)
+    first, second = (run(fused, layer, PRIME, PRIME.edge_index) for _ in range(2))
+    assert_same(first, second, 0)

@@ -1,0 +1,584 @@
+"""The dispatcher: forms of the graph, layers of one's own, what runs plain and says so, what is refused."""
+
+import copy
+import gc
+import weakref
+from typing import Optional
+
+import pytest
+import torch
+import torch_geometric.nn as pyg_nn
+import zoo
+from layers import PAIRS, SQUARE, assert_fused, assert_same, mlp, run, twins
+from torch import Tensor
+from torch_geometric import EdgeIndex
+from torch_geometric.utils import softmax, to_torch_coo_tensor, to_torch_csc_tensor, to_torch_csr_tensor
+
+import pyg_fullgraph.nn as fused_nn
+from pyg_fullgraph import debug, errors
+from pyg_fullgraph.graph import Graph
+from pyg_fullgraph.nn import tracing
+
+CASE = zoo.sorted_by_dst()
+BY_NAME = {layer.name: layer for layer in (*SQUARE, *PAIRS)}
+
+pytestmark = pytest.mark.filterwarnings("ignore::pyg_fullgraph.debug.PlainPathWarning")
+
+
+@pytest.fixture(autouse=True)
+def counting():
+    debug.reset()
+
+
+def reasons(method="propagate"):
+    """Reasons of the plain edge phases since the counters were reset, which must all be of `method`."""
+    found = debug.plain_reasons()
+    assert all(where.endswith(f".{method}") for where in found)
+    assert debug.counters()["plain"] > 0
+    return {reason for entry in found.values() for reason in entry}
+
+
+# Layers of one's own
+
+
+def gated_class(base):
+    class Gated(base):
+        """Argument types from the call, defaults, a parameter, update, all sides."""
+
+        def __init__(self, aggr="sum", **kwargs):
+            super().__init__(aggr=aggr, **kwargs)
+            self.scale = torch.nn.Parameter(torch.tensor([0.5, 2.0, 1.5]))
+            self.power = 2
+
+        def forward(self, x, edge_index, edge_attr, bias=None):
+            # propagate_type: (x: Tensor, edge_attr: Tensor, bias: Optional[Tensor])
+            return self.propagate(edge_index, x=x, edge_attr=edge_attr, bias=bias)
+
+        def message(self, x_j, x_i, edge_attr, bias: Optional[Tensor], factor: float = 3.0):
+            out = torch.sigmoid(x_i + x_j) * edge_attr * self.scale * factor
+            return out**self.power if bias is None else out + bias
+
+        def update(self, inputs, x):
+            return inputs + x
+
+    return Gated
+
+
+PlainGated, Gated = gated_class(pyg_nn.MessagePassing), gated_class(fused_nn.MessagePassing)
+
+
+def gated(aggr="sum", **kwargs):
+    return PlainGated(aggr, **kwargs).double(), Gated(aggr, **kwargs).double()
+
+
+def gated_inputs(case=CASE):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(case.num_dst, 3, generator=generator, dtype=torch.float64, requires_grad=True)
+    return x, torch.randn(case.num_edges, 3, generator=generator, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.parametrize("flow", ["source_to_target", "target_to_source"])
+@pytest.mark.parametrize("aggr", ["add", "sum", "mean", "max", "min", pyg_nn.MeanAggregation()], ids=str)
+def test_own_layer(aggr, flow):
+    plain, fused = gated(aggr, flow=flow)
+    x, edge_attr = gated_inputs()
+    for bias in (None, torch.ones(3, dtype=torch.float64, requires_grad=True)):
+        leaves = [x, edge_attr, fused.scale] + ([] if bias is None else [bias])
+        out = fused(x, CASE.edge_index, edge_attr, bias)
+        expected = plain(x, CASE.edge_index, edge_attr, bias)
+        assert_same([out], [expected])
+        grads = torch.autograd.grad(out.sin().sum(), leaves)
+        leaves[2] = plain.scale
+        assert_same(list(grads), list(torch.autograd.grad(expected.sin().sum(), leaves)))
+    assert_fused(2)
+
+
+def test_a_changed_attribute_is_seen():
+    plain, fused = gated()
+    x, edge_attr = gated_inputs()
+    fused(x, CASE.edge_index, edge_attr)
+    plain.power = fused.power = 3
+    assert_same([fused(x, CASE.edge_index, edge_attr)], [plain(x, CASE.edge_index, edge_attr)])
+    assert_fused(2)
+
+
+class Attention(fused_nn.MessagePassing):
+    """An edge_updater whose result is changed before propagate, and one that is used twice."""
+
+    def __init__(self, between):
+        super().__init__(aggr="sum", node_dim=0)
+        self.between = between
+
+    def forward(self, x, edge_index):
+        # edge_updater_type: (x: Tensor)
+        alpha = self.edge_updater(edge_index, x=x)
+        # propagate_type: (x: Tensor, alpha: Tensor)
+        return self.propagate(edge_index, x=x, alpha=self.between(alpha)), alpha
+
+    def edge_update(self, x_j, x_i, index, ptr, dim_size):
+        return softmax((x_i * x_j).sum(-1), index, ptr, dim_size)
+
+    def message(self, x_j, alpha):
+        return x_j * alpha.view(-1, 1)
+
+
+@pytest.mark.parametrize("between", [lambda a: a, lambda a: a * 2 + 1], ids=["same", "changed"])
+def test_own_attention(between):
+    x, _ = gated_inputs()
+    out, alpha = Attention(between)(x, CASE.edge_index)
+    src, dst = CASE.edge_index
+    expected_alpha = softmax((x[src] * x[dst]).sum(-1), dst, num_nodes=CASE.num_dst)
+    expected = torch.zeros_like(x).index_add(0, dst, x[src] * between(expected_alpha).view(-1, 1))
+    assert type(alpha) is Tensor
+    assert_same([out, alpha], [expected, expected_alpha])
+    assert_same(list(torch.autograd.grad(out.sin().sum(), x)), list(torch.autograd.grad(expected.sin().sum(), x)))
+    assert_fused(2)
+
+
+def test_local_classes_of_one_name():
+    """PyG finds its generated module by name; two local classes must not share one."""
+
+    def first():
+        class Local(fused_nn.MessagePassing):
+            def forward(self, x, edge_index):
+                return self.propagate(edge_index, x=x)
+
+        return Local()
+
+    def second():
+        class Local(fused_nn.MessagePassing):
+            def forward(self, y, edge_index):
+                return self.propagate(edge_index, y=y)
+
+            def message(self, y_j):
+                return 2 * y_j
+
+        return Local()
+
+    x, _ = gated_inputs()
+    assert_same([second()(x, CASE.edge_index)], [2 * first()(x, CASE.edge_index)])
+
+
+# Forms of the graph
+
+
+@pytest.mark.parametrize("name", ["gcn", "gcn_weight", "sage", "sage_max", "gin", "gat", "gatv2_edge", "edge_conv", "gmm"])
+def test_forms_of_edge_index(name):
+    layer = BY_NAME[name]
+    plain, fused = twins(layer)
+    expected = run(plain, layer, CASE, CASE.edge_index)
+    size = (CASE.num_src, CASE.num_dst)
+    forms = [EdgeIndex(CASE.edge_index, sparse_size=size), EdgeIndex(CASE.edge_index, sparse_size=size, sort_order="col")]
+    if name not in ("gat", "gatv2_edge"):  # PyG adds its loops to an EdgeIndex or an int64 tensor only
+        forms.append(CASE.edge_index.int())
+    for form in forms:
+        assert_same(run(fused, layer, CASE, form), expected)
+    assert_fused()
+
+
+@pytest.mark.parametrize("make", [to_torch_csr_tensor, to_torch_coo_tensor], ids=["csr", "coo"])
+@pytest.mark.parametrize("name", ["gcn", "gcn_not_normalized", "gat", "gatv2_no_loops", "edge_conv", "sage", "gin"])
+def test_torch_sparse(name, make):
+    """Rows of a sparse matrix are targets; layers whose matrix product is not their message run plain."""
+    layer = BY_NAME[name]
+    plain, fused = twins(layer)
+    unique = torch.unique(CASE.edge_index, dim=1)
+    values = torch.rand(unique.size(1), dtype=torch.float64)
+    adj_t = make(unique.flip(0), values, size=(CASE.num_dst, CASE.num_src))
+    assert_same(run(fused, layer, CASE, adj_t), run(plain, layer, CASE, adj_t))
+    if name in ("sage", "gin"):
+        assert reasons() == {"message_and_aggregate on a torch.sparse adjacency"}
+    else:
+        assert_fused()
+
+
+def test_torch_sparse_csc_is_plain():
+    plain, fused = twins(BY_NAME["sage"])
+    adj_t = to_torch_csc_tensor(torch.unique(CASE.edge_index, dim=1).flip(0), size=(17, 17)).double()
+    x, _ = BY_NAME["sage"].inputs(CASE)
+    assert_same([fused(x, adj_t)], [plain(x, adj_t)])
+    assert len(reasons()) == 1
+
+
+@pytest.mark.parametrize("name", ["gcn", "gcn_no_loops", "sage", "sage_max", "gin", "gat", "gatv2", "edge_conv"])
+@pytest.mark.parametrize("has_value", [True, False])
+def test_sparse_tensor(name, has_value):
+    torch_sparse = pytest.importorskip("torch_sparse", reason="the extra `sparse` is not installed")
+    layer = BY_NAME[name]
+    plain, fused = twins(layer)
+    unique = torch.unique(CASE.edge_index, dim=1)
+    value = torch.rand(unique.size(1), dtype=torch.float64) if has_value else None
+    adj_t = torch_sparse.SparseTensor(row=unique[1], col=unique[0], value=value, sparse_sizes=(17, 17))
+    assert_same(run(fused, layer, CASE, adj_t), run(plain, layer, CASE, adj_t))
+    assert_fused()
+
+
+def test_explicit_size_and_hooks_see_pyg_sizes():
+    layer = BY_NAME["sage_source_only"]
+    case = zoo.bipartite()
+    plain, fused = twins(layer)
+    seen = []
+    for module in (plain, fused):
+        module.register_propagate_forward_pre_hook(lambda m, inputs: seen.append(inputs[1]))
+        module.register_propagate_forward_hook(lambda m, inputs, out: seen.append(list(inputs[1])))
+        module(layer.inputs(case)[0], case.edge_index, size=case.size)
+    assert seen[:2] == seen[2:] == [(13, 7), [13, 7]]
+    assert_fused(1)
+
+
+def test_propagate_hooks_may_change_things():
+    plain, fused = twins(BY_NAME["gin"])
+    x, _ = BY_NAME["gin"].inputs(CASE)
+    for module in (plain, fused):
+        module.register_propagate_forward_pre_hook(
+            lambda m, inputs: (inputs[0].flip(0), inputs[1], {"x": (inputs[2]["x"][0] * 2, inputs[2]["x"][1])}))
+        module.register_propagate_forward_hook(lambda m, inputs, out: out + 1)
+    assert_same([fused(x, CASE.edge_index)], [plain(x, CASE.edge_index)])
+    assert_fused(1)
+
+
+def test_propagate_pre_hooks_run_once_before_a_plain_run():
+    _, fused = gated()
+    fused = Gated(pyg_nn.SumAggregation()).double()
+    x, edge_attr = gated_inputs()
+    calls = []
+    fused.register_propagate_forward_pre_hook(lambda m, inputs: calls.append(1))
+    fused(torch.stack([x, x]), CASE.edge_index, edge_attr)
+    assert len(calls) == 1
+    assert reasons() == {"'x' with 3 dimensions has its nodes in dimension 1"}
+
+
+# Plain paths, with their reasons
+
+
+@pytest.mark.parametrize("kind", ["message_forward_pre", "message_forward", "aggregate_forward_pre", "aggregate_forward"])
+def test_hooks_on_messages_run_plain(kind):
+    plain, fused = twins(BY_NAME["gcn"])
+    x, _ = BY_NAME["gcn"].inputs(CASE)
+    calls = []
+    handle = getattr(fused, f"register_{kind}_hook")(lambda *args: calls.append(1))
+    assert_same([fused(x, CASE.edge_index)], [plain(x, CASE.edge_index)])
+    assert len(calls) == 1
+    assert reasons() == {f"{kind.split('_')[0]} has hooks"}
+    handle.remove()
+    debug.reset()
+    fused(x, CASE.edge_index)
+    assert_fused(1)
+
+
+def test_hooks_on_edge_update_run_plain():
+    plain, fused = twins(BY_NAME["gat"])
+    x, _ = BY_NAME["gat"].inputs(CASE)
+    shapes = []
+    fused.register_edge_update_forward_hook(lambda m, inputs, out: shapes.append(out.shape))
+    assert_same([fused(x, CASE.edge_index)], [plain(x, CASE.edge_index)])
+    assert reasons("edge_updater") == {"edge_update has hooks"}
+    assert debug.counters() == {"fused": 1, "plain": 1}
+    assert len(shapes) == 1
+
+
+def test_hooks_on_a_submodule_of_message_run_plain():
+    plain, fused = twins(BY_NAME["edge_conv"])
+    x, _ = BY_NAME["edge_conv"].inputs(CASE)
+    seen = []
+    fused.nn[0].register_forward_hook(lambda m, inputs, out: seen.append(out.shape))
+    assert_same([fused(x, CASE.edge_index)], [plain(x, CASE.edge_index)])
+    assert seen == [(CASE.num_edges, 7)]
+    assert reasons() == {"submodule 'nn', which message calls, has hooks"}
+
+
+@pytest.mark.parametrize("is_plain_first", [True, False])
+def test_explain_masks_edges(is_plain_first):
+    """Even where PyG's class was instantiated first, whose generated propagate ignores masks."""
+    classes = []
+    for base in (pyg_nn.GCNConv, fused_nn.GCNConv):
+        classes.append(type(base.__name__, (base,), {"__module__": __name__}))
+    _ = pyg_nn.GCNConv(6, 5) if is_plain_first else None
+    layer = BY_NAME["gcn"]
+    plain, fused = twins(layer)
+    x, _ = layer.inputs(CASE)
+    for module in (plain, fused):
+        module.explain = True
+        module._edge_mask = torch.linspace(-1, 1, CASE.num_edges).double()
+        module._loop_mask = CASE.edge_index[0] != CASE.edge_index[1]
+    masked = fused(x, CASE.edge_index)
+    assert_same([masked], [plain(x, CASE.edge_index)])
+    assert reasons() == {"explain is on"}
+    fused.explain = plain.explain = False
+    debug.reset()
+    assert_same([fused(x, CASE.edge_index)], [plain(x, CASE.edge_index)])
+    assert not torch.allclose(masked, fused(x, CASE.edge_index))
+    assert_fused(2)
+
+
+def test_decomposed_layers_run_plain():
+    plain, fused = twins(BY_NAME["gcn"])
+    x, _ = BY_NAME["gcn"].inputs(CASE)
+    fused.decomposed_layers = 2
+    assert_same([fused(x, CASE.edge_index)], [plain(x, CASE.edge_index)])
+    assert reasons() == {"decomposed_layers=2"}
+    fused.decomposed_layers = 1
+    debug.reset()
+    fused(x, CASE.edge_index)
+    assert_fused(1)
+
+
+@pytest.mark.parametrize("aggr", ["mul", "median", ["mean", "max"], "lstm"])
+def test_other_aggregations_run_plain(aggr):
+    plain, fused = (n.SAGEConv(6, 5, aggr=aggr).double() for n in (pyg_nn, fused_nn))
+    fused.load_state_dict(plain.state_dict())
+    x, _ = BY_NAME["sage"].inputs(CASE)
+    assert_same([fused(x, CASE.edge_index)], [plain(x, CASE.edge_index)])
+    (reason,) = reasons()
+    assert "is not sum, mean, max or min" in reason
+
+
+class OwnAggregate(fused_nn.MessagePassing):
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x)
+
+    def aggregate(self, inputs, index, dim_size=None):
+        return inputs.new_zeros(dim_size, inputs.size(1)).index_add(0, index, inputs) + 1
+
+
+class OwnPropagate(fused_nn.MessagePassing):
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x)
+
+    def propagate(self, edge_index, x):
+        return super().propagate(edge_index, x=x) + 1
+
+
+class SideResult(fused_nn.MessagePassing):
+    def forward(self, x, edge_index):
+        out = self.propagate(edge_index, x=x)
+        return out + self.kept.mean()
+
+    def message(self, x_j):
+        self.kept = x_j
+        return x_j
+
+
+@pytest.mark.parametrize("kind, reason", [
+    (OwnAggregate, "the class has an aggregate of its own"),
+    (SideResult, "message leaves kept behind on the layer"),
+])
+def test_unusual_classes_run_plain(kind, reason):
+    x, _ = gated_inputs()
+    src, dst = CASE.edge_index
+    total = torch.zeros_like(x).index_add(0, dst, x[src])
+    expected = total + (1 if kind is OwnAggregate else x[src].mean())
+    assert_same([kind()(x, CASE.edge_index)], [expected])
+    assert reasons() == {reason}
+
+
+def test_own_propagate_reaches_the_fused_one_through_super():
+    x, _ = gated_inputs()
+    src, dst = CASE.edge_index
+    expected = torch.zeros_like(x).index_add(0, dst, x[src]) + 1
+    assert_same([OwnPropagate()(x, CASE.edge_index)], [expected])
+    assert_fused(1)
+
+
+def test_edges_that_see_each_other_run_plain():
+    plain, fused = (n.EdgeConv(torch.nn.Sequential(torch.nn.Linear(12, 5), torch.nn.BatchNorm1d(5))).double()
+                    for n in (pyg_nn, fused_nn))
+    fused.load_state_dict(plain.state_dict())
+    x, _ = BY_NAME["edge_conv"].inputs(CASE)
+    assert_same([fused(x, CASE.edge_index)], [plain(x, CASE.edge_index)])
+    assert_same([fused.nn[1].running_mean], [plain.nn[1].running_mean])
+    assert len(reasons()) == 1
+
+
+def test_plain_path_warns_once_per_class_and_reason():
+    layer = fused_nn.SAGEConv(6, 5, aggr="median").double()
+    x, _ = BY_NAME["sage"].inputs(CASE)
+    with pytest.warns(debug.PlainPathWarning, match="SAGEConv.propagate runs as plain PyG") as caught:
+        layer(x, CASE.edge_index)
+        layer(x, CASE.edge_index)
+    assert len([w for w in caught if w.category is debug.PlainPathWarning]) == 1
+
+
+# Refusals: clear errors, before anything runs
+
+
+@pytest.mark.parametrize("name", ["gcn", "sage", "gin", "gat", "gatv2", "edge_conv", "gmm"])
+def test_wrong_number_of_rows(name):
+    layer = BY_NAME[name]
+    _, fused = twins(layer)
+    x, edge = layer.inputs(CASE)
+    graph = Graph.from_edge_index(CASE.edge_index, CASE.num_dst)
+    with pytest.raises(errors.RowCountError, match=r"to have 17 rows, one per (source )?node \(got 16\)"):
+        fused(x[:-1], graph, **edge)
+    with pytest.raises(IndexError, match="valid indices"):
+        fused(x[:-5], CASE.edge_index, **edge)
+
+
+@pytest.mark.parametrize("name, argument", [
+    ("gcn_weight", "edge_weight"), ("gcn_not_normalized_weight", "edge_weight"), ("gat_edge", "edge_attr"),
+    ("gatv2_edge", "edge_attr"), ("gmm", "edge_attr"),
+])
+def test_edge_data_of_the_wrong_length(name, argument):
+    layer = BY_NAME[name]
+    _, fused = twins(layer)
+    x, edge = layer.inputs(CASE)
+    with pytest.raises(errors.RowCountError, match=rf"'{argument}' to have 83 rows, one per edge \(got 80\)"):
+        fused(x, CASE.edge_index, edge[argument][:80])
+    assert debug.counters() == {"fused": 0, "plain": 0}
+
+
+@pytest.mark.parametrize("bad", [torch.tensor([[0, 17], [1, 2]]), torch.tensor([[0, -1], [1, 2]])])
+@pytest.mark.parametrize("name", ["gcn", "sage", "gat"])
+def test_ids_out_of_range(name, bad):
+    layer = BY_NAME[name]
+    _, fused = twins(layer)
+    with pytest.raises(IndexError, match="valid indices"):
+        fused(layer.inputs(CASE)[0], bad)
+
+
+@pytest.mark.parametrize("bad", [CASE.edge_index.float(), CASE.edge_index[0], CASE.edge_index.t()])
+@pytest.mark.parametrize("name", ["sage", "gin", "edge_conv"])
+def test_not_an_edge_index(name, bad):
+    layer = BY_NAME[name]
+    _, fused = twins(layer)
+    with pytest.raises(ValueError, match="edge_index"):
+        fused(layer.inputs(CASE)[0], bad)
+
+
+def test_mixed_dtypes():
+    layer = BY_NAME["gmm"]
+    _, fused = twins(layer)
+    x, edge = layer.inputs(CASE)
+    with pytest.raises(errors.DtypeError, match=r"torch.float64 like 'x_j' \(got torch.float32\)"):
+        fused(x, CASE.edge_index, edge["edge_attr"].float())
+
+
+def test_mixed_devices():
+    _, fused = twins(BY_NAME["sage"])
+    x, _ = BY_NAME["sage"].inputs(CASE)
+    with pytest.raises(ValueError, match="on device cpu"):
+        fused.propagate(CASE.edge_index, x=(x.to("meta"), x))
+
+
+def test_autocast_takes_the_common_type():
+    layer = BY_NAME["gat"]
+    plain, fused = twins(layer)
+    plain, fused = plain.float(), fused.float()
+    x = layer.inputs(CASE)[0].float()
+    with torch.autocast("cpu", torch.bfloat16):
+        out, expected = fused(x, CASE.edge_index), plain(x, CASE.edge_index)
+    assert out.dtype == expected.dtype
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+    assert_fused()
+
+
+# What is kept, and what is not
+
+
+def test_second_forward_traces_and_builds_nothing(monkeypatch):
+    layer = BY_NAME["gatv2_edge"]
+    _, fused = twins(layer)
+    x, edge = layer.inputs(CASE)
+    edge = {k: v.detach() for k, v in edge.items()}
+    fused(x, CASE.edge_index, **edge).sum().backward()
+
+    def never(*args, **kwargs):
+        raise AssertionError("this was done already")
+
+    monkeypatch.setattr(Graph, "from_edge_index", never)
+    monkeypatch.setattr(tracing, "trace_method", never)
+    fused(x, CASE.edge_index, **edge).sum().backward()
+    twin = copy.deepcopy(fused)  # another layer with the same structure
+    twin(x, CASE.edge_index, **edge)
+
+
+def test_nothing_keeps_a_layer_alive():
+    x, edge_attr = gated_inputs()
+    layer = Gated().double()
+    edge_index = CASE.edge_index.clone()
+    layer(x, edge_index, edge_attr).sum().backward()
+    refs = [weakref.ref(layer), weakref.ref(edge_index)]
+    del layer, edge_index
+    gc.collect()
+    assert [ref() for ref in refs] == [None, None]
+
+
+def test_edge_index_changed_in_place_is_seen():
+    layer = BY_NAME["gcn"]
+    plain, fused = twins(layer)
+    x, _ = layer.inputs(CASE)
+    edge_index = CASE.edge_index.clone()
+    fused(x, edge_index)
+    edge_index[0] = edge_index[0].flip(0)
+    assert_same([fused(x, edge_index)], [plain(x, edge_index)])
+
+
+def test_inference_mode_leaves_nothing_unfit_for_training():
+    layer = BY_NAME["gat_edge"]
+    plain, fused = twins(layer)
+    edge_index = CASE.edge_index.clone()
+    x, edge = layer.inputs(CASE)
+    detached = {k: v.detach() for k, v in edge.items()}
+    with torch.inference_mode():
+        out = fused(x, edge_index, **detached)
+    assert_same([out.clone()], [plain(x, edge_index, **edge)])
+    assert_same(run(fused, layer, CASE, edge_index), run(plain, layer, CASE, edge_index))
+    fused(x, edge_index, **detached).sum().backward()
+
+
+def test_no_grad():
+    for name in ("gcn_weight", "gatv2_edge"):
+        layer = BY_NAME[name]
+        plain, fused = twins(layer)
+        x, edge = layer.inputs(CASE)
+        with torch.no_grad():
+            out = fused(x, CASE.edge_index, **edge)
+        assert not out.requires_grad
+        assert_same([out], [plain(x, CASE.edge_index, **edge)])
+
+
+def test_tied_maxima_of_equal_messages():
+    plain, fused = twins(BY_NAME["sage_max"])
+    case = zoo.duplicates()
+    assert_same(run(fused, BY_NAME["sage_max"], case, case.edge_index),
+                run(plain, BY_NAME["sage_max"], case, case.edge_index))
+
+
+def test_message_of_edge_data_alone():
+    class EdgeSum(fused_nn.MessagePassing):
+        def forward(self, x, edge_index, edge_attr):
+            return self.propagate(edge_index, x=x, edge_attr=edge_attr)
+
+        def message(self, x_i, edge_attr):
+            return edge_attr
+
+    x, edge_attr = gated_inputs()
+    out = EdgeSum()(x, CASE.edge_index, edge_attr)
+    expected = torch.zeros_like(x).index_add(0, CASE.edge_index[1], edge_attr)
+    assert_same([out], [expected])
+    assert_same(list(torch.autograd.grad(out.sin().sum(), edge_attr)),
+                list(torch.autograd.grad(expected.sin().sum(), edge_attr)))
+    assert_fused(1)
+
+
+def test_lazy_layers():
+    x, edge = BY_NAME["gmm"].inputs(CASE)
+    for make in (lambda n: n.SAGEConv(-1, 5), lambda n: n.GCNConv(-1, 5), lambda n: n.GATConv(-1, 5),
+                 lambda n: n.GATv2Conv(-1, 5), lambda n: n.GINConv(pyg_nn.Linear(-1, 5))):
+        layer = make(fused_nn).double()
+        out = layer(x, CASE.edge_index)
+        plain = make(pyg_nn).double()
+        plain.load_state_dict(layer.state_dict())
+        assert_same([out], [plain(x, CASE.edge_index)])
+    layer = fused_nn.GMMConv(-1, 5, dim=3, kernel_size=2).double()
+    assert layer(x, CASE.edge_index, **edge).shape == (17, 5)
+    assert_fused()
+
+
+def test_mlp_width_is_part_of_the_structure():
+    for width in (5, 3):
+        plain, fused = pyg_nn.EdgeConv(mlp(12, width)).double(), fused_nn.EdgeConv(mlp(12, width)).double()
+        fused.load_state_dict(plain.state_dict())
+        x, _ = BY_NAME["edge_conv"].inputs(CASE)
+        assert_same([fused(x, CASE.edge_index)], [plain(x, CASE.edge_index)])
+    assert_fused(2)
