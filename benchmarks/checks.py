@@ -1,7 +1,7 @@
 """Numbers first: a case whose results are wrong is not timed.
 
 Where plain PyG fits, outputs and gradients are compared with PyG's in float64, and may be no further from them than a
-small bound or twice PyG's own error in the dtype of the case. Where it does not fit, each layer's output is compared on
+small bound or a few times PyG's own error in the dtype of the case. Where it does not fit, each layer's output is compared on
 sampled rows with PyG in float64 on the edges into those rows, and gradients on a small graph of the same family.
 """
 
@@ -21,8 +21,9 @@ from benchmarks.workloads import Workload
 
 #: Relative error (norms over a tensor) that needs no excuse.
 BOUNDS = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}
-#: How much worse than PyG's own error in the same dtype is accepted above the bound.
-SLACK = 2.0
+#: How much worse than PyG's own error in the same dtype is accepted above the bound: gradients that cancel, as those of
+#: attention vectors do, are noise in both, and this compares one sample of each.
+SLACK = 4.0
 #: Bytes of one message array in float64 above which PyG on a CPU is compared in the dtype of the case.
 CPU_FLOAT64_BYTES = 4 << 30
 NUM_SAMPLED_ROWS = 256
