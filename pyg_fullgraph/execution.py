@@ -76,17 +76,17 @@ def _step_inputs(step: tuple[Node, Node] | Sweep) -> tuple[Node, ...]:
 def run_sweep(sweep: Sweep, order: EdgeOrder, leaf: chunks.Leaf, like: Tensor) -> dict[Node, Tensor]:
     """One sweep by a generated kernel where there is one for it and for the device, else in chunks."""
     if like.device.type == "cuda" or interpreted():
-        kernel = kernel_of(sweep)
+        kernel = kernel_of(sweep, 16 // like.element_size())
         if isinstance(kernel, codegen.KernelSource):
             return _launch_sweep(sweep, kernel, order, leaf, like)
     return chunks.run_sweep(sweep, order, leaf, like)
 
 
 @lru_cache(maxsize=4096)
-def kernel_of(sweep: Sweep) -> codegen.KernelSource | NotFusable:
-    """The generated kernel of ``sweep``, or why there is none."""
+def kernel_of(sweep: Sweep, lanes: int = 4) -> codegen.KernelSource | NotFusable:
+    """The generated kernel of ``sweep`` for ``lanes`` features per 16 bytes, or why there is none."""
     try:
-        return codegen.generate(sweep)
+        return codegen.generate(sweep, lanes)
     except NotFusable as reason:
         return reason
 
@@ -108,7 +108,7 @@ def _launch_sweep(sweep: Sweep, kernel: codegen.KernelSource, order: EdgeOrder, 
     for buffer in kernel.inputs:
         value = leaf(buffer.node)
         if buffer.node.is_row:
-            value = _contiguous_rows(value)
+            value = _contiguous_rows(value, *buffer.run)
             inputs += [value, value.stride(0)]
         else:
             inputs.append(value.contiguous())
@@ -134,7 +134,13 @@ def _launch_sweep(sweep: Sweep, kernel: codegen.KernelSource, order: EdgeOrder, 
     return {n: t.sum(0).to(like.dtype) if n.domain == Domain.PARAM else t for n, t in results.items()}
 
 
-def _contiguous_rows(value: Tensor) -> Tensor:
-    """``value`` as ``[rows, features]`` with unit feature stride; a copy only where the layout asks for one."""
-    flat = value.reshape(value.shape[0], value.numel() // max(value.shape[0], 1))
+def _contiguous_rows(value: Tensor, run: int, pitch: int) -> Tensor:
+    """``value`` as ``[rows, features]`` with unit feature stride and runs of ``run`` features padded to ``pitch``.
+
+    A copy only where the layout asks for one.
+    """
+    features = value.numel() // max(value.shape[0], 1)
+    if run != pitch:
+        return torch.nn.functional.pad(value.reshape(value.shape[0], features // run, run), (0, pitch - run)).flatten(1)
+    flat = value.reshape(value.shape[0], features)
     return flat if flat.shape[1] <= 1 or flat.stride(1) == 1 else flat.contiguous()

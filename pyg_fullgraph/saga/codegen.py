@@ -37,12 +37,15 @@ class Buffer:
         node: The input or result it holds.
         shape: Feature shape.
         integer: Whether it holds integers.
+        run: Features of its innermost axis, and how many the kernel expects in memory there (zeros follow the features):
+            rows that are gathered start every run at a multiple of 16 bytes, so that loads are wide.
     """
 
     name: str
     node: Node
     shape: ir.Shape
     integer: bool
+    run: tuple[int, int] = (1, 1)
 
 
 @dataclass(frozen=True)
@@ -80,13 +83,17 @@ class KernelSource:
         return min(max(next_power_of_2(self.width * block_e // self.elements_per_warp), 1), 8)
 
 
-def generate(sweep: Sweep) -> KernelSource:
+def generate(sweep: Sweep, lanes: int = 4) -> KernelSource:
     """Generate the kernels of ``sweep``.
+
+    Args:
+        sweep: What to compute.
+        lanes: Features per 16 bytes, the widest load of a thread.
 
     Raises:
         NotFusable: A value does not fit a tile, or an operation has no rule; the sweep then runs in chunks.
     """
-    return _Generator(sweep).generate()
+    return _Generator(sweep, lanes).generate()
 
 
 def lower_products(roots: Sequence[Node]) -> tuple[Node, ...]:
@@ -242,8 +249,8 @@ class _Softmax(_Reducer):
 
 
 class _Generator:
-    def __init__(self, sweep: Sweep) -> None:
-        self.sweep = sweep
+    def __init__(self, sweep: Sweep, lanes: int) -> None:
+        self.sweep, self.lanes = sweep, lanes
         operands = lower_products(sweep.operands)
         waiting = iter(operands)
         self.gathers = [(r, g.rebuild([next(waiting) for _ in g.args])) for r, g in sweep.gathers]
@@ -326,17 +333,26 @@ class _Generator:
     def _lanes(self) -> str:
         return f"[:, {', '.join('None' for _ in self.order)}]" if self.order else ""
 
-    def _offset(self, node: Node) -> str:
-        """Offset of each feature of ``node`` from the start of its row."""
+    def _run(self, node: Node) -> tuple[int, int]:
+        """Length of the innermost runs of a gathered input, and their length in memory (see :class:`Buffer`)."""
+        axes = self.axes.axes(node)
+        if node.domain != self.others or node.is_integer or not axes or node.numel < 2 * self.lanes:
+            return 1, 1
+        return axes[-1].size, -(-axes[-1].size // self.lanes) * self.lanes
+
+    def _offset(self, node: Node, pitch: int = 1) -> str:
+        """Offset of each feature of ``node`` from the start of its row; ``pitch`` is the length of innermost runs."""
         terms, stride = [], 1
         for axis in reversed(self.axes.axes(node)):
             terms.append(f"{self._index(axis)} * {stride}" if stride > 1 else self._index(axis))
-            stride *= axis.size
+            stride *= axis.size if terms[1:] or pitch == 1 else pitch
         return " + ".join(reversed(terms)) if terms else "0"
 
-    def _mask(self, node: Node, *more: str) -> str:
-        terms = list(more) + [f"({self._index(a)} < {a.size})" for a in self.axes.axes(node) if self._is_masked(a)]
-        return " & ".join(terms)
+    def _mask(self, node: Node, *more: str, pitch: int = 1) -> str:
+        axes = self.axes.axes(node)
+        sizes = [a.size if pitch == 1 or a is not axes[-1] else pitch for a in axes]
+        terms = [f"({self._index(a)} < {s})" for a, s in zip(axes, sizes, strict=True) if s % self.block[a]]
+        return " & ".join([*more, *terms])
 
     def _full_shape(self, node: Node, lanes: str) -> str:
         held = self.axes.axes(node)
@@ -413,8 +429,9 @@ class _Generator:
         self.present[node] = self.present[node.args[0]] - set(gone)
 
     def _load(self, node: Node) -> str:
-        buffer = self.inputs.setdefault(node, Buffer(f"in{len(self.inputs)}", node, node.shape, node.is_integer))
-        offset = self._offset(node)
+        run = self._run(node)
+        buffer = self.inputs.setdefault(node, Buffer(f"in{len(self.inputs)}", node, node.shape, node.is_integer, run))
+        offset = self._offset(node, run[1])
         if node.op == "input" and node.is_integer and node.domain == Domain.PARAM:
             return f"tl.load({buffer.name}_ptr)"
         cast = "" if node.is_integer else ".to(FLOAT)"
@@ -426,7 +443,7 @@ class _Generator:
             place = f"{buffer.name}_ptr + row * {buffer.name}_stride + {offset}"
         else:
             index = "other" if node.domain == self.others else self.edge_ids()
-            mask = self._mask(node, "live")
+            mask = self._mask(node, "live", pitch=run[1])
             place = f"{buffer.name}_ptr + {index}.to(tl.int64) * {buffer.name}_stride + {offset}"
         if offset == "0" and self.order and node.domain in (Domain.PARAM, self.sweep.rows):
             return f"tl.load({place}){cast}"
