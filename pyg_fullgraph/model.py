@@ -36,8 +36,8 @@ def convert(model: AnyModule, strict: bool = False) -> AnyModule:
 
     Args:
         model: any module. Parameters, buffers, hooks and optimizers that hold them are untouched: only the class of
-            each layer changes, to a subclass with the same name, state dict and forward. Layers without a class of ours get
-            one made from their own, the user's included.
+            each layer changes, to a subclass with the same name, state dict and forward. Layers without a class of
+            ours get one made from their own, the user's included.
         strict: refuse a model with a layer that can never run fused.
     Returns: ``model``.
     Raises: NotFusedError (ValueError), with ``strict``: names every such layer with its reasons; nothing was changed.
@@ -52,7 +52,6 @@ def convert(model: AnyModule, strict: bool = False) -> AnyModule:
         if not isinstance(layer, FusedMixin):
             kind = type(layer)
             _change_class(layer, _DROP_IN.get(kind) or fused_class(kind, FusedMixin))
-            layer._set_jittable_templates()  # type: ignore[attr-defined]
     return model
 
 
@@ -66,19 +65,19 @@ def revert(model: AnyModule) -> AnyModule:
         base = _BASES.get(kind) or vars(kind).get("_fullgraph_base")
         if base is not None:
             _change_class(layer, base)
-            layer._set_jittable_templates()  # type: ignore[operator]
     return model
 
 
 def _change_class(layer: Any, kind: type) -> None:
-    # explain and decomposed_layers put functions of the class on the instance.
+    # explain and decomposed_layers put functions of the class on the instance, where PyG's preparation of the class
+    # must not find them: it would take them for the class's.
     bound = {name: vars(layer).pop(name) for name in ("propagate", "edge_updater") if name in vars(layer)}
     layer.__class__ = kind
+    layer._set_jittable_templates()
     for name, function in bound.items():
-        if not getattr(function, "__module__", "").startswith((f"{kind.__module__}_", "torch_geometric.nn.conv.")):
-            setattr(layer, name, function)  # not PyG's doing
+        if not getattr(function, "__module__", "").endswith((f"_{name}", ".message_passing")):
+            setattr(layer, name, function)  # the user's doing
         elif layer.explain or layer.decomposed_layers > 1:
-            layer._set_jittable_templates()
             setattr(layer, name, getattr(kind, f"_orig_{name}").__get__(layer))
 
 
@@ -199,9 +198,9 @@ def _report(name: str, layer: Module, events: list[debug.Event]) -> LayerReport:
         reasons.append("the layer is plain PyG; pyg_fullgraph.convert(model) changes that")
     fused = [e for e in events if e.program is not None and e.graph is not None]
     whole = [e.program.outputs[0].value for e in fused if e.method == "propagate" and e.program is not None]
-    kept = {}
+    kept: dict[tuple[str, int], tuple[EdgeProgram, Graph]] = {}
     for e in fused:
-        assert e.program is not None
+        assert e.program is not None and e.graph is not None
         absorbed = e.method == "edge_updater" and any(ir.depends_on(v, e.program.outputs[0].value) for v in whole)
         if not absorbed:
             kept.setdefault((e.program.digest, id(e.graph)), (e.program, e.graph))

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch_geometric.nn as pyg_nn
 from torch import Tensor, nn
-from zoo import Case
 
 import pyg_fullgraph.nn as fused_nn
 from pyg_fullgraph import debug
+from zoo import Case
 
 F_IN, F_SRC, F_DST, F_OUT, F_EDGE = 6, 6, 4, 5, 3
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-import zoo
 from layers import PAIRS, SQUARE, assert_fused, assert_same, run, twins
 
+import zoo
 from pyg_fullgraph import debug
 from pyg_fullgraph.graph import Graph
 

@@ -89,7 +89,7 @@ def install(conv: PyGMessagePassing, build: Callable[[], None]) -> None:
             _install_own(cls, method, function)
     conv.inspector._source_dict = before
     _install_forward(cls)
-    cls._fullgraph_installed = tuple(methods)  # type: ignore[attr-defined]
+    cls._fullgraph_installed = tuple(methods)
 
 
 def _source(cls: type) -> str:
@@ -139,7 +139,7 @@ def _install_dispatcher(conv: PyGMessagePassing, method: str) -> None:
     if dispatcher is None:  # PyG could not read the class either; its generic function takes any keywords
         dispatcher = _generic(method)
     dispatcher.__module__ = plain.__module__
-    dispatcher._is_fullgraph = True  # type: ignore[attr-defined]
+    dispatcher._is_fullgraph = True
     setattr(cls, method, dispatcher)
     setattr(cls, f"_jinja_{method}", dispatcher)
     # Not the parent's generated function, which PyG takes if the parent was instantiated first: it ignores explain.
@@ -154,7 +154,7 @@ def _install_own(cls: type, method: str, own: Any) -> None:
         debug.record(self, method, reasons=[f"the class has {_article(method)} of its own"])
         return own(self, *args, **kwargs)
 
-    function._is_fullgraph = True  # type: ignore[attr-defined]
+    function._is_fullgraph = True
     for name in (method, f"_orig_{method}", f"_jinja_{method}"):
         setattr(cls, name, function)
 
@@ -190,7 +190,7 @@ def _recorded(method: str) -> Any:
         debug.record(self, method, reasons=[why])
         return generic(self, edge_index, size=size, **kwargs)
 
-    function._is_fullgraph = True  # type: ignore[attr-defined]
+    function._is_fullgraph = True
     return function
 
 
@@ -227,7 +227,7 @@ def _render(conv: PyGMessagePassing, method: str) -> Any:
 
 def _install_forward(cls: type) -> None:
     """Let ``forward`` and the methods beside it see our functions where they name PyG's preparation functions."""
-    changed, original = False, cls.forward  # type: ignore[attr-defined]
+    changed, original = False, cls.forward
     for name in dir(cls):
         function = inspect.getattr_static(cls, name)
         if isinstance(function, types.FunctionType) and _names_replaced(function) and not name.startswith("__"):
@@ -235,7 +235,7 @@ def _install_forward(cls: type) -> None:
             changed = True
     edge_update = getattr(cls, "edge_update", None)
     if changed or not getattr(edge_update, "__isabstractmethod__", False):
-        cls.forward = _plain_results(cls.forward, original)  # type: ignore[attr-defined]
+        cls.forward = _plain_results(cls.forward, original)
 
 
 def _names_replaced(function: types.FunctionType) -> bool:
@@ -273,7 +273,7 @@ def _plain_results(forward: Any, original: Any) -> Any:
 
     function = types.FunctionType(call.__code__, original.__globals__, forward.__name__, None, call.__closure__)
     functools.update_wrapper(function, original)
-    function._has_plain_results = True  # type: ignore[attr-defined]
+    function._has_plain_results = True
     return function
 
 

@@ -39,7 +39,7 @@ class LazyTensor(Tensor):
     """A tensor of known shape, dtype and device whose values are computed when a torch function asks for them."""
 
     @staticmethod
-    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *args: Any) -> LazyTensor:
+    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *args: Any) -> Any:
         return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=False)
 
     def materialize(self) -> Tensor:
@@ -57,7 +57,9 @@ class LazyTensor(Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         args, kwargs = pytree.tree_map(_plain, (args, kwargs or {}))
         return func(*args, **kwargs)
 

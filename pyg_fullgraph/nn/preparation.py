@@ -108,7 +108,11 @@ class _Loops:
         self.loops = mask.nonzero().view(-1)
         self.nodes = edge_index[0].index_select(0, self.loops).long()
         self.num_kept = edge_index.size(1) - self.loops.numel()
-        self.kept = None if self.loops.numel() == 0 else (~mask).nonzero().view(-1)
+        self.kept: Tensor | None = None if self.loops.numel() == 0 else (~mask).nonzero().view(-1)
+
+    def drop(self, values: Tensor, dim: int = 0) -> Tensor:
+        """``values`` of the edges that are no self-loops, along ``dim``."""
+        return values if self.kept is None else values.index_select(dim, self.kept)
 
 
 class WithoutLoops(LazyTensor):
@@ -128,7 +132,7 @@ class WithoutLoops(LazyTensor):
 
     def materialize(self) -> Tensor:
         if self._value is None:
-            self._value = _to_plain(self.origin).index_select(1, self.found.kept)
+            self._value = self.found.drop(_to_plain(self.origin), 1)
         return self._value
 
 
@@ -170,7 +174,8 @@ def remove_self_loops(edge_index: Tensor, edge_attr: Tensor | None = None) -> tu
     if found.kept is None:
         return edge_index, edge_attr
     if edge_attr is not None:
-        edge_attr = _of_values(memo, "kept", edge_attr, lambda: edge_attr.index_select(0, found.kept))
+        values = edge_attr
+        edge_attr = _of_values(memo, "kept", values, lambda: found.drop(values))
     return WithoutLoops(edge_index, found), edge_attr
 
 
@@ -215,9 +220,10 @@ def add_remaining_self_loops(edge_index: Tensor, edge_attr: Tensor | None = None
         loop_attr = compute_loop_attr(plain, edge_attr, num_nodes, False, fill_value)
         if found.kept is None:
             return torch.cat([edge_attr, loop_attr])
-        # The operations of PyG, so that with several loops on a node value and gradients are PyG's too.
-        loop_attr[found.nodes] = edge_attr.index_select(0, found.loops)
-        return torch.cat([edge_attr.index_select(0, found.kept), loop_attr])
+        # PyG's operation, so that with several loops on a node values and gradients are PyG's; out of place, because
+        # the gradient of a maximum needs what was there.
+        loop_attr = loop_attr.index_put((found.nodes,), edge_attr.index_select(0, found.loops))
+        return torch.cat([found.drop(edge_attr), loop_attr])
 
     if isinstance(fill_value, Tensor):
         return full, fill()
@@ -230,9 +236,8 @@ def _with_loops(origin: Tensor, num_loops: int, removed: bool) -> Tensor:
 
     def build() -> Tensor:
         plain = _to_plain(origin)
-        found = _once(memo, "loops", lambda: _Loops(origin)) if removed else None
-        if found is not None and found.kept is not None:
-            plain = plain.index_select(1, found.kept)
+        if removed:
+            plain = _once(memo, "loops", lambda: _Loops(origin)).drop(plain, 1)
         loop = torch.arange(num_loops, device=plain.device, dtype=plain.dtype).expand(2, -1)
         full = torch.cat([plain, loop], dim=1)
         size = (origin.num_src, origin.num_dst) if isinstance(origin, Graph) else (num_loops, num_loops)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import typing
 import weakref
 
 import torch
@@ -32,6 +33,9 @@ from pyg_fullgraph.saga.trace import INDEX, SIZE_I, SIZE_J, ArgSpec
 
 __all__ = ["FusedMixin", "refusals"]
 
+# A base for the type checker only: beside it in the MRO there is always a PyG layer.
+_Layer: typing.Any = object
+
 _REDUCTIONS = {aggr.SumAggregation: "sum", aggr.MeanAggregation: "mean", aggr.MaxAggregation: "max",
                aggr.MinAggregation: "min"}
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -47,7 +51,7 @@ _SAME_ON_SPARSE_TENSOR = _SAME_ON_TORCH_SPARSE | {pyg_nn.SAGEConv.message_and_ag
                                                   pyg_nn.GINConv.message_and_aggregate}
 
 
-def refusals(conv: torch.nn.Module) -> tuple[str, ...]:
+def refusals(conv: typing.Any) -> tuple[str, ...]:
     """Why a layer cannot run fused whatever its inputs are; empty if nothing speaks against it.
 
     What depends on the inputs, or on what ``message`` does, is only known when it runs.
@@ -70,9 +74,10 @@ def refusals(conv: torch.nn.Module) -> tuple[str, ...]:
     return tuple(reasons)
 
 
-def _stored_attributes(function):
+def _stored_attributes(function: typing.Any) -> list[str]:
     """Attributes that a method sets: side results, which a traced program does not have."""
-    return sorted({i.argval for i in dis.get_instructions(function) if i.opname == "STORE_ATTR"})
+    code = getattr(function, "__code__", None)
+    return sorted({i.argval for i in dis.get_instructions(code) if i.opname == "STORE_ATTR"}) if code else []
 
 
 def _has_hooks(module: torch.nn.Module) -> bool:
@@ -80,7 +85,7 @@ def _has_hooks(module: torch.nn.Module) -> bool:
                for m in module.modules())
 
 
-def _momentary_refusals(conv: torch.nn.Module, method: str) -> list[str]:
+def _momentary_refusals(conv: typing.Any, method: str) -> list[str]:
     """Reasons that come and go: hooks, explain, tracing."""
     reasons = []
     if conv.explain:
@@ -100,7 +105,7 @@ def _momentary_refusals(conv: torch.nn.Module, method: str) -> list[str]:
     return reasons
 
 
-class FusedMixin:
+class FusedMixin(_Layer):
     """Put before a PyG layer class, runs its edge phase as one fused program where that is possible.
 
     Constructor, parameters, state dict, repr, forward and hooks stay the layer's.
@@ -153,7 +158,9 @@ class FusedMixin:
 
     @torch.compiler.disable
     def _fullgraph_edge_updater(self, edge_index, size, kwargs):
-        reasons = _momentary_refusals(self, "edge_update")
+        stored = _stored_attributes(type(self).edge_update)
+        reasons = [f"edge_update leaves {', '.join(stored)} behind on the layer"] if stored else []
+        reasons += _momentary_refusals(self, "edge_update")
         try:
             if reasons:
                 raise NotFusable(reasons)
@@ -167,7 +174,7 @@ class FusedMixin:
         return out.materialize() if is_sparse(edge_index) else out
 
 
-_refused = weakref.WeakKeyDictionary()
+_refused: weakref.WeakKeyDictionary[typing.Any, typing.Any] = weakref.WeakKeyDictionary()
 
 
 def _own_refusals(conv):
@@ -285,10 +292,10 @@ class _Call:
             raise NotFusable([f"{self.method} needs '{name}', which is not among the arguments"])
         if isinstance(value, EdgeExpr):
             if value.graph is self.graph and not self._clashes(value):
-                spec = ArgSpec(Domain.EDGE, value.node.shape, f"{self.method}.{name}")
-                self.exprs[ir.input(spec.name, Domain.EDGE, spec.shape)] = value
+                place = f"{self.method}.{name}"
+                self.exprs[ir.input(place, Domain.EDGE, value.node.shape)] = value
                 self.tensors.update(value.tensors)
-                return spec
+                return ArgSpec(Domain.EDGE, value.node.shape, place)
             value = value.materialize()
         if not isinstance(value, torch.Tensor):
             if is_sparse(value):
@@ -370,11 +377,11 @@ class _Call:
         for expr in self.exprs.values():
             inputs = ir.inputs_of(expr.node)
             for spec in self.args.values():
-                if not isinstance(spec, ArgSpec) or spec.integer or spec.domain not in (Domain.SRC, Domain.DST):
+                if not isinstance(spec, ArgSpec) or spec.name is None or spec.integer or spec.domain == Domain.EDGE:
                     continue
                 value = self.tensors[spec.name]
                 for node in inputs:
-                    if node.domain == spec.domain and node.shape == spec.shape and \
+                    if node.is_row and node.domain == spec.domain and node.shape == spec.shape and \
                             _is_same(value, expr.tensors[node.name]) and spec.name != node.name:
                         out[ir.input(spec.name, spec.domain, spec.shape)] = node
         return out

@@ -52,7 +52,7 @@ def traced(conv: Module, method: str, args: Mapping[str, Any]) -> tuple[Node, ..
     if entry is None or any(ref() is None for ref in entry[0]):
         result: tuple[Node, ...] | NotFusable
         try:
-            result = trace_method(conv, method, args)
+            result = trace_method(_without_lazy(conv), method, args)
         except NotFusable as error:
             result = NotFusable(error.reasons)  # without the traceback, which holds the module
         entry = (key.refs, result)
@@ -113,10 +113,30 @@ class _Key:
         return type(value), id(value)
 
 
+def _is_lazy(value: Tensor | None) -> bool:
+    return value is not None and torch.nn.parameter.is_lazy(value)
+
+
+def _without_lazy(module: Module) -> Module:
+    """``module``, or if parts of it wait for their first input, a stand-in without those parameters.
+
+    PyG initializes many of them after propagate; a trace that needs one fails, and the layer runs plain that once.
+    """
+    if not any(_is_lazy(t) for m in module.modules() for t in (*m._parameters.values(), *m._buffers.values())):
+        return module
+    stand_in = object.__new__(type(module))
+    vars(stand_in).update(vars(module))
+    for kind in ("_parameters", "_buffers"):
+        kept = {k: t for k, t in getattr(module, kind).items() if not _is_lazy(t)}
+        vars(stand_in)[kind] = kept
+    vars(stand_in)["_modules"] = {k: m if m is None else _without_lazy(m) for k, m in module._modules.items()}
+    return stand_in
+
+
 def _state(conv: Module) -> Iterator[tuple[str, Tensor]]:
     for items in (conv.named_parameters(), conv.named_buffers()):
         for name, value in items:
-            if not torch.nn.parameter.is_lazy(value):
+            if not _is_lazy(value):
                 yield name, value
 
 

@@ -1,0 +1,236 @@
+"""convert, revert and explain on whole models, PyG's own and a user's."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch_geometric.nn as pyg_nn
+from layers import assert_fused, assert_same
+from torch_geometric.nn import models
+
+import pyg_fullgraph.nn as fused_nn
+import zoo
+from pyg_fullgraph import debug
+from pyg_fullgraph.errors import InputError, NotFusedError
+from pyg_fullgraph.graph import Graph
+from pyg_fullgraph.model import convert, explain, revert
+
+CASE = zoo.prime()
+GRAPH = Graph.from_edge_index(CASE.edge_index, CASE.num_dst)
+
+pytestmark = pytest.mark.filterwarnings("ignore::pyg_fullgraph.debug.PlainPathWarning")
+
+
+@pytest.fixture(autouse=True)
+def counting():
+    debug.reset()
+
+
+def make(kind, **kwargs):
+    torch.manual_seed(0)
+    return kind(6, 8, num_layers=3, out_channels=4, **kwargs).double()
+
+
+MODELS = {
+    "gcn": lambda: make(models.GCN, norm="BatchNorm"),
+    "sage": lambda: make(models.GraphSAGE, jk="cat"),
+    "gin": lambda: make(models.GIN),
+    "gat": lambda: make(models.GAT, heads=2),
+    "gatv2": lambda: make(models.GAT, heads=2, v2=True),
+    "edge_cnn": lambda: make(models.EdgeCNN, norm=None),
+}
+
+
+class UserLayer(pyg_nn.MessagePassing):
+    def __init__(self):
+        super().__init__(aggr="mean")
+        self.lin = torch.nn.Linear(6, 6)
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=self.lin(x))
+
+    def message(self, x_i, x_j):
+        return torch.tanh(x_j - x_i)
+
+
+class UserModel(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = UserLayer(), pyg_nn.GCNConv(6, 4)
+
+    def forward(self, x, edge_index):
+        return self.second(self.first(x, edge_index), edge_index)
+
+
+class OwnPropagate(UserLayer):
+    def propagate(self, edge_index, x):
+        return super().propagate(edge_index, x=x) * 2
+
+
+def features():
+    return torch.randn(CASE.num_src, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def gradients(model, x, edge_index):
+    out = model(x, edge_index)
+    return [out, *torch.autograd.grad(out.sin().sum(), list(model.parameters()), allow_unused=True)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_convert_and_revert(name):
+    plain = MODELS[name]()
+    model = copy.deepcopy(plain)
+    parameters = list(model.parameters())
+    classes = [type(m) for m in model.modules()]
+    attributes = [set(vars(m)) for m in model.modules()]
+    assert convert(model) is model
+    assert all(p is q for p, q in zip(model.parameters(), parameters, strict=True))
+    assert repr(model) == repr(plain)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    expected = gradients(plain, features(), CASE.edge_index)
+    for edge_index in (CASE.edge_index, GRAPH):
+        assert_same(gradients(model, features(), edge_index), expected)
+    assert_fused()
+    assert convert(model) is model
+    twin = pickle.loads(pickle.dumps(model))
+    assert_same([twin(features(), GRAPH)], [model(features(), GRAPH)])
+    debug.reset()
+    revert(model)
+    assert [type(m) for m in model.modules()] == classes
+    assert [set(vars(m)) for m in model.modules()] == attributes
+    assert_same(gradients(model, features(), CASE.edge_index), gradients(plain, features(), CASE.edge_index), 0)
+    assert debug.counters() == {"fused": 0, "plain": 0}
+
+
+def test_user_layers_are_converted():
+    plain = UserModel().double()
+    model = convert(copy.deepcopy(plain), strict=True)
+    assert isinstance(model.first, UserLayer)
+    assert type(model.first) is not UserLayer
+    assert type(model.first).__name__ == "UserLayer"
+    for module in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert_same(gradients(module, features(), CASE.edge_index), gradients(plain, features(), CASE.edge_index))
+    assert_fused(6)
+    assert type(pickle.loads(pickle.dumps(model)).first) is type(model.first)
+    assert type(revert(model).first) is UserLayer
+    assert_same([model(features(), CASE.edge_index)], [plain(features(), CASE.edge_index)], 0)
+
+
+def test_one_class_for_all_layers_of_a_class():
+    first, second = convert(UserLayer()), convert(UserLayer())
+    assert type(first) is type(second)
+
+
+def test_own_propagate_is_kept_and_counted():
+    plain = OwnPropagate().double()
+    model = convert(copy.deepcopy(plain))
+    assert_same([model(features(), CASE.edge_index)], [plain(features(), CASE.edge_index)])
+    assert debug.plain_reasons() == {"OwnPropagate.propagate": {"the class has a propagate of its own": 1}}
+    assert type(revert(model)) is OwnPropagate
+
+
+def test_strict_names_every_refusal_and_changes_nothing():
+    model = torch.nn.ModuleDict({
+        "good": pyg_nn.GCNConv(6, 6), "median": pyg_nn.SAGEConv(6, 6, aggr="median"),
+        "own": pyg_nn.EGConv(6, 8, num_heads=2, num_bases=2), "mine": OwnPropagate(),
+    })
+    with pytest.raises(NotFusedError, match=r"(?s)median: aggregation 'median'.*own: .*mine: the class") as caught:
+        convert(model, strict=True)
+    assert set(caught.value.refused) == {"median", "own", "mine"}
+    assert type(model["good"]) is pyg_nn.GCNConv
+    convert(model)
+    assert isinstance(model["good"], fused_nn.GCNConv)
+
+
+@pytest.mark.parametrize("when", ["before", "while"])
+def test_explain_mode_survives_conversion(when):
+    plain, model = pyg_nn.GCNConv(6, 4).double(), None
+    model = copy.deepcopy(plain)
+    for module in (plain, model):
+        module.explain = True
+        module._edge_mask = torch.linspace(-1, 1, CASE.num_edges).double()
+        module._loop_mask = CASE.edge_index[0] != CASE.edge_index[1]
+        module.explain = when == "while"
+    convert(model)
+    assert_same([model(features(), CASE.edge_index)], [plain(features(), CASE.edge_index)])
+    assert debug.counters() == ({"fused": 0, "plain": 1} if when == "while" else {"fused": 1, "plain": 0})
+    if when == "while":
+        assert_same([convert(revert(model))(features(), CASE.edge_index)], [plain(features(), CASE.edge_index)])
+        assert_same([revert(model)(features(), CASE.edge_index)], [plain(features(), CASE.edge_index)], 0)
+        convert(model)
+    plain.explain = model.explain = False
+    assert_same([model(features(), CASE.edge_index)], [plain(features(), CASE.edge_index)])
+    revert(model)
+    assert pyg_nn.GCNConv._orig_propagate.__module__.endswith("message_passing")
+    assert_same([model(features(), CASE.edge_index)], [plain(features(), CASE.edge_index)], 0)
+
+
+def test_optimizer_keeps_working():
+    model = MODELS["gcn"]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    twin = copy.deepcopy(model)
+    twin_optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    convert(model)
+    for _ in range(3):
+        for module, step in ((model, optimizer), (twin, twin_optimizer)):
+            step.zero_grad()
+            module(features(), CASE.edge_index).square().sum().mul(1e-3).backward()
+            step.step()
+    assert_same(list(model.parameters()), list(twin.parameters()))
+
+
+# explain
+
+
+def test_explain_reports_every_layer():
+    model = convert(make(models.GAT, heads=2, norm="BatchNorm", dropout=0.5))
+    model.train()
+    buffers = [b.clone() for b in model.buffers()]
+    state = torch.get_rng_state()
+    report = explain(model, features(), GRAPH)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert_same(list(model.buffers()), buffers, 0)
+    assert list(report.layers) == ["convs.0", "convs.1", "convs.2"]
+    assert all(layer.is_fused and len(layer.programs) == 1 for layer in report.layers.values())
+    text = str(report)
+    assert text.startswith("3 of 3 message-passing layers run fused")
+    for part in ("convs.1 (GATConv): fused", "softmax", "saved for backward", "recomputed in backward",
+                 f"{CASE.num_dst} destinations", "passes over the edges"):
+        assert part in text
+
+
+def test_explain_names_hoisted_work():
+    text = str(explain(fused_nn.EdgeConv(torch.nn.Linear(12, 5)).double(), features(), GRAPH))
+    assert "hoisted, once per vertex" in text
+    assert "mm(" in text
+
+
+def test_explain_gives_reasons():
+    model = torch.nn.Sequential()
+    model.one = pyg_nn.SAGEConv(6, 6, aggr="median")
+    model.two = pyg_nn.GCNConv(6, 6)
+    model.forward = lambda x, edge_index: model.two(model.one(x, edge_index), edge_index)
+    convert(model.one)
+    report = explain(model.double(), features(), CASE.edge_index)
+    assert not report.layers["one"].is_fused
+    assert "aggregation 'median' is not sum, mean, max or min" in str(report)
+    assert "the layer is plain PyG" in str(report)
+    assert repr(report) == "Explanation(one: SAGEConv, two: GCNConv)"
+
+
+def test_explain_does_not_fill_caches():
+    layer = convert(pyg_nn.GCNConv(6, 4, cached=True).double())
+    explain(layer, features(), GRAPH)
+    assert layer._cached_edge_index is None
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_explain_source(backward):
+    report = explain(convert(MODELS["gatv2"]()), features(), GRAPH)
+    source = report.source("convs.0", backward)
+    assert "@triton.jit" in source
+    compile(source, "generated", "exec")
+    assert source == report.source("convs.0", backward)
+    with pytest.raises(InputError, match=r"fused layers \['convs.0', 'convs.1', 'convs.2'\] \(got 'conv1'\)"):
+        report.source("conv1")
