@@ -156,13 +156,18 @@ def edge_phase(key: str, graph: Sequence[Tensor], sizes: Sequence[int], tensors:
     like = _like(phase, tensors)
     made = run_plan(phase.forward_plan(target_of(like.device), save), incoming, outgoing,
                     dict(zip(phase.inputs, tensors, strict=True)), like)
-    return [_own(t, tensors) for t in made]
+    return _own(made, tensors)
 
 
-def _own(tensor: Tensor, others: Sequence[Tensor]) -> Tensor:
-    # Operators may not return (views of) their inputs.
-    shared = any(tensor.untyped_storage().data_ptr() == o.untyped_storage().data_ptr() for o in others)
-    return tensor.clone() if shared and tensor.numel() else tensor.contiguous()
+def _own(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """``results`` in memory of their own: operators may not return (views of) their inputs, nor one tensor twice."""
+    taken = {t.untyped_storage().data_ptr() for t in inputs}
+    out = []
+    for result in results:
+        fresh = result.clone() if result.untyped_storage().data_ptr() in taken else result
+        out.append(fresh.contiguous())
+        taken.add(out[-1].untyped_storage().data_ptr())
+    return out
 
 
 @edge_phase.register_fake
@@ -197,8 +202,8 @@ def edge_phase_backward(key: str, graph: Sequence[Tensor], sizes: Sequence[int],
     backward = phase.backward_plan(target_of(like.device), tuple(needs))
     made = dict(zip(backward.outputs, run_plan(backward, incoming, outgoing, env, like), strict=True))
     wanted = [(n, t) for n, t, need in zip(phase.inputs, tensors, needs, strict=True) if need]
-    return [_own(made[n.name].to(t.dtype).expand(t.shape), tensors) if n.name in made else torch.zeros_like(t)
-            for n, t in wanted]
+    return _own([made[n.name].to(t.dtype).expand(t.shape) if n.name in made else torch.zeros_like(t)
+                 for n, t in wanted], tensors)
 
 
 @edge_phase_backward.register_fake

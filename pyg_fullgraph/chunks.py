@@ -225,7 +225,7 @@ class _Chunk:
             elif node.domain == sweep.others:
                 value = sweep._vertex(node).index_select(0, self.other)
             elif node.domain == sweep.sweep.rows:
-                local = interpret.evaluate([node], lambda n, a: sweep._input(n)[self.rows], sweep.like)[0]
+                local = interpret.evaluate([node], lambda n, a: self._row_input(n), sweep.like)[0]
                 value = local.index_select(0, self.row)
             elif node.op == "input":
                 value = sweep._input(node)
@@ -242,6 +242,10 @@ class _Chunk:
             return value
 
         return [lifted(r) for r in roots]
+
+    def _row_input(self, node: Node) -> Tensor:
+        value = self.sweep._input(node)
+        return value[self.rows] if node.is_row else value
 
     def full(self, value: Tensor, node: Node) -> Tensor:
         """``value`` with one row per edge, also where it is the same for every edge."""

@@ -25,7 +25,7 @@ from zoo import Case
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def program_of(name: str) -> EdgeProgram:
     """The program of a case, traced once per session."""
     return CASES[name]()

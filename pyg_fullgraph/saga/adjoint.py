@@ -120,15 +120,14 @@ def adjoint(outputs: tuple[Output, ...]) -> Adjoint:
     results = Importer("", softmax_backward).run(traced.graph, [None, *leaves, *cotangents])
     grads = {n: _collect(n, r) for n, r in zip(wrt, results, strict=True)}
 
-    def restore(node: Node) -> Node | None:
-        if node.op != "softmax":
-            return None
-        name = f"lse.{node.args[0].digest[:8]}"
-        return ir.pointwise("exp", ir.pointwise("sub", node.args[0], save(
-            name, ir.gather("lse", Domain.DST, node.args[0]))))
-
-    present = [n for n, g in grads.items() if g is not None]
-    rebuilt = ir.rewrite([grads[n] for n in present], restore)  # type: ignore[misc]
+    present = {n: g for n, g in grads.items() if g is not None}
+    restored: dict[Node, Node] = {}
+    for node in ir.walk(*present.values()):
+        if node.op == "softmax":
+            logit = node.args[0]  # as forward knows it; one softmax may be under another
+            log_sum = save(f"lse.{logit.digest[:8]}", ir.gather("lse", Domain.DST, logit))
+            restored[node] = softmax_from(ir.substitute(logit, restored), log_sum)
+    rebuilt = ir.substitute(tuple(present.values()), restored)
     return Adjoint({**grads, **dict(zip(present, rebuilt, strict=True))}, saved)
 
 
@@ -147,6 +146,11 @@ def _collect(node: Node, grad: Node | None) -> Node | None:
     if node.domain == Domain.EDGE:
         return ir.lift(ir.expand(grad, node.shape))
     return ir.expand(ir.view(grad, node.shape) if grad.numel == node.numel else grad, node.shape)
+
+
+def softmax_from(logit: Node, log_sum: Node) -> Node:
+    """Edge softmax of ``logit`` from the log-sum-exp of its row: an edge value, whatever the logit is made of."""
+    return ir.lift(ir.pointwise("exp", ir.pointwise("sub", logit, log_sum)))
 
 
 def scales_linearly(value: Node, weight: Node) -> bool:

@@ -175,6 +175,15 @@ def _where(imp: Importer, fx: FxNode, condition: Node, a: Any, b: Any) -> Node:
     return pointwise("where", condition, _number(a), _number(b))
 
 
+def _sign(imp: Importer, fx: FxNode, x: Node) -> Node:
+    return pointwise("where", pointwise("gt", x, 0.0), 1.0, pointwise("where", pointwise("lt", x, 0.0), -1.0, 0.0))
+
+
+def _masked_fill(imp: Importer, fx: FxNode, x: Node, mask: Node, value: Any) -> Node:
+    # In place on a fresh tensor, in the formula of maximum: what follows in the graph reads this node.
+    return pointwise("where", mask, value, _number(x))
+
+
 def _pow(imp: Importer, fx: FxNode, x: Node, exponent: Any) -> Node:
     x = _number(x)
     if isinstance(exponent, Node):
@@ -372,6 +381,9 @@ IMPORTS: Mapping[str, Callable[..., Any]] = {
     "aten.bitwise_or.Tensor": _elementwise("or", True),
     "aten.logical_not.default": _elementwise("not", True),
     "aten.bitwise_not.default": _elementwise("not", True),
+    "aten.sgn.default": _sign,
+    "aten.sign.default": _sign,
+    "aten.masked_fill_.Scalar": _masked_fill,
     "aten.where.self": _where,
     "aten.where.ScalarOther": _where,
     "aten.where.ScalarSelf": _where,

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pyg_fullgraph.saga import ir
-from pyg_fullgraph.saga.adjoint import scales_linearly
+from pyg_fullgraph.saga.adjoint import scales_linearly, softmax_from
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output, pointwise
 
 #: Passes that ``disable`` can leave out, for ablations.
@@ -363,7 +363,7 @@ def expand_softmax(roots: Sequence[Node]) -> tuple[Node, ...]:
     def rule(node: Node) -> Node | None:
         if node.op != "softmax":
             return None
-        return pointwise("exp", pointwise("sub", node.args[0], ir.gather("lse", Domain.DST, node.args[0])))
+        return softmax_from(node.args[0], ir.gather("lse", Domain.DST, node.args[0]))
 
     return ir.rewrite(roots, rule)
 
@@ -417,7 +417,8 @@ def plan(outputs: Mapping[str, Node], target: Target, disable: Sequence[str] = (
 def _place(gathers: Sequence[Node], level: Mapping[Node, int],
            edges: Sequence[Node]) -> list[tuple[Domain, list[Node], list[Node]]]:
     """Group gathers into sweeps: same side and level; results that nothing waits for join the latest sweep."""
-    needed = {a for g in gathers for n in g.args for a in ir.walk(n) if a.op == "gather"}
+    users = [*(a for g in gathers for a in g.args), *edges]
+    needed = {n for n in ir.walk(*users) if n.op == "gather"}
     last: dict[Domain, int] = {}
     for g in gathers:
         last[g.domain] = max(last.get(g.domain, 0), level[g])
