@@ -12,6 +12,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import types
 import typing
 import weakref
 
@@ -77,7 +78,12 @@ def refusals(conv: typing.Any) -> tuple[str, ...]:
 def _stored_attributes(function: typing.Any) -> list[str]:
     """Attributes that a method sets: side results, which a traced program does not have."""
     code = getattr(function, "__code__", None)
-    return sorted({i.argval for i in dis.get_instructions(code) if i.opname == "STORE_ATTR"}) if code else []
+    return _stores_of(code) if code else []
+
+
+@functools.lru_cache(maxsize=1024)
+def _stores_of(code: types.CodeType) -> list[str]:
+    return sorted({i.argval for i in dis.get_instructions(code) if i.opname == "STORE_ATTR"})
 
 
 def _has_hooks(module: torch.nn.Module) -> bool:
@@ -348,17 +354,17 @@ class _Call:
             raise NotFusable([f"{self.method} returns {len(nodes)} tensors"])
         known = {place: expr.node for place, expr in self.exprs.items()}
         known.update(self._aliases())
-        program = _compose(nodes[0], tuple(known.items()), kind)
+        program, inputs = _compose(nodes[0], tuple(known.items()), kind)
         value, dim = program.outputs[0].value, self.conv.node_dim
         if kind != "edge" and dim != 0 and dim + len(value.shape) + 1 != 0:
             raise NotFusable([f"messages of {len(value.shape) + 1} dimensions with node_dim={dim}"])
-        for node in program.inputs:
+        for node in inputs:
             if node.name.startswith("param."):
                 self.tensors[node.name] = self._parameter(node.name)
             elif node.name not in self.tensors and node.is_integer:
                 # Drawn here, so that an expression gives the same values each time it is computed.
                 self.tensors[node.name] = torch.randint(2**63 - 1, (1,), device=self.graph.device)
-        self.tensors = {n.name: self.tensors[n.name] for n in program.inputs}
+        self.tensors = {n.name: self.tensors[n.name] for n in inputs}
         return program
 
     def _parameter(self, name):
@@ -375,7 +381,7 @@ class _Call:
         """Arguments that an edge expression reads already: one input, read once and with one gradient."""
         out = {}
         for expr in self.exprs.values():
-            inputs = ir.inputs_of(expr.node)
+            inputs = _inputs_of(expr.node)
             for spec in self.args.values():
                 if not isinstance(spec, ArgSpec) or spec.name is None or spec.integer or spec.domain == Domain.EDGE:
                     continue
@@ -389,7 +395,12 @@ class _Call:
 
 @functools.lru_cache(maxsize=1024)
 def _compose(node, known, kind):
-    return EdgeProgram((Output(kind, ir.substitute(node, dict(known)) if known else node),))
+    """The program of ``node`` with the nodes ``known`` in their places, and its inputs."""
+    program = EdgeProgram((Output(kind, ir.substitute(node, dict(known)) if known else node),))
+    return program, program.inputs
+
+
+_inputs_of = functools.lru_cache(maxsize=1024)(ir.inputs_of)
 
 
 def _rows(value):
