@@ -18,6 +18,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -399,11 +400,11 @@ class EdgeProgram:
     def __post_init__(self) -> None:
         verify(self)
 
-    @property
+    @cached_property
     def inputs(self) -> tuple[Node, ...]:
         return inputs_of(*(o.value for o in self.outputs))
 
-    @property
+    @cached_property
     def digest(self) -> str:
         text = repr([(o.kind, o.name, o.value.digest) for o in self.outputs])
         return hashlib.sha256(text.encode()).hexdigest()[:24]
