@@ -56,7 +56,9 @@ def train(
     weight_decay: Annotated[
         float | None, typer.Option(help="L2 penalty; gcn: first layer only.", show_default=_PRESET)
     ] = None,
-    epochs: Annotated[int | None, typer.Option(help="At most.", show_default="200; generated: 60")] = None,
+    epochs: Annotated[
+        int | None, typer.Option(help="At most.", show_default="200; gat, gatv2: 300; generated: 60")
+    ] = None,
     patience: Annotated[int, typer.Option(help="Stop after so many epochs without gain; 0: never.")] = 100,
     seeds: Annotated[int, typer.Option(help="Number of runs, seeded 0, 1, ...")] = 1,
     split: SplitOption = 0,

@@ -353,14 +353,17 @@ def _features(name: str, arrays: Mapping[str, np.ndarray]) -> Tensor:
         raise DatasetError(name, "x", "an array 'x', or " + ", ".join(parts), f"no {', '.join(missing)}")
     data, indices, indptr, shape = (arrays[key] for key in parts)
     try:
-        num_rows, num_features = shape.tolist()
-        row = torch.repeat_interleave(torch.arange(num_rows), torch.from_numpy(np.diff(indptr)))
-        position = torch.stack([row, torch.from_numpy(indices.astype(np.int64))])
-        value = torch.from_numpy(data.astype(np.float32))
-        x_coo = torch.sparse_coo_tensor(position, value, (num_rows, num_features), check_invariants=True)
-    except (RuntimeError, TypeError, ValueError) as error:
+        num_rows, num_features = (int(size) for size in shape)
+        row = np.repeat(np.arange(num_rows), np.diff(indptr))
+        if not len(row) == len(indices) == len(data):
+            raise ValueError(f"{len(row)} entries by x_indptr, {len(indices)} columns, {len(data)} values")
+        if indices.min(initial=0) < 0:
+            raise IndexError("a negative column")
+        x = torch.zeros(num_rows, num_features)
+        x[torch.from_numpy(row), torch.from_numpy(indices.astype(np.int64))] = torch.from_numpy(data.astype(np.float32))
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
         raise DatasetError(name, "x_indptr", "compressed rows that fit together", error) from error
-    return x_coo.to_dense()
+    return x
 
 
 def _mask(name: str, arrays: Mapping[str, np.ndarray], key: str, split: int) -> Tensor:

@@ -203,13 +203,21 @@ def test_bad_array_is_named_with_what_was_expected_and_what_came(path, changes, 
         load_dataset(write(path, **changes))
 
 
-@pytest.mark.parametrize("change", ["indptr", "indices", "shape"])
+@pytest.mark.parametrize("change", ["indptr", "indices", "negative", "data", "shape"])
 def test_compressed_rows_that_do_not_fit(path, change):
-    csr = {"x_data": np.ones(2), "x_indices": np.array([0, 2]), "x_indptr": np.array([0, 1, 1, 1, 1, 2])}
-    csr["x_shape"] = np.array([5, 3])
-    csr |= {"indptr": {"x_indptr": np.array([0, 2, 1, 1, 1, 2])}, "indices": {"x_indices": np.array([0, 3])}}.get(
-        change, {"x_shape": np.array([4, 3])}
-    )
+    csr = {
+        "x_data": np.ones(2),
+        "x_indices": np.array([0, 2]),
+        "x_indptr": np.array([0, 1, 1, 1, 1, 2]),
+        "x_shape": np.array([5, 3]),
+    }
+    csr |= {
+        "indptr": {"x_indptr": np.array([0, 2, 1, 1, 1, 2])},
+        "indices": {"x_indices": np.array([0, 3])},
+        "negative": {"x_indices": np.array([0, -1])},
+        "data": {"x_data": np.ones(3)},
+        "shape": {"x_shape": np.array([4, 3])},
+    }[change]
     with pytest.raises(DatasetError, match=r"'x_indptr' .* compressed rows that fit together"):
         load_dataset(write(path, x=None, **csr))
 

@@ -437,9 +437,9 @@ PUBLISHED = [("cora", "gcn", 0.815), ("cora", "gat", 0.830), ("citeseer", "gcn",
 @pytest.mark.slow
 @pytest.mark.parametrize("name, model, accuracy", PUBLISHED)
 def test_published_accuracy(data_dir, name, model, accuracy):
-    """Two seeds scatter more than the ten of the documented command; twice their tolerance."""
-    config = TrainConfig.preset(str(data_dir / f"{name}.npz"), model, normalize_features=True, seeds=2)
-    assert train(config)["test_accuracy_mean"] == pytest.approx(accuracy, abs=0.02)
+    """One seed scatters by 0.8 %; docs/datasets.md has the ten seeds and their command."""
+    config = TrainConfig.preset(str(data_dir / f"{name}.npz"), model, normalize_features=True)
+    assert train(config)["test_accuracy_mean"] == pytest.approx(accuracy, abs=0.025)
 
 
 @pytest.mark.slow
