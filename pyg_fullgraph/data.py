@@ -359,11 +359,12 @@ def _features(name: str, arrays: Mapping[str, np.ndarray]) -> Tensor:
             raise ValueError(f"{len(row)} entries by x_indptr, {len(indices)} columns, {len(data)} values")
         if indices.min(initial=0) < 0:
             raise IndexError("a negative column")
-        x = torch.zeros(num_rows, num_features)
-        x[torch.from_numpy(row), torch.from_numpy(indices.astype(np.int64))] = torch.from_numpy(data.astype(np.float32))
+        dense = torch.zeros(num_rows, num_features)
+        position = (torch.from_numpy(row), torch.from_numpy(indices.astype(np.int64)))
+        dense[position] = torch.from_numpy(data.astype(np.float32))
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
         raise DatasetError(name, "x_indptr", "compressed rows that fit together", error) from error
-    return x
+    return dense
 
 
 def _mask(name: str, arrays: Mapping[str, np.ndarray], key: str, split: int) -> Tensor:
