@@ -94,7 +94,7 @@ class _ChunkedSweep:
             if g in self.products:
                 scale = self.products[g][0]
                 roots += [scale] if scale is not None else []
-            else:
+            elif g.attr("kind") != "row":
                 roots += list(g.args)
         return roots + [e for _, e in self.sweep.edges]
 
@@ -125,6 +125,8 @@ class _ChunkedSweep:
         def filled(shape: tuple[int, ...], value: float) -> Tensor:
             return torch.full((*rows, *shape), value, dtype=self.dtype, device=self.device)
 
+        if kind == "row":
+            return [interpret.evaluate([g.args[0]], lambda n, a: self._input(n), self.like)[0].expand(*rows, *g.shape)]
         if kind in ("sum", "mean", "outer"):
             return [filled(self.products[g][2] if g in self.products else g.shape, 0.0)]
         if kind == "max":
@@ -136,6 +138,8 @@ class _ChunkedSweep:
 
     def _update(self, g: Node, chunk: _Chunk, values: Mapping[Node, Tensor]) -> None:
         kind, state = g.attr("kind"), self.state[g]
+        if kind == "row":
+            return
         if g in self.products:
             scale, vertex, _ = self.products[g]
             part = chunk.product(None if scale is None else values[scale], scale, self._vertex(vertex))
@@ -165,8 +169,8 @@ class _ChunkedSweep:
 
     def _finish(self, g: Node) -> Tensor:
         kind, state = g.attr("kind"), self.state.pop(g)
-        if kind == "argmax":
-            return state[1]
+        if kind in ("argmax", "row"):
+            return state[-1]
         if g.domain == Domain.PARAM:
             return state[0].to(self.out_dtype)
         empty = (self.order.degree == 0).reshape(-1, *(1,) * len(g.shape))

@@ -98,7 +98,7 @@ def _launch_sweep(sweep: Sweep, kernel: codegen.KernelSource, order: EdgeOrder, 
 
     def result(node: Node) -> Tensor:
         rows = order.num_edges if node.domain == Domain.EDGE else order.num_rows
-        is_statistic = kinds.get(node) == "lse" or node.domain == Domain.PARAM
+        is_statistic = kinds.get(node) in ("lse", "row") or node.domain == Domain.PARAM
         dtype = order.ptr.dtype if node.is_integer else stat_dtype if is_statistic else like.dtype
         return torch.empty((rows, *node.shape), dtype=dtype, device=device)
 

@@ -36,7 +36,7 @@ def apply(node: Node, args: Sequence[Tensor], like: Tensor | None = None) -> Ten
     x = args[0]
     rows = tuple(x.shape[:lead])
     if node.op == "view":
-        return x.reshape(*rows, *node.shape)
+        return x.reshape((*rows, *node.shape))
     if node.op == "lift":
         return x
     if node.op == "permute":
@@ -55,7 +55,7 @@ def apply(node: Node, args: Sequence[Tensor], like: Tensor | None = None) -> Ten
     if node.op == "amax":
         return x.amax([d + lead for d in node.attr("dims")])
     if node.op == "mm":
-        return x @ args[1]
+        return x.to(args[1].dtype) @ args[1]
     raise ValueError(f"No evaluation rule for operation {node.op!r}")
 
 
