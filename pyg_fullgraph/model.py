@@ -13,15 +13,15 @@ from torch.nn import Module
 import pyg_fullgraph.nn as fused_nn
 from pyg_fullgraph import debug
 from pyg_fullgraph.autograd import compile_program
-from pyg_fullgraph.errors import InputError, NotFusedError
-from pyg_fullgraph.execution import kernel_of
+from pyg_fullgraph.errors import InputError, NotFusable, NotFusedError
+from pyg_fullgraph.execution import kernel_of, target_of
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn.classes import fused_class
 from pyg_fullgraph.nn.propagation import FusedMixin, refusals
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.codegen import KernelSource
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram
-from pyg_fullgraph.saga.passes import KERNELS, Plan
+from pyg_fullgraph.saga.passes import CHUNKS, KERNELS, Plan, Target
 
 __all__ = ["Explanation", "LayerReport", "convert", "explain", "revert"]
 
@@ -208,18 +208,19 @@ def _report(name: str, layer: Module, events: list[debug.Event]) -> LayerReport:
     return LayerReport(name, type(layer).__name__, tuple(programs), tuple(graphs), tuple(reasons))
 
 
-def _plan_of(program: EdgeProgram, backward: bool) -> Plan:
+def _plan_of(program: EdgeProgram, backward: bool, target: Target = KERNELS) -> Plan:
     phase = compile_program(program).phase
     phase.differentiate()
     if backward:
-        return phase.backward_plan(KERNELS, tuple(not n.is_integer for n in phase.inputs))
-    return phase.forward_plan(KERNELS, True)
+        return phase.backward_plan(target, tuple(not n.is_integer for n in phase.inputs))
+    return phase.forward_plan(target, True)
 
 
 def _describe(program: EdgeProgram, graph: Graph) -> list[str]:
     """One program: what it computes, where, and what it keeps."""
     compiled = compile_program(program)
-    forward, backward = _plan_of(program, False), _plan_of(program, True)
+    target = target_of(graph.device)
+    forward, backward = _plan_of(program, False, target), _plan_of(program, True, target)
     out = [f"graph: {graph.num_src} sources, {graph.num_dst} destinations, {graph.num_edges} edges"]
     out += ["computes:", *("  " + line for line in str(program).splitlines())]
     hoisted = list(compiled.split.hoisted.items())
@@ -230,8 +231,18 @@ def _describe(program: EdgeProgram, graph: Graph) -> list[str]:
     out += [f"  {_shape(stand_in, graph)} {name}" for name, stand_in in saved]
     again = [node for node in ir.walk(*(a for s in backward.sweeps for a in s.operands))
              if node.domain == Domain.EDGE and node.op not in ("input", "eid", "const")]
-    out.append(f"recomputed in backward: {len(again)} edge expressions, none of which is kept")
-    out.append(f"passes over the edges: {_passes(forward)} forward, {_passes(backward)} backward")
+    out.append(f"recomputed in backward: {len(again)} edge expressions, none of which is kept from forward")
+    staged = [r for p in (forward, backward) for s in p.sweeps for r, _ in s.edges if r.name.startswith("%staged")]
+    out += [f"  {_shape(r, graph)} {r.name} is handed from one pass to the next" for r in staged]
+    out.append(f"passes over the edges: {_passes(forward)} forward, "
+               f"{_passes(backward)} backward where every input needs a gradient")
+    if target is CHUNKS:
+        out.append("runs on the CPU, in chunks of edges")
+    for sweep in (*forward.sweeps, *backward.sweeps) if target is KERNELS else ():
+        kernel = kernel_of(sweep)
+        if isinstance(kernel, NotFusable):
+            side = "destination" if sweep.rows == Domain.DST else "source"
+            out.append(f"a pass by {side} runs in chunks of edges: {'; '.join(kernel.reasons)}")
     return out
 
 

@@ -100,6 +100,7 @@ class _Loops:
         num_kept: number of the other edges.
         kept: their positions, None if there is no self-loop.
         loops, nodes: positions and nodes of the self-loops.
+        last: which of the self-loops is the last one of its node; None if all are.
     """
 
     def __init__(self, edge_index: Tensor) -> None:
@@ -109,6 +110,10 @@ class _Loops:
         self.nodes = edge_index[0].index_select(0, self.loops).long()
         self.num_kept = edge_index.size(1) - self.loops.numel()
         self.kept: Tensor | None = None if self.loops.numel() == 0 else (~mask).nonzero().view(-1)
+        order = torch.arange(self.loops.numel(), device=self.nodes.device)
+        latest = order.new_full((int(self.nodes.max()) + 1 if order.numel() else 0,), -1)
+        last = latest.scatter_reduce(0, self.nodes, order, "amax")[self.nodes] == order
+        self.last: Tensor | None = None if bool(last.all()) else last
 
     def drop(self, values: Tensor, dim: int = 0) -> Tensor:
         """``values`` of the edges that are no self-loops, along ``dim``."""
@@ -220,9 +225,16 @@ def add_remaining_self_loops(edge_index: Tensor, edge_attr: Tensor | None = None
         loop_attr = compute_loop_attr(plain, edge_attr, num_nodes, False, fill_value)
         if found.kept is None:
             return torch.cat([edge_attr, loop_attr])
-        # PyG's operation, so that with several loops on a node values and gradients are PyG's; out of place, because
-        # the gradient of a maximum needs what was there.
-        loop_attr = loop_attr.index_put((found.nodes,), edge_attr.index_select(0, found.loops))
+        # Out of place, because the gradient of a maximum needs what was there.
+        values, nodes = edge_attr.index_select(0, found.loops), found.nodes
+        if found.last is not None:
+            # PyG writes all loops of a node over one another, which on a GPU leaves any of them; on a CPU it is the
+            # last. Its gradient goes to all of them, as if each had been the one.
+            others, spare = nodes[~found.last], values[~found.last]
+            loop_attr = loop_attr.index_put((nodes[found.last],), values[found.last])
+            loop_attr = loop_attr.index_add(0, others, spare - spare.detach())
+        else:
+            loop_attr = loop_attr.index_put((nodes,), values)
         return torch.cat([found.drop(edge_attr), loop_attr])
 
     if isinstance(fill_value, Tensor):
