@@ -185,9 +185,16 @@ class Node:
     @property
     def digest(self) -> str:
         """A content hash that is the same in every process."""
-        if self._digest is None:
-            text = repr((self.op, self.attrs, self.shape, int(self.domain), [a.digest for a in self.args]))
-            self._digest = hashlib.sha256(text.encode()).hexdigest()[:24]
+        waiting = [self] if self._digest is None else []
+        while waiting:  # without recursion: programs may be longer than Python's stack
+            node = waiting[-1]
+            missing = [a for a in node.args if a._digest is None]
+            waiting += missing
+            if not missing:
+                waiting.pop()
+                text = repr((node.op, node.attrs, node.shape, int(node.domain), [a._digest for a in node.args]))
+                node._digest = node._digest or hashlib.sha256(text.encode()).hexdigest()[:24]
+        assert self._digest is not None
         return self._digest
 
     def __repr__(self) -> str:
