@@ -18,6 +18,7 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node as FxNode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+from torch.utils._pytree import tree_leaves
 
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.saga import ir
@@ -116,9 +117,9 @@ class Importer:
         rule = IMPORTS.get(str(node.target))
         if rule is None:
             raise NotFusable([f"operation {node.target} is not in the table"])
-        args = [torch.fx.map_arg(a, lambda n: self.values[n]) for a in node.args]
-        kwargs = {k: torch.fx.map_arg(a, lambda n: self.values[n]) for k, a in node.kwargs.items()}
-        for a in [*args, *kwargs.values()]:
+        args: list[Any] = [torch.fx.map_arg(a, lambda n: self.values[n]) for a in node.args]
+        kwargs: dict[str, Any] = {k: torch.fx.map_arg(a, lambda n: self.values[n]) for k, a in node.kwargs.items()}
+        for a in tree_leaves((args, kwargs)):
             if a is INDEX:
                 raise NotFusable(["reads the target index other than through softmax"])
             # ``mm`` sums over edges, and ``t`` of a transposed value is the value again.
