@@ -17,7 +17,11 @@ from torch._decomp import get_decompositions
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node as FxNode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    GuardOnDataDependentSymNode,
+    StatelessSymbolicContext,
+)
 from torch.utils._pytree import tree_leaves
 
 from pyg_fullgraph.errors import NotFusable
@@ -129,6 +133,8 @@ class Importer:
             return rule(self, node, *args, **kwargs)
         except ValueError as error:
             raise NotFusable([f"{node.target}: {error}"]) from error
+        except GuardOnDataDependentSymNode as error:
+            raise NotFusable([f"{node.target} computes with a number that was read from a tensor"]) from error
 
 
 def is_rowwise(node: FxNode) -> bool:
@@ -274,6 +280,19 @@ def _sum(imp: Importer, fx: FxNode, x: Node, dims: Sequence[int] | None = None, 
     return out
 
 
+def _mean(imp: Importer, fx: FxNode, x: Node, dims: Sequence[int] | None = None, keepdim: bool = False,
+          **kwargs: Any) -> Node:
+    source = fx.args[0]
+    moved = [_offset(source, d) for d in dims or range(source.meta["val"].dim())]
+    if -1 in moved:
+        raise NotFusable(["takes a mean over all edges"])
+    sizes = source.meta["val"].shape[int(is_rowwise(source)):]
+    count = 1
+    for d in moved:
+        count *= int(sizes[d])
+    return pointwise("div", _sum(imp, fx, x, dims, keepdim), float(count))
+
+
 def _amax(imp: Importer, fx: FxNode, x: Node, dims: Sequence[int] = (), keepdim: bool = False) -> Node:
     return _sum(imp, fx, x, dims, keepdim, op="amax")
 
@@ -382,6 +401,7 @@ IMPORTS: Mapping[str, Callable[..., Any]] = {
     "aten.bitwise_or.Tensor": _elementwise("or", True),
     "aten.logical_not.default": _elementwise("not", True),
     "aten.bitwise_not.default": _elementwise("not", True),
+    "aten.isnan.default": lambda imp, fx, x: pointwise("ne", x, x),
     "aten.sgn.default": _sign,
     "aten.sign.default": _sign,
     "aten.masked_fill_.Scalar": _masked_fill,
@@ -403,6 +423,8 @@ IMPORTS: Mapping[str, Callable[..., Any]] = {
     "aten.t.default": _transpose,
     "aten.sum.dim_IntList": _sum,
     "aten.sum.default": _sum,
+    "aten.mean.dim": _mean,
+    "aten.mean.default": _mean,
     "aten.amax.default": _amax,
     "aten.mm.default": _mm,
     "aten.slice.Tensor": _slice,
@@ -424,7 +446,7 @@ DECOMPOSITIONS = get_decompositions([
     aten.addmm, aten.leaky_relu, aten.leaky_relu_backward, aten.elu, aten.elu_backward, aten.threshold_backward,
     aten.sigmoid_backward, aten.tanh_backward, aten.gelu, aten.gelu_backward, aten.softplus, aten.softplus_backward,
     aten.silu, aten.silu_backward, aten.hardtanh, aten.hardtanh_backward, aten._softmax, aten._softmax_backward_data,
-    aten.rsub, aten.mean, aten.square, aten.clamp, aten.clamp_min, aten.clamp_max, aten.linalg_vector_norm,
+    aten.rsub, aten.square, aten.clamp, aten.clamp_min, aten.clamp_max, aten.linalg_vector_norm,
     aten.log_sigmoid_forward, aten.log_sigmoid_backward, aten.addcmul, aten.addcdiv, aten.masked_fill,
 ])
 
