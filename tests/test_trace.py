@@ -236,7 +236,8 @@ SUPPORTED = {
     "reshape": lambda x: x.view(-1, 2, 2).transpose(1, 2).reshape(-1, 4), "log": lambda x: (x * x + 1).log(),
     "compare": lambda x: (x > 0).float() * x, "reciprocal": lambda x: 1 / (1 + x * x),
     "logic": lambda x: x * ((x > 0) & ~(x > 1)),
-    "rsqrt": lambda x: (x * x + 1).rsqrt(), "sincos": lambda x: x.sin() * x.cos(), "max": lambda x: torch.maximum(x, -x),
+    "rsqrt": lambda x: (x * x + 1).rsqrt(), "sincos": lambda x: x.sin() * x.cos(),
+    "maximum": lambda x: torch.maximum(x, -x),
     "expand": lambda x: x[:, :1].expand(-1, 4) * x, "square": lambda x: x.square().sum(-1, keepdim=True),
     "addcmul": lambda x: torch.addcmul(x, x, x, value=0.5), "ones": lambda x: x * torch.ones_like(x) + torch.zeros(4),
 }

@@ -1,0 +1,218 @@
+"""Passes keep what a program means, each and all; and they do the work they are there for, counted in operations."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+import zoo
+from oracle import TOLERANCE, error, program_of, random_case
+from programs import CASES, make_tensors
+from pyg_fullgraph.autograd import EdgePhase
+from pyg_fullgraph.execution import run_plan
+from pyg_fullgraph.graph import Graph
+from pyg_fullgraph.saga import interpret, ir
+from pyg_fullgraph.saga.interpret import run_reference
+from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output, pointwise
+from pyg_fullgraph.saga.passes import CHUNKS, KERNELS, PASSES, canonicalize, hoist, plan, reduction, reorganize, split
+
+SRC, DST, EDGE, PARAM = Domain.SRC, Domain.DST, Domain.EDGE, Domain.PARAM
+GRAPHS = [zoo.prime(), zoo.hub(), zoo.bipartite(), zoo.no_edges()]
+TARGETS = pytest.mark.parametrize("target", [KERNELS, CHUNKS], ids=["kernels", "chunks"])
+
+
+def values(program, case, tensors):
+    src, dst = case.edge_index
+    with torch.no_grad():
+        return run_reference(program, src, dst, case.num_dst, tensors)
+
+
+def with_values(program, nodes):
+    return EdgeProgram(tuple(Output(o.kind, n, o.name) for o, n in zip(program.outputs, nodes, strict=True)))
+
+
+def roots_of(program):
+    return [o.value for o in program.outputs]
+
+
+def hoisted_back(program):
+    """Hoisted and put in again."""
+    roots, steps = hoist(roots_of(program))
+    assert all(n.op == "input" or n.domain != PARAM for n in ir.walk(*roots) if n.op != "const")
+    return ir.substitute(roots, steps)
+
+
+EACH = {"canonicalize": lambda p: canonicalize(roots_of(p)), "reorganize": lambda p: reorganize(roots_of(p)),
+        "hoist": hoisted_back, "all": lambda p: ir.substitute(tuple(roots_of(split(p).core)), split(p).hoisted)}
+
+
+@pytest.mark.parametrize("case", GRAPHS, ids=str)
+@pytest.mark.parametrize("which", EACH)
+@pytest.mark.parametrize("name", CASES)
+def test_before_is_after(name, which, case):
+    program = program_of(name)
+    tensors = make_tensors(program, *case.size, case.num_edges, torch.float64)
+    after = with_values(program, EACH[which](program))
+    assert [o.value.shape for o in after.outputs] == [o.value.shape for o in program.outputs]
+    for a, b in zip(values(program, case, tensors), values(after, case, tensors), strict=True):
+        assert error(b, a) < TOLERANCE[torch.float64]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_canonical_is_canonical(name):
+    once = canonicalize(roots_of(program_of(name)))
+    assert canonicalize(once) == once
+
+
+@pytest.mark.parametrize("disable", [(), *((p,) for p in PASSES), PASSES], ids=str)
+@TARGETS
+@pytest.mark.parametrize("name", [n for n in CASES if n != "wide"])
+def test_plans_compute_the_program_with_any_pass_left_out(name, target, disable):
+    case = random_case(11, 9, 60)
+    program = program_of(name)
+    tensors = make_tensors(program, *case.size, case.num_edges, torch.float64)
+    with torch.no_grad():
+        parts = split(program, disable)
+        env = {n: tensors[n.name] for n in program.inputs}
+        like = torch.empty((), dtype=torch.float64)
+        for result, step in parts.hoisted.items():
+            env[result] = interpret.evaluate([step], lambda n, a: env[n], like)[0]
+        made = plan({o.name: reduction(o) for o in parts.core.outputs}, target, disable)
+        graph = Graph.from_edge_index(case.edge_index, case.size)
+        if any(n.op == "weight" for s in made.sweeps for n in ir.walk(*s.operands)):
+            assert target.online_softmax
+            assert "fuse" not in disable
+            return  # online softmax is for kernels; run in test_kernels
+        got = run_plan(made, graph.incoming, graph.outgoing, {n: env[n] for n in parts.core.inputs}, like)
+    for g, w in zip(got, values(program, case, tensors), strict=True):
+        assert error(g, w) < TOLERANCE[torch.float64]
+
+
+# what they are for
+
+
+def edge_ops(program: EdgeProgram) -> Counter:
+    return Counter(n.op for n in ir.walk(*roots_of(split(program).core)) if n.domain == EDGE)
+
+
+@pytest.mark.parametrize("name", ["edge-max", "edge-sum"])
+def test_the_linear_map_of_edge_conv_leaves_the_edges(name):
+    assert edge_ops(program_of(name))["mm"] == 0
+    assert edge_ops(program_of(name))["cat"] == 0
+    core = split(program_of(name)).core
+    assert sorted(n.domain.label for n in core.inputs) == ["dst", "src"]
+    without = [n for n in ir.walk(*roots_of(split(program_of(name), ("reorganize",)).core)) if n.op == "mm"]
+    assert len(without) == 1
+
+
+def test_the_first_linear_map_of_an_edge_mlp_leaves_the_edges():
+    assert edge_ops(program_of("edge-mlp"))["mm"] == 1
+
+
+def test_attention_over_edge_features_is_folded_into_one_narrow_map():
+    """(edge_attr W * att).sum(-1) is edge_attr (W * att).sum: heads wide in place of heads x features."""
+    core = split(program_of("gat-edge")).core
+    (product,) = [n for n in ir.walk(*roots_of(core)) if n.op == "mm"]
+    assert product.shape == (3,)
+    assert not product.args[1].is_row
+
+
+@pytest.mark.parametrize("name", ["gcn", "gin", "sage-mean", "gat", "gatv2", "gat-dropout", "gmm"])
+def test_nothing_wide_is_multiplied_on_an_edge_twice(name):
+    """Parameters are combined once, not once per edge."""
+    core = split(program_of(name)).core
+    assert [n for n in ir.walk(*roots_of(core)) if n.domain == PARAM and n.op not in ("input", "const")] == []
+
+
+def test_sums_are_regrouped_by_end_point():
+    x, y, w = ir.input("x", SRC, (4,)), ir.input("y", DST, (4,)), ir.input("w", EDGE, (4,))
+    b = ir.input("b", PARAM, (4,))
+    mixed = pointwise("add", pointwise("add", pointwise("add", x, w), y), b)
+    (node,) = reorganize([mixed])
+    assert pointwise("add", y, b) in set(ir.walk(node))
+    assert sum(n.op == "add" and n.domain == EDGE for n in ir.walk(node)) == 2
+
+
+@pytest.mark.parametrize("before, after", [
+    (lambda x: pointwise("mul", x, 1.0), lambda x: x), (lambda x: pointwise("mul", 1.0, x), lambda x: x),
+    (lambda x: pointwise("add", x, 0.0), lambda x: x), (lambda x: pointwise("sub", x, 0.0), lambda x: x),
+    (lambda x: pointwise("div", x, 1.0), lambda x: x), (lambda x: pointwise("neg", pointwise("neg", x)), lambda x: x),
+    (lambda x: ir.permute(ir.permute(x, (1, 0)), (1, 0)), lambda x: x),
+    (lambda x: pointwise("sub", 0.0, x), lambda x: pointwise("sub", 0.0, x)),
+    (lambda x: pointwise("div", 1.0, x), lambda x: pointwise("div", 1.0, x)),
+    (lambda x: pointwise("mul", ir.expand(ir.slice_(x, 1, 0, 1), (2, 3)), x),
+     lambda x: pointwise("mul", ir.slice_(x, 1, 0, 1), x))])
+def test_canonical_forms(before, after):
+    x = ir.input("x", SRC, (2, 3))
+    assert canonicalize([before(x)])[0] is canonicalize([after(x)])[0]
+
+
+def test_elementwise_vertex_work_stays_on_the_edges():
+    """It is free in a kernel; a vertex pass would read and write features."""
+    x = ir.input("x", SRC, (4,))
+    _, steps = hoist([pointwise("tanh", pointwise("mul", x, 2.0))])
+    assert not steps
+    _, steps = hoist([pointwise("tanh", ir.mm(x, ir.input("w", PARAM, (4, 4))))])
+    assert [n.op for n in steps.values()] == ["tanh"]
+
+
+# plans
+
+
+def plans(name, target):
+    phase = EdgePhase(split(program_of(name)).core)
+    phase.differentiate()
+    needs = tuple(not n.is_integer for n in phase.inputs)
+    return phase.forward_plan(target, True), phase.backward_plan(target, needs)
+
+
+@pytest.mark.parametrize("name", ["gcn", "gin", "sage-mean", "sage-max", "gat", "gat-dropout", "gat-edge", "gatv2",
+                                  "gatv2-edge-dropout", "edge-max", "edge-mlp", "gmm", "gmm-separate"])
+def test_forward_is_one_sweep(name):
+    forward, _ = plans(name, KERNELS)
+    assert [s.rows for s in forward.sweeps] == [DST]
+
+
+@pytest.mark.parametrize("name, rows", [
+    ("gcn", [DST, SRC]), ("gin", [SRC]), ("sage-mean", [SRC]), ("gat", [DST, SRC]), ("gat-dropout", [DST, SRC]),
+    ("gatv2", [DST, SRC]), ("edge-max", [DST, SRC]), ("gmm", [DST, SRC])])
+def test_backward_is_one_sweep_per_side(name, rows):
+    _, backward = plans(name, KERNELS)
+    assert sorted(s.rows for s in backward.sweeps) == sorted(rows)
+
+
+@pytest.mark.parametrize("name", ["gatv2", "gatv2-edge-dropout"])
+def test_narrow_results_of_wide_work_are_handed_on_between_chunked_sweeps(name):
+    """Scores [E, H] of forward statistics are read by the sums that follow, not made again from [E, H, C]."""
+    forward, _ = plans(name, CHUNKS)
+    staged = [r for s in forward.sweeps for r, _ in s.edges]
+    assert len(forward.sweeps) == 2
+    assert [r.shape for r in staged] == [(3,)]
+    assert staged[0] in forward.sweeps[1].inputs
+    assert not any(n.op == "sum" for n in ir.walk(*forward.sweeps[1].operands))
+
+
+@TARGETS
+@pytest.mark.parametrize("name", CASES)
+def test_steps_come_after_what_they_need(name, target):
+    phase = EdgePhase(split(program_of(name)).core)
+    for made, given in zip(plans(name, target), (set(phase.inputs), None), strict=True):
+        known: set[Node] = set() if given is None else set(given)
+        internal = {r for s in made.steps for r in ([s[0]] if isinstance(s, tuple) else
+                                                    [r for r, _ in (*s.gathers, *s.edges)])}
+        for step in made.steps:
+            needs = ir.inputs_of(step[1]) if isinstance(step, tuple) else step.inputs
+            assert not [n for n in needs if n in internal and n not in known]
+            known |= {step[0]} if isinstance(step, tuple) else {r for r, _ in (*step.gathers, *step.edges)}
+        for output in made.outputs.values():
+            assert not [n for n in ir.inputs_of(output) if n in internal and n not in known]
+            assert not any(n.op in ("gather", "softmax") for n in ir.walk(output))
+
+
+@TARGETS
+@pytest.mark.parametrize("name", CASES)
+def test_plans_can_be_read(name, target):
+    for made in plans(name, target):
+        text = str(made)
+        assert text.count("sweep over") == len(made.sweeps)
+        assert all(s.digest for s in made.sweeps)
