@@ -44,19 +44,21 @@ class EdgePhase:
         with torch.enable_grad():
             _ = self.adjoint
 
-    @cached_property
-    def saved(self) -> dict[str, tuple[Node, Node]]:
-        """What backward needs beside inputs and results: name -> (stand-in, forward expression)."""
-        return {k: v for k, v in self.adjoint.saved.items() if not k.startswith("out.")}
+    def saved(self, is_half: bool = False) -> dict[str, tuple[Node, Node]]:
+        """What backward needs beside inputs and results: name -> (stand-in, forward expression).
 
-    def forward_plan(self, target: Target, save: bool) -> Plan:
-        """The plan of the results; with ``save``, the statistics for backward follow them."""
-        key = (target, save)
+        With half-precision storage the results that gradients are taken from are saved as well, in float32: rounded
+        ones would shift all gradients of a row the same way, and sums over the row would add that up.
+        """
+        return {k: v for k, v in self.adjoint.saved.items() if is_half or not k.startswith("out.")}
+
+    def forward_plan(self, target: Target, save: bool, is_half: bool = False) -> Plan:
+        """The plan of the results; with ``save``, what :meth:`saved` names follows them."""
+        key = (target, save, is_half)
         if key not in self._plans:
             results = {o.name: reduction(o) for o in self.core.outputs}
-            if save:
-                results.update({f"saved.{k}": node for k, (_, node) in self.saved.items()})
-            self._plans[key] = plan(results, target)
+            kept = {f"saved.{k}": node for k, (_, node) in self.saved(is_half).items()} if save else {}
+            self._plans[key] = plan({**results, **kept}, target, exact=kept)
         return self._plans[key]
 
     def backward_plan(self, target: Target, needs: tuple[bool, ...]) -> Plan:
@@ -138,6 +140,10 @@ def _like(phase: EdgePhase, tensors: Sequence[Tensor]) -> Tensor:
     return torch.empty((), dtype=dtype, device=rows[0].device)
 
 
+def _is_half(like: Tensor) -> bool:
+    return like.element_size() < 4
+
+
 @torch.library.custom_op("pyg_fullgraph::edge_phase", mutates_args=())
 def edge_phase(key: str, graph: Sequence[Tensor], sizes: Sequence[int], tensors: Sequence[Tensor],
                save: bool) -> list[Tensor]:
@@ -154,9 +160,10 @@ def edge_phase(key: str, graph: Sequence[Tensor], sizes: Sequence[int], tensors:
     incoming, outgoing = _orders(graph, sizes)
     assert incoming is not None
     like = _like(phase, tensors)
-    made = run_plan(phase.forward_plan(target_of(like.device), save), incoming, outgoing,
-                    dict(zip(phase.inputs, tensors, strict=True)), like)
-    return _own(made, tensors)
+    chosen = phase.forward_plan(target_of(like.device), save, _is_half(like))
+    made = run_plan(chosen, incoming, outgoing, dict(zip(phase.inputs, tensors, strict=True)), like)
+    count = len(phase.core.outputs)
+    return _own([*(t.to(like.dtype) for t in made[:count]), *made[count:]], tensors)
 
 
 def _own(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -177,7 +184,7 @@ def _(key: str, graph: Sequence[Tensor], sizes: Sequence[int], tensors: Sequence
     results = [like.new_empty((graph[1].shape[0] if o.kind == "edge" else sizes[1], *o.value.shape))
                for o in phase.core.outputs]
     if save:
-        for stand_in, _ in phase.saved.values():
+        for stand_in, _ in phase.saved(_is_half(like)).values():
             dtype = graph[0].dtype if stand_in.is_integer else compute_dtype(like.dtype)
             results.append(like.new_empty((sizes[1], *stand_in.shape), dtype=dtype))
     return results
@@ -193,12 +200,12 @@ def edge_phase_backward(key: str, graph: Sequence[Tensor], sizes: Sequence[int],
     outputs = phase.core.outputs
     env = dict(zip(phase.inputs, tensors, strict=True))
     env.update({grad_input(o): g for o, g in zip(outputs, grads, strict=True)})
-    names = [*(f"out.{o.name}" for o in outputs), *phase.saved]
+    like = _like(phase, tensors)
+    names = [*(f"out.{o.name}" for o in outputs), *phase.saved(_is_half(like))]
     for name, result in zip(names, results, strict=True):
         stand_in = phase.adjoint.saved.get(name)
         if stand_in is not None:
             env[stand_in[0]] = result
-    like = _like(phase, tensors)
     backward = phase.backward_plan(target_of(like.device), tuple(needs))
     made = dict(zip(backward.outputs, run_plan(backward, incoming, outgoing, env, like), strict=True))
     wanted = [(n, t) for n, t, need in zip(phase.inputs, tensors, needs, strict=True) if need]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 
 import torch
 from torch import Tensor
@@ -33,7 +33,8 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def run_sweep(sweep: Sweep, order: EdgeOrder, leaf: Leaf, like: Tensor) -> dict[Node, Tensor]:
+def run_sweep(sweep: Sweep, order: EdgeOrder, leaf: Leaf, like: Tensor,
+              exact: Container[Node] = ()) -> dict[Node, Tensor]:
     """Run one sweep.
 
     Args:
@@ -41,11 +42,12 @@ def run_sweep(sweep: Sweep, order: EdgeOrder, leaf: Leaf, like: Tensor) -> dict[
         order: The edges grouped by the sweep's rows.
         leaf: Gives the tensor of an input.
         like: A tensor whose dtype results take and whose device is used.
+        exact: Results that are wanted in the dtype of the arithmetic.
 
     Returns:
         Result input -> tensor. ``lse`` is float32 (float64 for float64), ``argmax`` holds edge ids, -1 for empty rows.
     """
-    return _ChunkedSweep(sweep, order, leaf, like).run()
+    return _ChunkedSweep(sweep, order, leaf, like).run(exact)
 
 
 class _ChunkedSweep:
@@ -100,11 +102,12 @@ class _ChunkedSweep:
 
     # --- chunks ---------------------------------------------------------------------------------------------------
 
-    def run(self) -> dict[Node, Tensor]:
+    def run(self, exact: Container[Node]) -> dict[Node, Tensor]:
         roots = self._edge_roots()
         width = max((n.numel for n in ir.walk(*roots) if n.domain != Domain.PARAM and n.op != "input"), default=1)
         step = max(CHUNK_ELEMENTS[self.device.type] // max(width, 1), 1)
-        edges = {r: torch.empty((self.order.num_edges, *r.shape), dtype=self.out_dtype, device=self.device)
+        dtypes = {r: self.dtype if r in exact else self.out_dtype for r, _ in (*self.sweep.gathers, *self.sweep.edges)}
+        edges = {r: torch.empty((self.order.num_edges, *r.shape), dtype=dtypes[r], device=self.device)
                  for r, _ in self.sweep.edges}
         for _, g in self.sweep.gathers:
             self.state[g] = self._start(g)
@@ -114,8 +117,8 @@ class _ChunkedSweep:
             for _, g in self.sweep.gathers:
                 self._update(g, chunk, values)
             for result, e in self.sweep.edges:
-                edges[result][chunk.eid] = chunk.full(values[e], e).to(self.out_dtype)
-        results = {r: self._finish(g) for r, g in self.sweep.gathers}
+                edges[result][chunk.eid] = chunk.full(values[e], e).to(dtypes[result])
+        results = {r: self._finish(g, dtypes[r]) for r, g in self.sweep.gathers}
         return {**results, **edges}
 
     def _start(self, g: Node) -> list[Tensor]:
@@ -167,12 +170,12 @@ class _ChunkedSweep:
                 ids.copy_(torch.where(won, chunk.segment_argmax(args[0], fresh), ids))
             peak.copy_(torch.maximum(peak, fresh))
 
-    def _finish(self, g: Node) -> Tensor:
+    def _finish(self, g: Node, dtype: torch.dtype) -> Tensor:
         kind, state = g.attr("kind"), self.state.pop(g)
         if kind in ("argmax", "row"):
             return state[-1]
         if g.domain == Domain.PARAM:
-            return state[0].to(self.out_dtype)
+            return state[0].to(dtype)
         empty = (self.order.degree == 0).reshape(-1, *(1,) * len(g.shape))
         if kind == "lse":
             return (state[0] + state[1].log()).masked_fill_(empty, 0.0)
@@ -181,7 +184,7 @@ class _ChunkedSweep:
             out.masked_fill_(empty, 0.0)
         elif kind == "mean":
             out.mul_(self.order.inv_degree(self.dtype).reshape(-1, *(1,) * len(g.shape)))
-        return out.to(self.out_dtype)
+        return out.to(dtype)
 
 
 class _Chunk:

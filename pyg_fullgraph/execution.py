@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -61,7 +61,7 @@ def run_plan(plan: Plan, incoming: EdgeOrder, outgoing: EdgeOrder | None, tensor
         if isinstance(step, Sweep):
             order = incoming if step.rows == Domain.DST else outgoing
             assert order is not None
-            env.update(run_sweep(step, order, leaf, like))
+            env.update(run_sweep(step, order, leaf, like, plan.exact))
         else:
             env[step[0]] = interpret.evaluate([step[1]], lambda n, a: leaf(n), like)[0]
         for node in [n for n in env if last_use.get(n, -1) <= k and n not in kept]:
@@ -73,13 +73,14 @@ def _step_inputs(step: tuple[Node, Node] | Sweep) -> tuple[Node, ...]:
     return step.inputs if isinstance(step, Sweep) else ir.inputs_of(step[1])
 
 
-def run_sweep(sweep: Sweep, order: EdgeOrder, leaf: chunks.Leaf, like: Tensor) -> dict[Node, Tensor]:
+def run_sweep(sweep: Sweep, order: EdgeOrder, leaf: chunks.Leaf, like: Tensor,
+              exact: Container[Node] = ()) -> dict[Node, Tensor]:
     """One sweep by a generated kernel where there is one for it and for the device, else in chunks."""
     if like.device.type == "cuda" or interpreted():
         kernel = kernel_of(sweep, 16 // like.element_size())
         if isinstance(kernel, codegen.KernelSource):
-            return _launch_sweep(sweep, kernel, order, leaf, like)
-    return chunks.run_sweep(sweep, order, leaf, like)
+            return _launch_sweep(sweep, kernel, order, leaf, like, exact)
+    return chunks.run_sweep(sweep, order, leaf, like, exact)
 
 
 @lru_cache(maxsize=4096)
@@ -91,14 +92,14 @@ def kernel_of(sweep: Sweep, lanes: int = 4) -> codegen.KernelSource | NotFusable
         return reason
 
 
-def _launch_sweep(sweep: Sweep, kernel: codegen.KernelSource, order: EdgeOrder, leaf: chunks.Leaf,
-                  like: Tensor) -> dict[Node, Tensor]:
+def _launch_sweep(sweep: Sweep, kernel: codegen.KernelSource, order: EdgeOrder, leaf: chunks.Leaf, like: Tensor,
+                  exact: Container[Node]) -> dict[Node, Tensor]:
     device, stat_dtype = like.device, chunks.compute_dtype(like.dtype)
     kinds = {r: g.attr("kind") for r, g in sweep.gathers}
 
     def result(node: Node) -> Tensor:
         rows = order.num_edges if node.domain == Domain.EDGE else order.num_rows
-        is_statistic = kinds.get(node) in ("lse", "row") or node.domain == Domain.PARAM
+        is_statistic = kinds.get(node) in ("lse", "row") or node.domain == Domain.PARAM or node in exact
         dtype = order.ptr.dtype if node.is_integer else stat_dtype if is_statistic else like.dtype
         return torch.empty((rows, *node.shape), dtype=dtype, device=device)
 

@@ -226,9 +226,12 @@ def _describe(program: EdgeProgram, graph: Graph) -> list[str]:
     hoisted = list(compiled.split.hoisted.items())
     out.append("hoisted, once per vertex instead of once per edge:" if hoisted else "hoisted: nothing")
     out += [f"  {_shape(result, graph)} {result.name} = {_text(value)}" for result, value in hoisted]
-    saved = [(name, stand_in) for name, (stand_in, _) in compiled.phase.saved.items()]
+    saved = [(name, stand_in) for name, (stand_in, _) in compiled.phase.saved().items()]
     out.append("saved for backward: inputs, results" + (", and" if saved else ""))
     out += [f"  {_shape(stand_in, graph)} {name}" for name, stand_in in saved]
+    extra = [name for name in compiled.phase.saved(is_half=True) if name not in dict(saved)]
+    if extra:
+        out.append("  in half precision also, in float32: " + ", ".join(extra))
     again = [node for node in ir.walk(*(a for s in backward.sweeps for a in s.operands))
              if node.domain == Domain.EDGE and node.op not in ("input", "eid", "const")]
     out.append(f"recomputed in backward: {len(again)} edge expressions, none of which is kept from forward")

@@ -1,18 +1,19 @@
-"""Layers on a GPU: float32 against PyG in float64, half precision against PyG in the same precision, reproducibility."""
+"""Layers on a GPU: float32 against PyG in float64, half precision against PyG in the same precision, same bits."""
 
 from __future__ import annotations
 
 import copy
+from statistics import median
 
 import pytest
 import torch
 from layers import PAIRS, SQUARE, Layer, assert_fused, twins
-from oracle import error, random_case
 from torch import Tensor, nn
-from zoo import Case
 
+from oracle import error, random_case
 from pyg_fullgraph import debug
 from pyg_fullgraph.graph import Graph
+from zoo import Case
 
 pytestmark = pytest.mark.gpu
 
@@ -22,10 +23,11 @@ PAIR = random_case(223, 197, 3001)
 FLOOR = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
-def step(module: nn.Module, layer: Layer, case: Case, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
+def step(module: nn.Module, layer: Layer, case: Case, dtype: torch.dtype, device: str,
+         seed: int = 0) -> dict[str, Tensor]:
     """Output and every gradient of one training step, by name."""
     module = copy.deepcopy(module).to(device, dtype)
-    x, edge = layer.inputs(case)
+    x, edge = layer.inputs(case, seed)
     xs = x if isinstance(x, tuple) else (x,)
     xs = tuple(t if t is None else t.detach().to(device, dtype).requires_grad_() for t in xs)
     edge = {k: t.detach().to(device, dtype).requires_grad_() for k, t in edge.items()}
@@ -59,10 +61,14 @@ def test_layer_in_float32(layer):
 def test_layer_in_half_precision(layer, dtype):
     plain, fused = twins(layer)
     case = PAIR if layer.is_pair else CASE
-    want = step(plain, layer, case, torch.float64, "cpu")
-    ours = errors(step(fused, layer, case, dtype, "cuda"), want)
-    theirs = errors(step(plain, layer, case, dtype, "cuda"), want)
-    worse = {k: (e, theirs[k]) for k, e in ours.items() if e > 2 * theirs[k] + FLOOR[dtype]}
+    ours, theirs = [], []
+    for seed in range(5):
+        want = step(plain, layer, case, torch.float64, "cpu", seed)
+        ours.append(errors(step(fused, layer, case, dtype, "cuda", seed), want))
+        theirs.append(errors(step(plain, layer, case, dtype, "cuda", seed), want))
+    # Medians: one rounded value on the other side of a kink or a tie says nothing about either.
+    pairs = {k: (median(e[k] for e in ours), median(e[k] for e in theirs)) for k in want}
+    worse = {k: (a, b) for k, (a, b) in pairs.items() if a > 2 * b + FLOOR[dtype]}
     assert not worse, worse
 
 

@@ -325,10 +325,14 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run, in order: vertex steps ``(result, expression)`` and sweeps; then ``outputs`` over their results."""
+    """What is run, in order: vertex steps ``(result, expression)`` and sweeps; then ``outputs`` over their results.
+
+    Results of sweeps in ``exact`` are kept in the dtype of the arithmetic, not of storage.
+    """
 
     steps: tuple[tuple[Node, Node] | Sweep, ...]
     outputs: Mapping[str, Node]
+    exact: frozenset[Node] = frozenset()
 
     @property
     def sweeps(self) -> tuple[Sweep, ...]:
@@ -382,13 +386,15 @@ def expand_softmax(roots: Sequence[Node]) -> tuple[Node, ...]:
     return ir.rewrite(roots, rule)
 
 
-def plan(outputs: Mapping[str, Node], target: Target, disable: Sequence[str] = ()) -> Plan:
+def plan(outputs: Mapping[str, Node], target: Target, disable: Sequence[str] = (),
+         exact: Iterable[str] = ()) -> Plan:
     """Order ``outputs`` (expressions with gathers) into vertex steps and as few sweeps as their dependences allow.
 
     Args:
         outputs: Results by name; those with one row per edge are in domain ``EDGE`` (see :func:`ir.lift`).
         target: What the executor can do in one pass.
         disable: Names of passes to leave out.
+        exact: Names of outputs that are wanted in the dtype of the arithmetic.
     """
     roots = canonicalize(outputs.values())
     if target.online_softmax and "fuse" not in disable:
@@ -426,7 +432,10 @@ def plan(outputs: Mapping[str, Node], target: Target, disable: Sequence[str] = (
     if target.stage:
         steps = _stage(steps)
     finals = [edge_results[r] if r in edge_results else ir.substitute(r, known) for r in roots]
-    return Plan(tuple(steps), dict(zip(outputs, finals, strict=True)))
+    results = dict(zip(outputs, finals, strict=True))
+    wanted = {n for name in exact for n in ir.inputs_of(results[name])}
+    handed = {r for s in steps if isinstance(s, Sweep) for r, _ in s.edges} - set(edge_results.values())
+    return Plan(tuple(steps), results, frozenset(wanted | handed))
 
 
 def _add_to_sweep(steps: list[tuple[Node, Node] | Sweep], result: Node, expression: Node) -> bool:
