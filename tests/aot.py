@@ -1,7 +1,8 @@
 """Compiling generated kernels for sm_90 without a GPU; run as a script, with TRITON_INTERPRET unset.
 
-``python -m tests.aot`` compiles every kernel of ``tests.programs`` and prints one JSON object: kernel -> registers and
-spilled bytes. A process of its own, because Triton decides at import whether it interprets.
+``python -m tests.aot [CASE[:DTYPE[:INDEX]] ...]`` compiles the kernels of ``tests.programs`` (all of them, fp32 and
+i32 if not told otherwise) and prints one JSON object: kernel -> registers and spilled bytes. A process of its own,
+because Triton decides at import whether it interprets.
 """
 
 from __future__ import annotations
@@ -80,15 +81,17 @@ def compile_kernel(kernel: KernelSource, name: str, dtype: str = "fp32", index: 
 
 def main(names: list[str]) -> None:
     results: dict[str, Any] = {}
-    for case in names or list(CASES):
+    for name in names or list(CASES):
+        case, dtype, index = [*name.split(":"), *("", "fp32", "i32")[name.count(":") + 1:]]
+        lanes = {"fp64": 2, "fp32": 4}.get(dtype, 8)
         for k, sweep in enumerate(sweeps_of(CASES[case]())):
-            kernel = kernel_of(sweep)
+            kernel = kernel_of(sweep, lanes)
             if not isinstance(kernel, KernelSource):
-                results[f"{case}/{k}"] = {"refused": kernel.reasons}
+                results[f"{name}/{k}"] = {"refused": kernel.reasons}
                 continue
-            for name in ("sweep_kernel", "merge_kernel"):
-                if name == "sweep_kernel" or kernel.has_merge:
-                    results[f"{case}/{k}/{name}"] = compile_kernel(kernel, name)
+            for part in ("sweep_kernel", "merge_kernel"):
+                if part == "sweep_kernel" or kernel.has_merge:
+                    results[f"{name}/{k}/{part}"] = compile_kernel(kernel, part, dtype, index)
     print(json.dumps(results, indent=1))
 
 

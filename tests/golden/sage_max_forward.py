@@ -1,0 +1,68 @@
+"""Sweep ef460d726b7368dbe0083599: max, argmax"""
+
+import triton
+import triton.language as tl
+
+from triton_kernels import device
+
+
+@triton.jit
+def sweep_kernel(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_end_ptr, piece_slot_ptr, num_pieces, in0_ptr, in0_stride, out0_ptr, out1_ptr, ws0_ptr, ws1_ptr, BLOCK_E: tl.constexpr, HAS_EID: tl.constexpr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr):
+    pid = tl.program_id(0).to(tl.int64)
+    piece = pid % num_pieces
+    f0 = (tl.arange(0, 8))[None, :]
+    row = tl.load(piece_row_ptr + piece).to(tl.int64)
+    start = tl.load(piece_start_ptr + piece)
+    end = tl.load(piece_end_ptr + piece)
+    slot = tl.load(piece_slot_ptr + piece).to(tl.int64)
+    max0 = tl.full([BLOCK_E, 8], float("-inf"), FLOAT)
+    arg0 = tl.full([BLOCK_E, 8], UNSET, ID)
+    ahead = start + tl.arange(0, BLOCK_E)
+    next_other = tl.load(other_ptr + ahead, mask=ahead < end, other=0)
+    if HAS_EID:
+        next_eid = tl.load(eid_ptr + ahead, mask=ahead < end, other=0)
+    for base in range(start, end, BLOCK_E):
+        position = base + tl.arange(0, BLOCK_E)
+        alive = position < end
+        live = alive[:, None]
+        other = next_other.to(tl.int64)[:, None]
+        next_other = tl.load(other_ptr + position + BLOCK_E, mask=position + BLOCK_E < end, other=0)
+        if HAS_EID:
+            eid = next_eid[:, None]
+            next_eid = tl.load(eid_ptr + position + BLOCK_E, mask=position + BLOCK_E < end, other=0)
+        else:
+            eid = position[:, None]
+        v0 = tl.load(in0_ptr + other.to(tl.int64) * in0_stride + f0, mask=live & (f0 < 5), other=0).to(FLOAT)
+        fresh_max0 = v0
+        take_max0 = live & ((arg0 == UNSET) | (~(fresh_max0 <= max0) & (max0 == max0)))
+        max0 = tl.where(take_max0, fresh_max0, max0)
+        arg0 = tl.where(take_max0, eid, arg0)
+    max0, arg0 = device.lane_max(max0, arg0, UNSET)
+    if slot < 0:
+        count = (end - start).to(FLOAT)
+        tl.store(tl.broadcast_to(out0_ptr + row * 5 + f0, [1, 8]), tl.broadcast_to(tl.where(count > 0, max0, 0.0), [1, 8]), mask=tl.broadcast_to((f0 < 5), [1, 8]))
+        tl.store(tl.broadcast_to(out1_ptr + row * 5 + f0, [1, 8]), tl.broadcast_to(tl.where(count > 0, arg0, -1), [1, 8]), mask=tl.broadcast_to((f0 < 5), [1, 8]))
+    else:
+        tl.store(tl.broadcast_to(ws0_ptr + slot * 5 + f0, [1, 8]), max0, mask=tl.broadcast_to((f0 < 5), [1, 8]))
+        tl.store(tl.broadcast_to(ws1_ptr + slot * 5 + f0, [1, 8]), arg0, mask=tl.broadcast_to((f0 < 5), [1, 8]))
+
+
+@triton.jit
+def merge_kernel(split_row_ptr, split_ptr_ptr, row_ptr_ptr, num_split, out0_ptr, out1_ptr, ws0_ptr, ws1_ptr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr):
+    pid = tl.program_id(0).to(tl.int64)
+    split = pid % num_split
+    f0 = (tl.arange(0, 8))[None, :]
+    row = tl.load(split_row_ptr + split).to(tl.int64)
+    first = tl.load(split_ptr_ptr + split).to(tl.int64)
+    last = tl.load(split_ptr_ptr + split + 1).to(tl.int64)
+    count = (tl.load(row_ptr_ptr + row + 1) - tl.load(row_ptr_ptr + row)).to(FLOAT)
+    max0 = tl.full([1, 8], float("-inf"), FLOAT)
+    arg0 = tl.full([1, 8], UNSET, ID)
+    for slot in range(first, last):
+        new_max0 = tl.load(ws0_ptr + slot * 5 + f0, mask=(f0 < 5), other=0)
+        new_arg0 = tl.load(ws1_ptr + slot * 5 + f0, mask=(f0 < 5), other=0)
+        take_max0 = ((arg0 == UNSET) | (~(new_max0 <= max0) & (max0 == max0)))
+        max0 = tl.where(take_max0, new_max0, max0)
+        arg0 = tl.where(take_max0, new_arg0, arg0)
+    tl.store(tl.broadcast_to(out0_ptr + row * 5 + f0, [1, 8]), tl.broadcast_to(tl.where(count > 0, max0, 0.0), [1, 8]), mask=tl.broadcast_to((f0 < 5), [1, 8]))
+    tl.store(tl.broadcast_to(out1_ptr + row * 5 + f0, [1, 8]), tl.broadcast_to(tl.where(count > 0, arg0, -1), [1, 8]), mask=tl.broadcast_to((f0 < 5), [1, 8]))
