@@ -37,7 +37,7 @@ class Buffer:
         node: The input or result it holds.
         shape: Feature shape.
         integer: Whether it holds integers.
-        run: Features of its innermost axis, and how many the kernel expects in memory there (zeros follow the features):
+        run: Features of its innermost axis, and how many the kernel expects in memory there (zeros follow them):
             rows that are gathered start every run at a multiple of 16 bytes, so that loads are wide.
     """
 
