@@ -19,7 +19,7 @@ STAMP := $(VENV)/.installed
 .PHONY: help install demo test test-gpu lint
 
 help:
-	@echo "make demo      train a GCN on a generated graph, next to plain PyG (under three minutes on 2 cores)"
+	@echo "make demo      train a GAT on a generated graph, next to plain PyG (under three minutes on 2 cores)"
 	@echo "make test      the tests that need no GPU"
 	@echo "make test-gpu  the tests that need one"
 	@echo "make lint      ruff and mypy"
