@@ -173,7 +173,11 @@ class Problem:
         if name in graphs.SIZES:
             size = graphs.SIZES[name]
             self.edge_index = graphs.draw(size, device, seed)
-            self.x = torch.randn((size.nodes, case.num_in), generator=generator, device=device).to(dtype)
+            self.x = torch.randn((size.nodes, case.num_in), generator=generator, device=device)
+            if case.layer == "sage-max":
+                # Ranks instead of values: where two sources tie, PyG and we give the gradient to other edges.
+                self.x = (self.x.argsort(0).argsort(0) / size.nodes - 0.5) * 12**0.5
+            self.x = self.x.to(dtype)
             if case.is_model:
                 self.y = torch.randint(num_classes, (size.nodes,), generator=generator, device=device)
                 self.mask = torch.rand(size.nodes, generator=generator, device=device) < 0.66
