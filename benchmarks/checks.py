@@ -2,7 +2,8 @@
 
 Where plain PyG fits, outputs and gradients are compared with PyG's in float64, and may be no further from them than a
 small bound or a few times PyG's own error in the dtype of the case. Where it does not fit, each layer's output is
-compared on sampled rows with PyG in float64 on the edges into those rows, and gradients on a small graph of the same family.
+compared on sampled rows with PyG in float64 on the edges into those rows, and gradients on a small graph of the same
+family.
 """
 
 from __future__ import annotations

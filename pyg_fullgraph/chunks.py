@@ -82,7 +82,7 @@ class _Recipe:
         self.products = {g: p for _, g in sweep.gathers if (p := self._as_product(g))}
         roots = [e for _, e in sweep.edges]
         #: Reductions over edges; a ``row`` is an expression over vertices that only rides along.
-        self.reductions = tuple(g for _, g in sweep.gathers if g.attr("kind") != "row")
+        self.reductions = tuple(g for _, g in sweep.gathers)
         for g in self.reductions:
             scale, vertex, _ = self.products.get(g, (None, None, None))
             roots += list(g.args) if vertex is None else [] if scale is None else [scale]
@@ -267,9 +267,6 @@ class _ChunkedSweep:
         def filled(shape: tuple[int, ...], value: float) -> Tensor:
             return torch.full((*rows, *shape), value, dtype=self.dtype, device=self.device)
 
-        if kind == "row":
-            return [interpret.evaluate([g.args[0]], lambda n, a: self.cast(self.leaf(n)), self.like)[0]
-                    .expand(*rows, *g.shape)]
         if kind in ("sum", "mean", "outer"):
             return [filled(self.recipe.products[g][2] if g in self.recipe.products else g.shape, 0.0)]
         if kind == "max":
@@ -337,8 +334,8 @@ class _ChunkedSweep:
 
     def _finish(self, g: Node, dtype: torch.dtype) -> Tensor:
         kind, state = g.attr("kind"), self.state.pop(g, None) or self._start(g)
-        if kind in ("argmax", "row"):
-            return state[-1]
+        if kind == "argmax":
+            return state[1]
         if g.domain == Domain.PARAM:
             return state[0].to(dtype)
         out, ones = state[0].reshape(-1, *g.shape), (1,) * len(g.shape)

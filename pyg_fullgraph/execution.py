@@ -55,6 +55,13 @@ def run_plan(plan: Plan, incoming: EdgeOrder, outgoing: EdgeOrder | None, tensor
             return incoming.inv_degree(stat_dtype)
         return env[node]
 
+    # Vertex expressions cancel (softmax gradients do): they are computed in the dtype of the arithmetic.
+    exact_like = like.to(stat_dtype)
+
+    def exact_leaf(node: Node) -> Tensor:
+        value = leaf(node)
+        return value.to(stat_dtype) if value.is_floating_point() and node.is_row else value
+
     last_use = {n: k for k, s in enumerate(plan.steps) for n in _step_inputs(s)}
     kept = {n for o in plan.outputs.values() for n in ir.inputs_of(o)} | set(tensors)
     for k, step in enumerate(plan.steps):
@@ -63,7 +70,7 @@ def run_plan(plan: Plan, incoming: EdgeOrder, outgoing: EdgeOrder | None, tensor
             assert order is not None
             env.update(run_sweep(step, order, leaf, like, plan.exact))
         else:
-            env[step[0]] = interpret.evaluate([step[1]], lambda n, a: leaf(n), like)[0]
+            env[step[0]] = interpret.evaluate([step[1]], lambda n, a: exact_leaf(n), exact_like)[0]
         for node in [n for n in env if last_use.get(n, -1) <= k and n not in kept]:
             del env[node]
     return interpret.evaluate(list(plan.outputs.values()), lambda n, a: leaf(n), like)
@@ -99,7 +106,7 @@ def _launch_sweep(sweep: Sweep, kernel: codegen.KernelSource, order: EdgeOrder, 
 
     def result(node: Node) -> Tensor:
         rows = order.num_edges if node.domain == Domain.EDGE else order.num_rows
-        is_statistic = kinds.get(node) in ("lse", "row") or node.domain == Domain.PARAM or node in exact
+        is_statistic = kinds.get(node) == "lse" or node.domain == Domain.PARAM or node in exact
         dtype = order.ptr.dtype if node.is_integer else stat_dtype if is_statistic else like.dtype
         return torch.empty((rows, *node.shape), dtype=dtype, device=device)
 

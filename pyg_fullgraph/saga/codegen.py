@@ -458,9 +458,7 @@ class _Generator:
         reducers: list[_Reducer] = []
         for result, g in self.gathers:
             kind = g.attr("kind")
-            if kind == "row":
-                self.axes.dims[result] = self._dims(g.args[0])
-            elif kind in ("sum", "mean"):
+            if kind in ("sum", "mean"):
                 reducers.append(_Sum(len(reducers), result, g.args[0], kind == "mean"))
                 self.axes.dims[result] = self._dims(g.args[0])
             elif kind in ("max", "argmax"):
@@ -514,10 +512,6 @@ class _Generator:
         outputs = [Buffer(f"out{k}", result, result.shape, result.is_integer)
                    for k, (result, _) in enumerate([*self.gathers, *self.edges])]
         by_node = {b.node: b for b in outputs}
-        for result, g in self.gathers:
-            if g.attr("kind") == "row":  # every piece of the row writes the same
-                value = self.emit(g.args[0])
-                self._row_lines.append(self._store(by_node[result], "row", value))
         for result, e in self.edges:
             self.lines.append(self._store(by_node[result], f"{self.edge_ids()}.to(tl.int64)", self.emit(e), "live"))
         lanes = self._lanes

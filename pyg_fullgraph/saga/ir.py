@@ -114,9 +114,8 @@ OPS: Mapping[str, Op] = _table(
 )
 
 #: Reductions over the edges of a row. ``lse`` and ``softmax_sum`` carry a running maximum and a denominator
-#: (online softmax); ``outer`` is ``sum_e a_e^T b_e``, a parameter gradient; ``row`` is a value of the row itself, which
-#: a sweep that holds the row writes on the way.
-GATHERS = ("sum", "mean", "max", "argmax", "lse", "softmax_sum", "outer", "row")
+#: (online softmax); ``outer`` is ``sum_e a_e^T b_e``, a parameter's gradient.
+GATHERS = ("sum", "mean", "max", "argmax", "lse", "softmax_sum", "outer")
 
 
 class Node:

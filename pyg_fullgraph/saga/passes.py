@@ -201,19 +201,8 @@ def is_vertex_work(node: Node) -> bool:
     return any(n.domain == node.domain and n.op in ("mm", "sum", "amax", "cat", "slice") for n in ir.walk(node))
 
 
-def is_row_work(node: Node) -> bool:
-    """Whether a sweep over the rows of ``node`` can compute it on the way, from rows it holds anyway."""
-    own = [n for n in ir.walk(node) if n.domain == node.domain and n.op != "input"]
-    return node.is_row and all(ir.OPS[n.op].kind == "pointwise" or n.op in ("view", "permute", "expand", "sum", "amax")
-                               for n in own)
-
-
-def hoist(roots: Sequence[Node], keep: Domain | None = None) -> tuple[tuple[Node, ...], dict[Node, Node]]:
+def hoist(roots: Sequence[Node]) -> tuple[tuple[Node, ...], dict[Node, Node]]:
     """Cut the largest vertex expressions that are worth it out of ``roots``.
-
-    Args:
-        roots: Expressions.
-        keep: A side whose expressions stay where :func:`is_row_work` says that they can.
 
     Returns:
         The roots over new inputs, and what each new input stands for.
@@ -224,7 +213,7 @@ def hoist(roots: Sequence[Node], keep: Domain | None = None) -> tuple[tuple[Node
     def visit(node: Node) -> None:
         if node in known or node.op in ("input", "const"):
             return
-        if is_vertex_work(node) and not (node.domain == keep and is_row_work(node)):
+        if is_vertex_work(node):
             name = f"hoisted.{node.digest[:8]}"
             known[node] = ir.input(name, node.domain, node.shape)
             steps[known[node]] = node
@@ -270,17 +259,14 @@ class Target:
     Attributes:
         online_softmax: Softmax, weighting and sum in one pass over the edges (kernels); otherwise statistics first.
         stage: Keep narrow per-edge results (``[E, H]``) of one sweep for the next instead of recomputing them.
-        row_work: Compute vertex expressions that need no matrix product within a sweep over those vertices, in float32
-            and with no pass of their own.
     """
 
     online_softmax: bool
     stage: bool
-    row_work: bool
 
 
-KERNELS = Target(online_softmax=True, stage=False, row_work=True)
-CHUNKS = Target(online_softmax=False, stage=True, row_work=False)
+KERNELS = Target(online_softmax=True, stage=False)
+CHUNKS = Target(online_softmax=False, stage=True)
 
 
 @dataclass(frozen=True)
@@ -412,12 +398,11 @@ def plan(outputs: Mapping[str, Node], target: Target, disable: Sequence[str] = (
     hoisted: dict[Node, Node] = {}
     for rows, members, edges in placed:
         operands = ir.substitute(tuple(a for g in members for a in g.args) + tuple(edges), known)
-        lean, fresh = hoist(operands, rows if target.row_work else None)
+        lean, fresh = hoist(operands)
         for name, expression in fresh.items():
             if name not in hoisted:
                 hoisted[name] = expression
-                if not (target.row_work and _add_to_sweep(steps, name, expression)):
-                    steps.append((name, expression))
+                steps.append((name, expression))
         waiting = iter(lean)
         pairs = []
         for g in members:
@@ -436,27 +421,6 @@ def plan(outputs: Mapping[str, Node], target: Target, disable: Sequence[str] = (
     wanted = {n for name in exact for n in ir.inputs_of(results[name])}
     handed = {r for s in steps if isinstance(s, Sweep) for r, _ in s.edges} - set(edge_results.values())
     return Plan(tuple(steps), results, frozenset(wanted | handed))
-
-
-def _add_to_sweep(steps: list[tuple[Node, Node] | Sweep], result: Node, expression: Node) -> bool:
-    """Let an earlier sweep over the rows of ``expression`` write it, if there is one that can."""
-    if not is_row_work(expression):
-        return False
-    (lean,), params = hoist([expression], expression.domain)
-    needed = set(ir.inputs_of(lean, *params.values()))
-    for k in reversed(range(len(steps))):
-        step = steps[k]
-        if isinstance(step, Sweep):
-            made = {r for r, _ in (*step.gathers, *step.edges)}
-            if step.rows == expression.domain and not made & needed:
-                row = (result, ir.gather("row", step.rows, lean))
-                steps[k:k + 1] = [*params.items(), Sweep(step.rows, (*step.gathers, row), step.edges)]
-                return True
-        else:
-            made = {step[0]}
-        if made & needed:
-            return False
-    return False
 
 
 def _place(gathers: Sequence[Node], level: Mapping[Node, int],
