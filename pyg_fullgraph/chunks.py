@@ -26,7 +26,7 @@ from triton_kernels import reference
 #: Elements of one intermediate value per chunk: about the last-level cache on a CPU, enough to fill a GPU.
 CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
 #: Edges x features above which a CPU computes dot products of rows without gathering the rows.
-DOTS_ELEMENTS = 1 << 18
+DOTS_ELEMENTS = 1 << 17
 
 # Said once per process by torch.sparse_csr_tensor, and of no use to a caller.
 warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
@@ -421,7 +421,7 @@ class _Chunk:
             value = sweep.leaf(n)
             return sweep.cast(value[self.rows] if n.is_row and not self.is_whole else value)
 
-        return interpret.evaluate([node], leaf, sweep.like)[0]
+        return leaf(node, []) if node.op == "input" else interpret.evaluate([node], leaf, sweep.like)[0]
 
     def edge_input(self, node: Node) -> Tensor:
         value = self.sweep.leaf(node)
