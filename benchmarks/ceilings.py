@@ -45,7 +45,7 @@ def copy_gbs() -> float:
     source = torch.empty(1 << 31, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     times = time_steps({"copy": lambda: target.copy_(source)}, "cuda", budget_s=0.1, most=20)["copy"]
-    return 2 * source.numel() / statistics.median(times) / 1e6
+    return 2 * source.numel() / statistics.median(t for t, _ in times) / 1e6
 
 
 @lru_cache
@@ -58,5 +58,5 @@ def gather_gbs(num_nodes: int, width: int, dtype: torch.dtype) -> float:
     for rows, num_warps in _SHAPES:
         times = time_steps({"gather": lambda r=rows, w=num_warps: gather_rows(table, index, r, w)}, "cuda",
                            budget_s=0.05, most=20)["gather"]
-        best = max(best, _NUM_ROWS * width * table.element_size() / statistics.median(times) / 1e6)
+        best = max(best, _NUM_ROWS * width * table.element_size() / statistics.median(t for t, _ in times) / 1e6)
     return best

@@ -38,22 +38,27 @@ def first_call_ms(step: Step, device: str) -> float:
 
 
 def time_steps(steps: Mapping[str, Step], device: str, budget_s: float = 2.0, least: int = 5,
-               most: int = 200) -> dict[str, list[float]]:
-    """Milliseconds per call of each step, called in turn so that a busy moment of the machine hits all of them.
+               most: int = 200) -> dict[str, list[tuple[float, float]]]:
+    """Milliseconds per call of each step, and milliseconds of CPU time of all threads.
+
+    The steps are called in turn, so that a busy moment of the machine hits all of them.
 
     Args:
         steps: What to time, by name; called at least twice before.
-        device: ``cuda`` (timed by events on the current stream) or ``cpu`` (by ``perf_counter``).
+        device: ``cuda`` (timed by events on the current stream) or ``cpu`` (by ``perf_counter``). CPU time says what a
+            step costs on a machine that others use too.
         budget_s: About how long to measure, per step.
         least, most: Bounds on the number of calls.
     """
-    times: dict[str, list[float]] = {n: [] for n in steps}
+    times: dict[str, list[tuple[float, float]]] = {n: [] for n in steps}
     for _ in range(2):
         slowest = max(first_call_ms(step, device) for step in steps.values())
     rounds = min(max(int(budget_s * 1e3 / max(slowest, 1e-3)), least), most)
     for _ in range(rounds):
         for name, step in steps.items():
-            times[name].append(_time_one(step, device))
+            busy = time.process_time()
+            elapsed = _time_one(step, device)
+            times[name].append((elapsed, (time.process_time() - busy) * 1e3))
     return times
 
 
@@ -70,10 +75,12 @@ def _time_one(step: Step, device: str) -> float:
     return start_event.elapsed_time(stop_event)
 
 
-def percentiles(times_ms: list[float]) -> dict[str, float]:
-    """``p20_ms, p50_ms, p80_ms``."""
-    found = torch.quantile(torch.tensor(times_ms, dtype=torch.float64), torch.tensor([0.2, 0.5, 0.8]).double())
-    return {f"p{p}_ms": round(float(v), 4) for p, v in zip((20, 50, 80), found, strict=True)}
+def percentiles(times_ms: list[tuple[float, float]]) -> dict[str, float]:
+    """``p20_ms, p50_ms, p80_ms``, and ``cpu_ms``: the median of the CPU time."""
+    elapsed, busy = torch.tensor(times_ms, dtype=torch.float64).unbind(1)
+    found = torch.quantile(elapsed, torch.tensor([0.2, 0.5, 0.8]).double())
+    named = {f"p{p}_ms": round(float(v), 4) for p, v in zip((20, 50, 80), found, strict=True)}
+    return {**named, "cpu_ms": round(float(busy.quantile(0.5)), 4)}
 
 
 class PeakMemory:
@@ -131,7 +138,10 @@ def environment(device: str) -> dict[str, Any]:
         name: str = torch.cuda.get_device_name()
     else:
         name = f"{_processor()}, {torch.get_num_threads()} threads"
-    versions = {p: _version(n) for p, n in (("torch", "torch"), ("triton", "triton"), ("pyg", "torch_geometric"))}
+    names = {"torch": "torch", "triton": "triton", "pyg": "torch_geometric"}
+    versions: dict[str, Any] = {key: _version(package) for key, package in names.items()}
+    if device == "cpu":
+        versions["load_average"] = round(os.getloadavg()[0], 2)  # other work on the machine slows threads that wait
     return {"device": device, "device_name": name, **versions, "commit": _commit(),
             "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%MZ")}
 

@@ -127,8 +127,8 @@ def _prepare(problem: Problem, provider: str, row: Row) -> tuple[Workload, measu
     return workload, memory
 
 
-def _finish(case: Case, problem: Problem, step: Callable[[], Any], memory: measure.PeakMemory, times_ms: list[float],
-            row: Row) -> None:
+def _finish(case: Case, problem: Problem, step: Callable[[], Any], memory: measure.PeakMemory,
+            times_ms: list[tuple[float, float]], row: Row) -> None:
     row.update(measure.percentiles(times_ms), repeats=len(times_ms))
     if case.device == "cuda":
         memory.restart()

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"
-COLUMNS = ("case", "provider", "p50 ms (p20-p80)", "against PyG", "peak MB", "first call s", "kernels",
+COLUMNS = ("case", "provider", "p50 ms (p20-p80)", "CPU ms", "against PyG (CPU)", "peak MB", "first call s", "kernels",
            "gather GB/s (share)", "largest error")
 
 
@@ -38,11 +38,14 @@ def cells(row: dict[str, Any], pyg: dict[str, Any] | None) -> list[str]:
     speedup = ""
     if pyg is not None and pyg is not row:
         speedup = "PyG: " + pyg["error"] if "error" in pyg else f"{pyg['p50_ms'] / row['p50_ms']:.2f}x"
+        if row["device"] == "cpu" and "error" not in pyg:
+            speedup += f" ({pyg['cpu_ms'] / row['cpu_ms']:.2f}x)"
     peak = row.get("peak_bytes")
     share = f"{row['gather_gbs']:.0f} ({row['gather_share']:.0%})" if "gather_gbs" in row else ""
     check = row.get("check", {})
     error = max((check[k] for k in ("error", "rows_error") if k in check), default=None)
-    return [row["case"], row["provider"], f"{row['p50_ms']:.2f} ({row['p20_ms']:.2f}-{row['p80_ms']:.2f})", speedup,
+    return [row["case"], row["provider"], f"{row['p50_ms']:.2f} ({row['p20_ms']:.2f}-{row['p80_ms']:.2f})",
+            f"{row['cpu_ms']:.2f}" if row["device"] == "cpu" else "", speedup,
             "" if peak is None else f"{peak / 1e6:.0f}", f"{row['first_ms'] / 1e3:.2f}",
             str(row["kernels"] or ""), share,
             ("" if error is None else f"{error:.1e}") + (", repeatable" if row.get("is_repeatable") else "")]

@@ -134,16 +134,18 @@ def test_time_steps_takes_turns():
     calls = []
     times = measure.time_steps({n: lambda n=n: calls.append(n) for n in "ab"}, "cpu", budget_s=0.0, least=3)
     assert calls == ["a", "b"] * 5 and len(times["a"]) == 3
-    assert list(measure.percentiles([1.0, 2.0, 3.0])) == ["p20_ms", "p50_ms", "p80_ms"]
+    assert measure.percentiles([(1.0, 5.0), (2.0, 7.0), (3.0, 6.0)]) == {
+        "p20_ms": 1.4, "p50_ms": 2.0, "p80_ms": 2.6, "cpu_ms": 6.0}
 
 
 def test_table_shows_errors_and_speedups():
-    common = {"device_name": "X", "torch": "1", "triton": "2", "pyg": "3", "date": "2026-01-01T00:00Z", "commit": "c"}
+    common = {"device_name": "X", "torch": "1", "triton": "2", "pyg": "3", "date": "2026-01-01T00:00Z", "commit": "c",
+              "device": "cuda"}
     timed = {"case": "a", "provider": "ours", "p50_ms": 2.0, "p20_ms": 1.0, "p80_ms": 3.0, "peak_bytes": 5_000_000,
              "first_ms": 10.0, "kernels": 4, **common}
     plain = {**timed, "provider": "pyg", "p50_ms": 8.0}
     text = table.markdown([plain, timed])
-    assert "| a | ours | 2.00 (1.00-3.00) | 4.00x | 5 |" in text
+    assert "| a | ours | 2.00 (1.00-3.00) |  | 4.00x | 5 |" in text
     failed = {"case": "a", "provider": "pyg", "error": "out of memory", **common}
     assert "PyG: out of memory" in table.markdown([failed, timed])
     assert table.latest([plain, timed, {**timed, "p50_ms": 1.0}])[1]["p50_ms"] == 1.0
