@@ -23,6 +23,7 @@ LAYERS = (
     "pyg_fullgraph.saga.ir",
     "pyg_fullgraph.saga.axes",
     "pyg_fullgraph.saga.interpret",
+    "pyg_fullgraph.saga.aten",
     "pyg_fullgraph.saga.trace",
     "pyg_fullgraph.saga.adjoint",
     "pyg_fullgraph.saga.passes",
