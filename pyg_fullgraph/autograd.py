@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pyg_fullgraph.chunks import compute_dtype
-from pyg_fullgraph.errors import InputError
+from pyg_fullgraph.errors import ForwardModeError, InputError
 from pyg_fullgraph.execution import run_plan, target_of
 from pyg_fullgraph.graph import EdgeOrder, Graph
 from pyg_fullgraph.saga import interpret, ir
@@ -263,6 +264,8 @@ def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tu
     Numerics: float16 and bfloat16 are storage only, sums are in float32; bit-identical from run to run.
     Cost: saves the inputs and outputs and one statistic per destination, feature group or head.
     """
+    if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors.values()):
+        raise ForwardModeError()
     compiled = compile_program(_merge_inputs(program, tensors))
     env = _bind(compiled, graph, tensors)
     for result, expression in compiled.split.hoisted.items():

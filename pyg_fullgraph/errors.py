@@ -168,3 +168,10 @@ class NotFusedError(PygFullgraphError, ValueError):
         lines = [f"{name}: {'; '.join(reasons)}" for name, reasons in refused.items()]
         super().__init__("Expected every message-passing layer to run fused (got\n  " + "\n  ".join(lines) + ")")
         self.refused = {name: tuple(reasons) for name, reasons in refused.items()}
+
+
+class ForwardModeError(PygFullgraphError, NotImplementedError):
+    """A tensor carries a forward-mode tangent."""
+
+    def __init__(self) -> None:
+        super().__init__("Fused layers have backward derivatives only; revert(model) for forward-mode differentiation")

@@ -176,7 +176,7 @@ def reads_values(self, x_j, x_i):
 REFUSED = {
     "unknown operation": (lambda self, x_j, x_i: torch.erfinv(x_j), r"aten.erfinv.default is not in the table"),
     "sort": (lambda self, x_j, x_i: x_j.sort(-1)[0], r"operation aten.sort.default is not in the table"),
-    "norm over edges": (lambda self, x_j, x_i: self.norm(x_j), r"aten"),
+    "norm over edges": (lambda self, x_j, x_i: self.norm(x_j), r"aten|writes in place"),
     "cumulative sum over edges": (lambda self, x_j, x_i: x_j.cumsum(0), r"operation aten.cumsum.default"),
     "first edges": (lambda self, x_j, x_i: x_j[:3], r"slices the edge dimension"),
     "one edge": (lambda self, x_j, x_i: x_j[0] + x_j, r"picks a single edge"),

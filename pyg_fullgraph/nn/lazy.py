@@ -15,6 +15,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from pyg_fullgraph import autograd
+from pyg_fullgraph.errors import InputError
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.saga.ir import EdgeProgram, Node, Output
 
@@ -100,7 +101,14 @@ class EdgeExpr(LazyTensor):
         keep = torch.is_grad_enabled()
         self.node, self.graph, self._value = node, graph, None
         self.tensors = {k: t if keep or not t.requires_grad else t.detach() for k, t in tensors.items()}
+        self._versions = {} if torch.is_inference_mode_enabled() else {k: t._version for k, t in self.tensors.items()}
         return self
+
+    def check_unchanged(self) -> None:
+        """Raise if a tensor that the values are to be computed from was written to meanwhile."""
+        for name, version in self._versions.items():
+            if self.tensors[name]._version != version:
+                raise InputError(name, "to stay as it was until the edge values made from it are used", "a write")
 
     def __init__(self, node: Node, tensors: Mapping[str, Tensor], graph: Graph) -> None:
         """See the class."""
@@ -110,6 +118,7 @@ class EdgeExpr(LazyTensor):
         return any(t.requires_grad for t in self.tensors.values())
 
     def materialize(self) -> Tensor:
+        self.check_unchanged()
         if self._value is None or (torch.is_grad_enabled() and self.needs_grad and not self._value.requires_grad):
             (self._value,) = run(EdgeProgram((Output("edge", self.node, "out"),)), self.graph, self.tensors)
         return self._value

@@ -22,7 +22,7 @@ from torch_geometric import EdgeIndex
 from torch_geometric.utils.loop import compute_loop_attr
 from torch_geometric.utils.num_nodes import maybe_num_nodes
 
-from pyg_fullgraph.errors import DeviceError, RowCountError
+from pyg_fullgraph.errors import DeviceError, DtypeError, IndexRangeError, RowCountError
 from pyg_fullgraph.graph import Graph, graph_of
 from pyg_fullgraph.nn.lazy import EdgeExpr, LazyTensor, run
 from pyg_fullgraph.saga import ir
@@ -108,6 +108,10 @@ class _Loops:
         mask = edge_index[0] == edge_index[1]
         self.loops = mask.nonzero().view(-1)
         self.nodes = edge_index[0].index_select(0, self.loops).long()
+        if self.nodes.numel() and int(self.nodes.min()) < 0:
+            at = int(self.nodes.argmin())
+            raise IndexRangeError("edge_index", "node", int(edge_index.max()) + 1, int(self.nodes[at]),
+                                  int(self.loops[at]))
         self.num_kept = edge_index.size(1) - self.loops.numel()
         self.kept: Tensor | None = None if self.loops.numel() == 0 else (~mask).nonzero().view(-1)
         order = torch.arange(self.loops.numel(), device=self.nodes.device)
@@ -152,6 +156,8 @@ def _to_plain(edge_index: Tensor) -> Tensor:
 def _is_known(edge_index: Any, edge_attr: Any = None) -> bool:
     if torch.jit.is_tracing() or torch.compiler.is_compiling() or not isinstance(edge_index, Tensor):
         return False
+    if edge_index.layout == torch.strided and edge_index.is_floating_point():
+        raise DtypeError("edge_index", "an integer dtype", edge_index.dtype)
     is_index = edge_index.layout == torch.strided and edge_index.dtype in _INTEGERS and edge_index.dim() == 2
     return is_index and edge_index.size(0) == 2 and (edge_attr is None or isinstance(edge_attr, Tensor))
 

@@ -297,6 +297,7 @@ class _Call:
         if value is inspect.Parameter.empty:
             raise NotFusable([f"{self.method} needs '{name}', which is not among the arguments"])
         if isinstance(value, EdgeExpr):
+            value.check_unchanged()
             if value.graph is self.graph and not self._clashes(value):
                 place = f"{self.method}.{name}"
                 self.exprs[ir.input(place, Domain.EDGE, value.node.shape)] = value

@@ -85,7 +85,18 @@ class _Key:
             conv.training,
             tuple((k, tuple(v.shape), v.is_floating_point()) for k, v in _state(conv)),
             self._attributes(conv, names),
+            self._surroundings(conv, getattr(type(conv), method)),
         )
+
+    def _surroundings(self, conv: Module, function: Any) -> tuple[Any, ...]:
+        """Numbers and strings that the method reads from its module, its class, its closure and its defaults."""
+        found = []
+        for name in function.__code__.co_names:
+            outside = function.__globals__.get(name, getattr(type(conv), name, None))
+            if name not in vars(conv) and isinstance(outside, _SIMPLE):
+                found.append((name, self.value(outside)))
+        cells = [c.cell_contents for c in function.__closure__ or ()]
+        return (*found, *(self.value(v) for v in (*cells, *(function.__defaults__ or ()))))
 
     def _attributes(self, module: Module, names: frozenset[str] | None) -> tuple[Any, ...]:
         own = {k: v for k, v in vars(module).items() if k not in _INTERNAL}
@@ -110,7 +121,8 @@ class _Key:
             self.refs.append(weakref.ref(value))
         except TypeError:
             self.is_opaque = True
-        return type(value), id(value)
+        fields = {} if callable(value) else getattr(value, "__dict__", {})
+        return type(value), id(value), tuple((k, v) for k, v in fields.items() if isinstance(v, _SIMPLE))
 
 
 def _is_lazy(value: Tensor | None) -> bool:

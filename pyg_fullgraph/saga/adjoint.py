@@ -166,7 +166,8 @@ def scales_linearly(value: Node, weight: Node) -> bool:
         axes = AxisMap([value], opaque=True)
     except NotFusable:
         return False
-    return set(axes.axes(weight)) <= set(axes.axes(value))
+    held = set(axes.axes(weight))
+    return all(held <= set(axes.axes(n)) for n in ir.walk(value) if ir.depends_on(n, weight))
 
 
 def _is_linear(node: Node, weight: Node) -> bool:

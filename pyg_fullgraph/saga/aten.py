@@ -297,6 +297,20 @@ def _amax(imp: Importer, fx: FxNode, x: Node, dims: Sequence[int] = (), keepdim:
     return _sum(imp, fx, x, dims, keepdim, op="amax")
 
 
+def _norm(imp: Importer, fx: FxNode, x: Node, order: float = 2.0, dims: Any = None, keepdim: bool = False,
+          **kwargs: Any) -> Node:
+    """Vector norm; where it is zero its gradient is zero as well, as in torch."""
+    if order in (1, float("inf")):
+        return _sum(imp, fx, pointwise("abs", x), dims, keepdim, op="sum" if order == 1 else "amax")
+    if order != 2:
+        raise NotFusable([f"takes a norm of order {order}"])
+    square = _sum(imp, fx, pointwise("mul", x, x), dims, keepdim)
+    if square.op == "gather" or (square.op == "view" and square.args[0].op == "gather"):
+        raise NotFusable(["takes a norm over all edges"])
+    is_positive = pointwise("gt", square, 0.0)
+    return pointwise("where", is_positive, pointwise("sqrt", pointwise("where", is_positive, square, 1.0)), 0.0)
+
+
 def _mm(imp: Importer, fx: FxNode, a: Any, b: Any) -> Node:
     if isinstance(a, _Transposed):
         if not isinstance(b, Node) or not is_rowwise(fx.args[1]):
@@ -426,6 +440,7 @@ IMPORTS: Mapping[str, Callable[..., Any]] = {
     "aten.mean.dim": _mean,
     "aten.mean.default": _mean,
     "aten.amax.default": _amax,
+    "aten.linalg_vector_norm.default": _norm,
     "aten.mm.default": _mm,
     "aten.slice.Tensor": _slice,
     "aten.select.int": _select,
@@ -446,7 +461,7 @@ DECOMPOSITIONS = get_decompositions([
     aten.addmm, aten.leaky_relu, aten.leaky_relu_backward, aten.elu, aten.elu_backward, aten.threshold_backward,
     aten.sigmoid_backward, aten.tanh_backward, aten.gelu, aten.gelu_backward, aten.softplus, aten.softplus_backward,
     aten.silu, aten.silu_backward, aten.hardtanh, aten.hardtanh_backward, aten._softmax, aten._softmax_backward_data,
-    aten.rsub, aten.square, aten.clamp, aten.clamp_min, aten.clamp_max, aten.linalg_vector_norm,
+    aten.rsub, aten.square, aten.clamp, aten.clamp_min, aten.clamp_max,
     aten.log_sigmoid_forward, aten.log_sigmoid_backward, aten.addcmul, aten.addcdiv, aten.masked_fill,
 ])
 

@@ -59,7 +59,11 @@ class _Tracing(TorchFunctionMode):
             if not call.get("training", call.get("train", True)) or p == 0:
                 return x
             self.count += 1
-            return x * dropout_mask(x.detach(), self.count - 1, p)
+            if call.get("inplace"):
+                raise NotFusable(["writes in place (dropout)"])
+            return x * dropout_mask(x, self.count - 1, p)
+        if not torch.is_grad_enabled():
+            raise NotFusable(["computes a part without gradients"])
         return function(*args, **kwargs)
 
 
@@ -137,7 +141,7 @@ def trace_method(conv: torch.nn.Module, method: str, args: Mapping[str, Any]) ->
     def function(p: dict[str, Tensor], t: dict[str, Tensor]) -> Any:
         targets[:] = [v for k, v in t.items() if args[k] == INDEX]
         call: dict[str, Any] = {k: v.shape[0] if args[k] in (SIZE_I, SIZE_J) else v for k, v in t.items()}
-        with _reparametrize_module(conv, p), _Tracing():
+        with _reparametrize_module(conv, p), torch.enable_grad(), _Tracing():
             return body(conv, **call, **constants)
 
     # message() may leave tensors behind (self._alpha): a trace must not.
@@ -154,9 +158,29 @@ def trace_method(conv: torch.nn.Module, method: str, args: Mapping[str, Any]) ->
         for module, attributes in saved.items():
             module.__dict__.clear()
             module.__dict__.update(attributes)
+    _refuse_hidden_effects(traced.graph)
     traced.graph.eliminate_dead_code()
     out = Importer(f"{method}.").run(traced.graph, [*params.values(), *nodes.values()])
+    if mode.shape_env.guards:
+        raise NotFusable(["depends on the number of edges or nodes"])
     outputs = tuple(out) if isinstance(out, (tuple, list)) else (out,)
     if not all(isinstance(o, Node) for o in outputs):
         raise NotFusable([f"{type(conv).__name__}.{method} returns something that is not a tensor"])
+    read = [n for n in ir.inputs_of(*outputs) if n.is_row]
+    if any(n.is_integer for n in read):
+        raise NotFusable(["reads integer data of nodes or edges"])
+    if not read:
+        raise NotFusable(["reads no data of nodes or edges"])
     return outputs
+
+
+def _refuse_hidden_effects(graph: torch.fx.Graph) -> None:
+    """Refuse what a graph of values does not show: stopped gradients, and writes into tensors."""
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        name = getattr(node.target, "_opname", "")
+        if name == "detach":
+            raise NotFusable(["stops gradients with detach()"])
+        if name.endswith("_") and not name.startswith("_"):
+            raise NotFusable([f"writes in place ({name})"])

@@ -1,0 +1,178 @@
+"""Messages that users write: what cannot be fused faithfully runs plain, and every answer is PyG's."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch_geometric.nn as pyg_nn
+from torch import Tensor, nn
+from torch_geometric.utils import softmax
+
+import pyg_fullgraph.nn as fused_nn
+import zoo
+from pyg_fullgraph import debug
+from pyg_fullgraph.errors import ForwardModeError, InputError
+
+CASE = zoo.self_loops()
+FACTOR = 2.0
+
+
+def detached(self, x_i, x_j):
+    return x_j * torch.sigmoid(x_i).detach()
+
+
+def without_gradients(self, x_i, x_j):
+    with torch.no_grad():
+        scale = torch.sigmoid(x_i)
+    return x_j * scale
+
+
+def divided_by_edges(self, x_i, x_j):
+    return x_j / x_j.size(0)
+
+
+def divided_by_nodes(self, x_i, x_j, size_i):
+    return x_j / size_i
+
+
+def branch_on_edges(self, x_i, x_j):
+    return x_j * 2 if x_j.size(0) > 500 else x_j
+
+
+def summed_softmax(self, x_i, x_j, index, size_i):
+    return softmax(x_i * x_j, index, num_nodes=size_i).sum(-1, keepdim=True) * x_j
+
+
+def distance(self, x_i, x_j):
+    return (x_i - x_j).norm(dim=-1, keepdim=True) * x_j
+
+
+def normalized(self, x_i, x_j):
+    return F.normalize(x_i - x_j, dim=-1) + x_j
+
+
+def write_into_a_view(self, x_i, x_j):
+    y = x_j * 1.5
+    y[:, :2].masked_fill_(x_i[:, :2] > 0, 0.0)
+    return y
+
+
+def relation(self, x_i, x_j, kind):
+    return x_j * (kind == 1).view(-1, 1)
+
+
+def time_difference(self, x_i, x_j, kind):
+    return (kind + 1_600_000_000 - 1_600_000_001).view(-1, 1) * x_j
+
+
+def degree(self, x_i, x_j):
+    return torch.ones_like(x_j)
+
+
+def scaled(self, x_i, x_j):
+    return FACTOR * x_j + x_i
+
+
+MESSAGES = (detached, without_gradients, divided_by_edges, divided_by_nodes, branch_on_edges, summed_softmax, distance,
+            normalized, write_into_a_view, relation, time_difference, degree, scaled)
+
+
+class Plain(pyg_nn.MessagePassing):
+    def forward(self, x, edge_index, kind=None):
+        return self.propagate(edge_index, x=x, kind=kind)
+
+
+class Fused(fused_nn.MessagePassing):
+    def forward(self, x, edge_index, kind=None):
+        return self.propagate(edge_index, x=x, kind=kind)
+
+
+def layer(base: type, message) -> nn.Module:
+    named = types.FunctionType(message.__code__, message.__globals__, "message", None, message.__closure__)
+    return type(f"{base.__name__}_{message.__name__}", (base,), {"message": named})()
+
+
+def answer(module: nn.Module, message) -> tuple[Tensor, Tensor]:
+    x = torch.randn(CASE.num_src, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    edge = {"kind": torch.arange(CASE.num_edges) % 3} if message in (relation, time_difference) else {}
+    out = module(x, CASE.edge_index, **edge)
+    weight = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
+    if not out.requires_grad:
+        return out, torch.zeros_like(x)
+    (grad,) = torch.autograd.grad(out, x, weight, allow_unused=True)
+    return out, torch.zeros_like(x) if grad is None else grad
+
+
+@pytest.mark.filterwarnings("ignore::pyg_fullgraph.debug.PlainPathWarning")
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda m: m.__name__)
+def test_a_message_of_ones_own_means_what_it_means_in_pyg(message):
+    want, got = answer(layer(Plain, message), message), answer(
+        layer(Fused, message), message)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("message", [summed_softmax, distance, normalized, scaled], ids=lambda m: m.__name__)
+def test_it_runs_fused_where_that_is_faithful(message):
+    debug.reset()
+    answer(layer(Fused, message), message)
+    assert debug.counters() == {"fused": 1, "plain": 0}
+
+
+def test_what_a_message_reads_around_it_is_read_again(monkeypatch):
+    cell = types.SimpleNamespace(scale=3.0)
+
+    def message(self, x_i, x_j):
+        return x_j * FACTOR * self.power * self.config.scale
+
+    module = layer(Fused, message)
+    module.config = cell
+    type(module).power = 1.0
+    x = torch.ones(CASE.num_src, 2)
+    first = module(x, CASE.edge_index)
+    monkeypatch.setitem(globals(), "FACTOR", 4.0)
+    torch.testing.assert_close(module(x, CASE.edge_index), 2 * first)
+    type(module).power = 5.0
+    torch.testing.assert_close(module(x, CASE.edge_index), 10 * first)
+    cell.scale = 6.0
+    torch.testing.assert_close(module(x, CASE.edge_index), 20 * first)
+
+
+class Late(fused_nn.MessagePassing):
+    """Writes into a tensor between the two phases."""
+
+    def forward(self, x, edge_index):
+        y = x * 1.0
+        alpha = self.edge_updater(edge_index, x=y)
+        y.mul_(2)
+        return self.propagate(edge_index, x=y, alpha=alpha)
+
+    def edge_update(self, x_j):
+        return x_j.sum(-1, keepdim=True)
+
+    def message(self, x_j, alpha):
+        return alpha * x_j
+
+
+def test_a_write_between_the_phases_is_noticed():
+    with pytest.raises(InputError, match="to stay as it was"):
+        Late()(torch.ones(CASE.num_src, 2), CASE.edge_index)
+
+
+def test_forward_mode_is_refused():
+    module = fused_nn.SAGEConv(3, 2)
+    x = torch.randn(CASE.num_src, 3)
+    with pytest.raises(ForwardModeError, match="backward derivatives only"):
+        torch.func.jvp(lambda v: module(v, CASE.edge_index), (x,), (torch.ones_like(x),))
+
+
+@pytest.mark.parametrize("make", [fused_nn.GCNConv, fused_nn.SAGEConv, fused_nn.GATConv])
+def test_bad_ids_are_named(make):
+    x = torch.randn(4, 3)
+    with pytest.raises(IndexError, match="valid indices"):
+        make(3, 2)(x, torch.tensor([[0, -1], [1, -1]]))
+    with pytest.raises(ValueError, match="integer"):
+        make(3, 2)(x, torch.tensor([[0.0, 1.0], [1.0, 2.0]]))
