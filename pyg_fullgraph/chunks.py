@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyg_fullgraph.graph import EdgeOrder
-from pyg_fullgraph.saga import interpret
+from pyg_fullgraph.saga import interpret, ir
 from pyg_fullgraph.saga.ir import Domain, Node
 from pyg_fullgraph.saga.passes import Sweep
 from triton_kernels import reference
@@ -171,12 +171,12 @@ def _native_form(node: Node) -> tuple[Callable[..., Tensor], tuple[Node, ...]] |
             return partial(F.leaky_relu, negative_slope=slope), (x,)  # type: ignore[return-value]
     if node.op == "add":
         for kept, scaled in (node.args, node.args[::-1]):
-            grad = kept.args[1] if kept.op == "where" and _is_zero(kept.args[2]) else None
+            grad = kept.args[1] if kept.op == "where" and ir.is_const(kept.args[2], 0.0) else None
             x = None if grad is None else _rectified(kept.args[0], node.shape)
             if grad is None or x is None or grad.shape != node.shape or not grad.is_row or scaled.op != "mul":
                 continue
             for below in scaled.args:
-                is_rest = below.op == "where" and _is_zero(below.args[1]) and below.args[2] is grad
+                is_rest = below.op == "where" and ir.is_const(below.args[1], 0.0) and below.args[2] is grad
                 slope = _constant_factor(scaled, below) if is_rest and below.args[0] is kept.args[0] else None
                 if slope is not None:
                     return partial(_leaky_relu_backward, slope=slope), (grad, x)
@@ -189,7 +189,7 @@ def _leaky_relu_backward(grad: Tensor, x: Tensor, slope: float) -> Tensor:
 
 def _rectified(mask: Node, shape: tuple[int, ...]) -> Node | None:
     """``x`` if ``mask`` is ``x > 0``, with one value for each of ``shape``."""
-    is_sign = mask.op == "gt" and _is_zero(mask.args[1])
+    is_sign = mask.op == "gt" and ir.is_const(mask.args[1], 0.0)
     return mask.args[0] if is_sign and mask.args[0].is_row and mask.args[0].shape == shape else None
 
 
@@ -200,10 +200,6 @@ def _constant_factor(node: Node, x: Node) -> float | None:
             if value is x and factor.op == "const":
                 return factor.attr("value")
     return None
-
-
-def _is_zero(node: Node) -> bool:
-    return node.op == "const" and node.attr("value") == 0.0
 
 
 class _ChunkedSweep:

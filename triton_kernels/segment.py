@@ -78,11 +78,6 @@ def scatter_by(values: Tensor, eid: Tensor | None) -> Tensor:
     return out
 
 
-def gather_by(values: Tensor, eid: Tensor | None) -> Tensor:
-    """Bring ``values`` [E, ...] from the original edge order into row order: ``out[p] = values[eid[p]]``."""
-    return values if eid is None else values.index_select(0, eid)
-
-
 def is_stable(ptr: Tensor, eid: Tensor) -> bool:
     """Whether ``eid`` [E] ascends within every row of ``ptr`` [R + 1]."""
     if eid.numel() < 2:

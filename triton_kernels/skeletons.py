@@ -1,9 +1,9 @@
 """The two kernel bodies, with holes for what the compiler generates.
 
-``SWEEP``: one program takes one piece of one row (a row is a vertex, a piece a bounded run of its edges) and one tile
-of its features. BLOCK_E edges are in flight; each lane of the tile keeps its own partial result, so the loop needs no
-communication, and lanes are merged once at the end. A piece that is a whole row writes the result, a piece of a cut
-row writes its carry to a workspace slot.
+``LOOP``, with ``RESULT`` after it unless only edge values are written: one program takes one piece of one row (a row is
+a vertex, a piece a bounded run of its edges) and one tile of its features. BLOCK_E edges are in flight; each lane of
+the tile keeps its own partial result, so the loop needs no communication, and lanes are merged once at the end. A piece
+that is a whole row writes the result, a piece of a cut row writes its carry to a workspace slot.
 
 ``MERGE``: one program takes one cut row and merges its slots in edge order, so results do not depend on timing.
 
@@ -18,7 +18,7 @@ import triton.language as tl
 from triton_kernels import device
 '''
 
-SWEEP = '''
+LOOP = '''
 
 @triton.jit
 def {name}({params}):
@@ -35,30 +35,14 @@ def {name}({params}):
         alive = position < end
         live = alive{lanes}
 {loop}
-{after}
+'''
+
+RESULT = '''{after}
     if slot < 0:
         count = (end - start).to(FLOAT)
 {finish}
     else:
 {spill}
-'''
-
-MAP_SWEEP = '''
-
-@triton.jit
-def {name}({params}):
-    pid = tl.program_id(0).to(tl.int64)
-    piece = pid % num_pieces
-{tiles}
-    row = tl.load(piece_row_ptr + piece).to(tl.int64)
-    start = tl.load(piece_start_ptr + piece)
-    end = tl.load(piece_end_ptr + piece)
-{before}
-    for base in range(start, end, BLOCK_E):
-        position = base + tl.arange(0, BLOCK_E)
-        alive = position < end
-        live = alive{lanes}
-{loop}
 '''
 
 MERGE = '''

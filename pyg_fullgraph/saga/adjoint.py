@@ -180,15 +180,11 @@ def _is_linear(node: Node, weight: Node) -> bool:
             return False
         if node.op in ("add", "sub") and len(varying) < 2:
             return False
-        if node.op == "where" and any(k not in varying and not _is_zero(node.args[k]) for k in (1, 2)):
+        if node.op == "where" and any(k not in varying and not ir.is_const(node.args[k], 0.0) for k in (1, 2)):
             return False
     elif op.kind not in ("layout", "reduce") or node.op in ("cat", "amax"):
         return False
     return all(_is_linear(node.args[k], weight) for k in varying)
-
-
-def _is_zero(node: Node) -> bool:
-    return node.op == "const" and node.attr("value") == 0
 
 
 def _sum_to(product: Node, value: Node, weight: Node) -> Node:

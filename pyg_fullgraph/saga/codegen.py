@@ -562,18 +562,17 @@ class _Generator:
                                              + ", ".join(g.attr("kind") for _, g in self.gathers)
                                              + (" edge values" if self.edges else ""))
         params = ", ".join([*tables, "num_pieces", *ins, *outs, *ws, *constants])
+        text += skeletons.LOOP.format(name="sweep_kernel", params=params, **fields)
         if carries:
             after = [line for r in self.reducers for line in r.merge_lanes()]
-            text += skeletons.SWEEP.format(name="sweep_kernel", params=params, after=_indent(after, 1),
-                                           finish=_indent(stores, 2), spill=_indent(spills, 2), **fields)
+            text += skeletons.RESULT.format(after=_indent(after, 1), finish=_indent(stores, 2),
+                                            spill=_indent(spills, 2))
             merge_params = ", ".join(["split_row_ptr", "split_ptr_ptr", "row_ptr_ptr", "num_split",
                                       *outs[:len(self.gathers)], *ws, *constants[2:]])
             tiles = [line.replace("num_pieces", "num_split") for line in self._tile_lines()]
             text += skeletons.MERGE.format(name="merge_kernel", params=merge_params, tiles=_indent(tiles, 1),
                                            before=_indent(init("1"), 1), loop=_indent(merge_loop, 2),
                                            finish=_indent(stores, 1))
-        else:
-            text += skeletons.MAP_SWEEP.format(name="sweep_kernel", params=params, **fields)
         tile_elements, elements_per_warp = TILE_SHAPES[self._load_class(carries)]
         block_e = max(min(tile_elements // max(self.width, 1), 64), 1)
         widths = tuple((math.prod(a.size for a in self.axes.axes(c.node)), c.integer) for c in carries)

@@ -235,6 +235,11 @@ def const(value: float, shape: Shape = ()) -> Node:
     return Node("const", (), shape, Domain.PARAM, value=float(value))
 
 
+def is_const(node: Node, value: float) -> bool:
+    """Whether ``node`` is the constant ``value``."""
+    return node.op == "const" and node.attr("value") == value
+
+
 def eid() -> Node:
     """The position of the edge in the user's ``edge_index``, an integer."""
     return Node("eid", (), (), Domain.EDGE)

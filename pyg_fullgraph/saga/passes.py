@@ -31,10 +31,6 @@ _NEUTRAL: Mapping[str, tuple[float, tuple[int, ...]]] = {
     "mul": (1.0, (0, 1)), "div": (1.0, (1,)), "add": (0.0, (0, 1)), "sub": (0.0, (1,))}
 
 
-def _is_const(node: Node, value: float) -> bool:
-    return node.op == "const" and node.attr("value") == value
-
-
 def _simplify(node: Node) -> Node | None:
     args = node.args
     if ir.OPS[node.op].kind == "pointwise":
@@ -45,7 +41,7 @@ def _simplify(node: Node) -> Node | None:
                     return _simplify(lean) or lean
         value, positions = _NEUTRAL.get(node.op, (0.0, ()))
         for k in positions:
-            if _is_const(args[k], value) and args[1 - k].shape == node.shape:
+            if ir.is_const(args[k], value) and args[1 - k].shape == node.shape:
                 return args[1 - k]
     if node.op == "neg" and args[0].op == "neg":
         return args[0].args[0]
