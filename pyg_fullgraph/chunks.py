@@ -439,15 +439,18 @@ class _Chunk:
         rows, others = self.of_rows(pair[0]), self.sweep.heads(pair[1])
         rows = rows.reshape(self.num_rows, *others.shape[::2])
         size = (self.num_rows, others.shape[1])
-        out = rows.new_zeros((others.shape[0], self.count))
+        out = rows.new_empty((self.count, others.shape[0]))
         if self.count > size[0] * size[1]:  # torch writes out of bounds where there are more edges than pairs
             for part in torch.arange(self.count).split(max(CHUNK_ELEMENTS["cpu"] // pair[0].numel, 1)):
-                out[:, part] = (rows[self.row[part]].transpose(0, 1) * others[:, self.other[part]]).sum(-1)
-            return out.t().reshape(self.count, *node.shape)
-        for h, values in enumerate(out):
-            matrix = torch.sparse_csr_tensor(self.ptr, self.other, values, size, check_invariants=False)
+                out[part] = (rows[self.row[part]] * others[:, self.other[part]].transpose(0, 1)).sum(-1)
+            return out.reshape(self.count, *node.shape)
+        values = rows.new_empty(self.count)
+        matrix = self._matrix(self.other, values, size[1])
+        for h in range(others.shape[0]):
+            values.zero_()  # beta=0 still multiplies what is there
             torch.sparse.sampled_addmm(matrix, rows[:, h], others[h].t(), beta=0.0, out=matrix)
-        return out.t().reshape(self.count, *node.shape)
+            out[:, h] = values
+        return out.reshape(self.count, *node.shape)
 
     def full(self, value: Tensor, node: Node) -> Tensor:
         """``value`` with one row per edge, also where it is the same for every edge."""
@@ -471,20 +474,28 @@ class _Chunk:
         scale = scale.reshape(self.count, -1)
         heads = scale.shape[1]
         columns = x.reshape(x.shape[0], heads, -1)
-        parts = [self._matmul(self.other, scale[:, h].contiguous(), columns[:, h], x.shape[0]) for h in range(heads)]
-        return (parts[0] if heads == 1 else torch.stack(parts, 1)).reshape(self.num_rows, *x.shape[1:])
+        if heads == 1:
+            out = self._matrix(self.other, scale[:, 0].contiguous(), x.shape[0]) @ columns[:, 0]
+            return out.reshape(self.num_rows, *x.shape[1:])
+        out = x.new_empty((self.num_rows, *columns.shape[1:]))
+        values = scale.new_empty(self.count)
+        matrix = self._matrix(self.other, values, x.shape[0])  # one for all heads: it costs as much as a small product
+        for h in range(heads):
+            values.copy_(scale[:, h])
+            out[:, h] = matrix @ columns[:, h]
+        return out.reshape(self.num_rows, *x.shape[1:])
 
-    def _matmul(self, columns: Tensor, values: Tensor, x: Tensor, num_columns: int) -> Tensor:
+    def _matrix(self, columns: Tensor, values: Tensor, num_columns: int) -> Tensor:
+        """Rows of the chunk by ``num_columns``; shares the memory of ``values``."""
         size = (self.num_rows, num_columns)
-        matrix = torch.sparse_csr_tensor(self.ptr, columns, values, size, check_invariants=False)
-        return matrix @ x
+        return torch.sparse_csr_tensor(self.ptr, columns, values, size, check_invariants=False)
 
     def segment_sum(self, value: Tensor) -> Tensor:
         if value.device.type != "cpu":
             return torch.segment_reduce(value.contiguous(), "sum", offsets=self.ptr.long(), axis=0, unsafe=True)
         columns = torch.arange(self.count, dtype=self.ptr.dtype)
         flat = value.reshape(self.count, -1)
-        return self._matmul(columns, self.ones, flat, self.count).reshape(-1, *value.shape[1:])
+        return (self._matrix(columns, self.ones, self.count) @ flat).reshape(-1, *value.shape[1:])
 
     def segment_max(self, value: Tensor) -> Tensor:
         return torch.segment_reduce(value.contiguous(), "max", offsets=self.ptr.long(), axis=0, unsafe=True,
