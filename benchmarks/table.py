@@ -48,7 +48,7 @@ def cells(row: dict[str, Any], pyg: dict[str, Any] | None) -> list[str]:
             f"{row['cpu_ms']:.2f}" if row["device"] == "cpu" else "", speedup,
             "" if peak is None else f"{peak / 1e6:.0f}", f"{row['first_ms'] / 1e3:.2f}",
             str(row["kernels"] or ""), share,
-            ("" if error is None else f"{error:.1e}") + (", repeatable" if row.get("is_repeatable") else "")]
+            ", ".join(([] if error is None else [f"{error:.1e}"]) + ["repeatable"] * bool(row.get("is_repeatable")))]
 
 
 def _lines(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
