@@ -139,7 +139,7 @@ class Explanation:
         return f"Explanation({', '.join(f'{n}: {v.kind}' for n, v in self.layers.items())})"
 
     def source(self, name: str, backward: bool = False) -> str:
-        """Generated Triton source of a layer's kernels, the same on every machine.
+        """Generated Triton source of a layer's kernels for float32, the same on every machine.
 
         Args:
             name: qualified name of the layer, a key of :attr:`layers`.
