@@ -22,7 +22,7 @@ from pyg_fullgraph.errors import ForwardModeError, InputError
 from pyg_fullgraph.execution import run_plan, target_of
 from pyg_fullgraph.graph import EdgeOrder, Graph
 from pyg_fullgraph.saga import interpret, ir
-from pyg_fullgraph.saga.adjoint import INV_DEGREE, Adjoint, adjoint, grad_input
+from pyg_fullgraph.saga.adjoint import Adjoint, adjoint, grad_input
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node
 from pyg_fullgraph.saga.passes import Plan, Split, Target, plan, reduction, split
 
@@ -304,7 +304,7 @@ def _bind(compiled: CompiledProgram, graph: Graph, tensors: Mapping[str, Tensor]
             Domain.EDGE: (graph.num_edges, "edge")}
     env: dict[Node, Tensor] = {}
     for node in compiled.program.inputs:
-        if node is INV_DEGREE:
+        if node is ir.INV_DEGREE:
             continue
         value = tensors.get(node.name)
         if value is None and node in compiled.seeds:

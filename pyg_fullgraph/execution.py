@@ -16,7 +16,6 @@ from pyg_fullgraph import chunks
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.graph import EdgeOrder
 from pyg_fullgraph.saga import codegen, interpret, ir
-from pyg_fullgraph.saga.adjoint import INV_DEGREE
 from pyg_fullgraph.saga.ir import Domain, Node
 from pyg_fullgraph.saga.passes import CHUNKS, KERNELS, Plan, Sweep, Target
 from triton_kernels import launch
@@ -51,7 +50,7 @@ def run_plan(plan: Plan, incoming: EdgeOrder, outgoing: EdgeOrder | None, tensor
     stat_dtype = chunks.compute_dtype(like.dtype)
 
     def leaf(node: Node) -> Tensor:
-        if node is INV_DEGREE:
+        if node is ir.INV_DEGREE:
             return incoming.inv_degree(stat_dtype)
         return env[node]
 

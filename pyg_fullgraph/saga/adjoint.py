@@ -23,9 +23,6 @@ from pyg_fullgraph.saga.axes import AxisMap
 from pyg_fullgraph.saga.interpret import evaluate
 from pyg_fullgraph.saga.ir import Domain, Node, Output
 
-#: 1 / max(degree, 1) of each destination; the executor provides it from the graph.
-INV_DEGREE = ir.input("graph.inv_degree", Domain.DST, ())
-
 
 @dataclass(frozen=True)
 class Adjoint:
@@ -70,7 +67,7 @@ def adjoint(outputs: tuple[Output, ...]) -> Adjoint:
     for output in outputs:
         grad = grad_input(output)
         if output.kind == "mean":
-            grad = ir.pointwise("mul", grad, ir.view(INV_DEGREE, (1,) * len(grad.shape)))
+            grad = ir.pointwise("mul", grad, ir.view(ir.INV_DEGREE, (1,) * len(grad.shape)))
         elif output.kind in ("max", "min"):
             operand = output.value if output.kind == "max" else ir.pointwise("neg", output.value)
             arg = save(f"arg.{output.name}", ir.gather("argmax", Domain.DST, operand), integer=True)

@@ -56,6 +56,8 @@ def apply(node: Node, args: Sequence[Tensor], like: Tensor | None = None) -> Ten
         return x.amax([d + lead for d in node.attr("dims")])
     if node.op == "mm":
         return x.to(args[1].dtype) @ args[1]
+    if node.op == "lookup":
+        return x.index_select(0, args[1])
     raise ValueError(f"No evaluation rule for operation {node.op!r}")
 
 

@@ -49,7 +49,8 @@ class Op:
         kind: ``pointwise`` (broadcasts), ``layout`` (moves features about), ``reduce`` (over features), ``dense``
             (a product with a parameter matrix), ``leaf`` or ``gather`` (over edges).
         torch: ``torch(*tensors)`` for pointwise operations; the interpreter has the rules of the other kinds.
-        triton: The expression of a pointwise operation, with ``{0}``, ``{1}`` for its operands.
+        triton: The expression of a pointwise operation, with ``{0}``, ``{1}`` for its operands; without one, what
+            needs the operation runs in chunks.
         linear_in: Operands in which a pointwise operation is linear (used to move linear maps and softmax weights).
     """
 
@@ -82,6 +83,10 @@ OPS: Mapping[str, Op] = _table(
     Op("rsqrt", "pointwise", torch.rsqrt, "(1.0 / tl.sqrt({0}))"),
     Op("reciprocal", "pointwise", torch.reciprocal, "(1.0 / {0})"),
     Op("abs", "pointwise", torch.abs, "tl.abs({0})"),
+    Op("expm1", "pointwise", torch.expm1, "device.expm1({0})"),
+    Op("log1p", "pointwise", torch.log1p, "device.log1p({0})"),
+    Op("erf", "pointwise", torch.erf, "tl.erf({0})"),
+    Op("floor", "pointwise", torch.floor, "tl.floor({0})"),
     Op("sin", "pointwise", torch.sin, "tl.sin({0})"),
     Op("cos", "pointwise", torch.cos, "tl.cos({0})"),
     Op("relu", "pointwise", torch.relu, "tl.maximum({0}, 0.0, tl.PropagateNan.ALL)"),
@@ -89,6 +94,7 @@ OPS: Mapping[str, Op] = _table(
     Op("tanh", "pointwise", torch.tanh, "device.tanh({0})"),
     Op("maximum", "pointwise", torch.maximum, "tl.maximum({0}, {1}, tl.PropagateNan.ALL)"),
     Op("minimum", "pointwise", torch.minimum, "tl.minimum({0}, {1}, tl.PropagateNan.ALL)"),
+    Op("atan2", "pointwise", torch.atan2),
     Op("pow", "pointwise", torch.pow, "device.power({0}, {1})"),
     Op("gt", "pointwise", torch.gt, "({0} > {1})"),
     Op("ge", "pointwise", torch.ge, "({0} >= {1})"),
@@ -100,6 +106,7 @@ OPS: Mapping[str, Op] = _table(
     Op("or", "pointwise", torch.logical_or, "({0} | {1})"),
     Op("not", "pointwise", torch.logical_not, "(~{0})"),
     Op("where", "pointwise", torch.where, "tl.where({0}, {1}, {2})", (1, 2)),
+    Op("stop", "pointwise", torch.Tensor.detach, "{0}"),
     Op("view", "layout"),
     Op("permute", "layout"),
     Op("expand", "layout"),
@@ -109,13 +116,17 @@ OPS: Mapping[str, Op] = _table(
     Op("sum", "reduce"),
     Op("amax", "reduce"),
     Op("mm", "dense"),
+    Op("lookup", "dense"),
     Op("softmax", "gather"),
     Op("gather", "gather"),
 )
 
 #: Reductions over the edges of a row. ``lse`` and ``softmax_sum`` carry a running maximum and a denominator
-#: (online softmax); ``outer`` is ``sum_e a_e^T b_e``, a parameter's gradient.
-GATHERS = ("sum", "mean", "max", "argmax", "lse", "softmax_sum", "outer")
+#: (online softmax); ``outer`` is ``sum_e a_e^T b_e`` and ``index_sum`` the sum of ``b_e`` over the edges with
+#: ``a_e = t``, per ``t``: gradients of parameters.
+GATHERS = ("sum", "mean", "max", "mul", "argmax", "lse", "softmax_sum", "outer", "index_sum")
+#: How an output is made of its value; ``vertex`` values are expressions over gathers themselves.
+OUTPUTS = ("sum", "mean", "max", "min", "mul", "edge", "vertex")
 
 
 class Node:
@@ -326,6 +337,11 @@ def mm(x: Node, weight: Node) -> Node:
     return Node("mm", (x, weight), (weight.shape[1],), join(x, weight))
 
 
+def lookup(table: Node, index: Node) -> Node:
+    """Row ``index`` of the parameter ``table`` ``[T, *shape]``; ``index`` is an integer per row, shape ``[]``."""
+    return Node("lookup", (table, index), table.shape[1:], join(table, index))
+
+
 def softmax(logit: Node) -> Node:
     """Edge softmax over the edges of each destination, per feature."""
     return Node("softmax", (logit,), logit.shape, Domain.EDGE)
@@ -337,6 +353,12 @@ def gather(kind: str, to: Domain, *args: Node, shape: Shape | None = None) -> No
         raise ValueError(f"Expected a reduction out of {GATHERS} (got {kind!r})")
     attrs = {"integer": True} if kind == "argmax" else {}
     return Node("gather", args, args[-1].shape if shape is None else shape, to, kind=kind, **attrs)
+
+
+#: Number of edges of each destination, and one over it (over one for destinations without edges). Not given by callers:
+#: whoever runs a program takes them from the graph.
+DEGREE = input("graph.degree", Domain.DST, ())
+INV_DEGREE = input("graph.inv_degree", Domain.DST, ())
 
 
 # --- walking ----------------------------------------------------------------------------------------------------
@@ -392,7 +414,12 @@ def depends_on(node: Node, what: Node) -> bool:
 
 @dataclass(frozen=True)
 class Output:
-    """One result: ``value`` reduced to destinations by ``kind`` (sum, mean, max, min), or kept per edge (``edge``)."""
+    """One result, ``[N, *shape]`` or ``[E, *shape]``.
+
+    Attributes:
+        kind: ``sum``, ``mean``, ``max``, ``min`` or ``mul`` reduce ``value`` to destinations, ``edge`` keeps it per edge,
+            and ``vertex`` says that it is an expression over destinations, made of gathers.
+    """
 
     kind: str
     value: Node
@@ -450,12 +477,16 @@ def verify(program: EdgeProgram) -> None:
     """
     seen: dict[str, Node] = {}
     for output in program.outputs:
-        if output.kind not in ("sum", "mean", "max", "min", "edge"):
-            raise ValueError(f"Expected output kind sum, mean, max, min or edge (got {output.kind!r})")
+        if output.kind not in OUTPUTS:
+            raise ValueError(f"Expected an output kind out of {OUTPUTS} (got {output.kind!r})")
+        if output.kind == "vertex" and output.value.domain not in (Domain.DST, Domain.PARAM):
+            raise ValueError(f"Expected a vertex output over destinations (got one over {output.value.domain.label})")
     for node in walk(*(o.value for o in program.outputs)):
         if node.op not in OPS:
             raise ValueError(f"Unknown operation {node.op!r}")
         if node.op == "mm" and node.args[1].is_row:
             raise ValueError("mm expects a parameter as its second operand")
+        if node.op == "lookup" and (node.args[0].is_row or not node.args[1].is_row or node.args[1].shape != ()):
+            raise ValueError("lookup expects a parameter table and one index per row")
         if node.op == "input" and seen.setdefault(node.name, node) is not node:
             raise ValueError(f"Two different inputs are named {node.name!r}")
