@@ -19,6 +19,7 @@ from torch import Tensor
 from torch_geometric import EdgeIndex
 
 from pyg_fullgraph import errors
+from pyg_fullgraph.memo import Memo, state_of
 from triton_kernels import segment
 from triton_kernels.segment import RowSchedule
 
@@ -475,14 +476,7 @@ def _own(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 # The memo for plain tensors
 
 
-@dataclass
-class _Remembered:
-    tensor: weakref.ref[Tensor]
-    state: tuple[Any, ...]
-    graphs: dict[Size, Graph]
-
-
-_remembered: dict[int, _Remembered] = {}
+_remembered = Memo()
 
 
 def graph_of(edge_index: Tensor, size: int | Size | None = None) -> Graph:
@@ -492,21 +486,27 @@ def graph_of(edge_index: Tensor, size: int | Size | None = None) -> Graph:
         edge_index: [2, E] tensor or a Graph (returned as it is, once its size is checked).
         size: as ``num_nodes`` of :meth:`Graph.from_edge_index`.
 
-    The memo is keyed on the tensor object and holds it weakly; a change in place, or of the memory it points at, is
-    seen through its version counter and address, and the graph is prepared again. A change through ``.data``, NumPy
-    memory or another device's view is not counted by PyTorch and cannot be seen. Tensors made under
+    The memo (:class:`pyg_fullgraph.memo.Memo`) is keyed on the tensor object and holds it weakly; a change in place, or
+    of the memory it points at, is seen through its version counter and address, and the graph is prepared again. A
+    SparseTensor is known by its column and row pointers, which a matrix with other values shares. Tensors made under
     ``torch.inference_mode`` have no version counter; their graph is prepared on every call.
     """
-    if isinstance(edge_index, Graph) or not isinstance(edge_index, Tensor) or edge_index.is_inference():
-        return cast(Graph, Graph.from_any(edge_index, size))
     wanted, _ = _parse_size(size)
-    address = edge_index.data_ptr() if edge_index.layout == torch.strided else 0
-    state = (edge_index._version, address, edge_index.shape, edge_index.stride() if address else None)
-    key = id(edge_index)
-    entry = _remembered.get(key)
-    if entry is None or entry.tensor() is not edge_index or entry.state != state:
-        entry = _Remembered(weakref.ref(edge_index, lambda _: _remembered.pop(key, None)), state, {})
-        _remembered[key] = entry
-    if wanted not in entry.graphs:
-        entry.graphs[wanted] = Graph.from_any(edge_index, None if wanted == (None, None) else wanted)
-    return entry.graphs[wanted]
+    if pyg_typing.WITH_TORCH_SPARSE and isinstance(edge_index, pyg_typing.SparseTensor):
+        return _graph_of_sparse_tensor(edge_index, wanted)
+    if isinstance(edge_index, Graph) or not isinstance(edge_index, Tensor):
+        return cast(Graph, Graph.from_any(edge_index, size))
+    graphs = _remembered.of(edge_index)
+    if wanted not in graphs:
+        graphs[wanted] = Graph.from_any(edge_index, None if wanted == (None, None) else wanted)
+    return graphs[wanted]
+
+
+def _graph_of_sparse_tensor(matrix: Any, wanted: Size) -> Graph:
+    ptr, col = matrix.storage.rowptr(), matrix.storage.col()
+    graphs, size = _remembered.of(col), matrix.sparse_sizes()
+    known = graphs.get(size)
+    if known is None or known[0]() is not ptr or known[1] != state_of(ptr):
+        known = graphs[size] = (weakref.ref(ptr), state_of(ptr), Graph.from_any(matrix))
+    _check_size(known[2], wanted)
+    return known[2]

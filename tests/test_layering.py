@@ -19,6 +19,7 @@ LAYERS = (
     "triton_kernels",
     "pyg_fullgraph._version",
     "pyg_fullgraph.errors",
+    "pyg_fullgraph.memo",
     "pyg_fullgraph.graph",
     "pyg_fullgraph.saga.ir",
     "pyg_fullgraph.saga.axes",

@@ -24,6 +24,7 @@ from torch_geometric.utils.num_nodes import maybe_num_nodes
 
 from pyg_fullgraph.errors import DeviceError, DtypeError, IndexRangeError, RowCountError
 from pyg_fullgraph.graph import Graph, graph_of
+from pyg_fullgraph.memo import Memo, state_of
 from pyg_fullgraph.nn.lazy import EdgeExpr, LazyTensor, run
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
@@ -38,30 +39,7 @@ _DERIVED = "derived"  # marks a graph made here, whose number of nodes was a gue
 
 # --- what is remembered, and with what --------------------------------------------------------------------------
 
-
-class _Remembered:
-    """What was derived from plain tensors, by identity and version; an entry dies with its tensor."""
-
-    def __init__(self) -> None:
-        self.entries: dict[int, tuple[weakref.ref[Tensor], tuple[Any, ...], dict[Any, Any]]] = {}
-
-    def of(self, tensor: Tensor) -> dict[Any, Any]:
-        if tensor.is_inference():
-            return {}  # its changes are not counted, so nothing can be remembered
-        key, state = id(tensor), _state(tensor)
-        entry = self.entries.get(key)
-        if entry is None or entry[0]() is not tensor or entry[1] != state:
-            entry = (weakref.ref(tensor, lambda _: self.entries.pop(key, None)), state, {})
-            self.entries[key] = entry
-        return entry[2]
-
-
-def _state(tensor: Tensor) -> tuple[Any, ...]:
-    data = tensor.as_tensor() if isinstance(tensor, EdgeIndex) else tensor
-    return data._version, data.data_ptr(), data.shape
-
-
-_remembered = _Remembered()
+_remembered = Memo()
 
 
 def _memo(edge_index: Tensor) -> dict[Any, Any]:
@@ -84,9 +62,9 @@ def _of_values(memo: dict[Any, Any], key: Any, values: Tensor, build: Callable[[
     if values.requires_grad or isinstance(values, LazyTensor) or values.is_inference():
         return build()
     slot = memo.get(key)
-    if slot is None or slot[0]() is not values or slot[1] != _state(values):
+    if slot is None or slot[0]() is not values or slot[1] != state_of(values):
         with torch.inference_mode(False), torch.no_grad():
-            memo[key] = slot = (weakref.ref(values), _state(values), build())
+            memo[key] = slot = (weakref.ref(values), state_of(values), build())
     return slot[2]
 
 
