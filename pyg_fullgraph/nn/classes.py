@@ -279,6 +279,13 @@ def _plain_results(forward: Any, original: Any) -> Any:
 
 # --- fused classes of other classes -----------------------------------------------------------------------------
 
+
+def drop_in_class(base: type, mixin: type, module: str, doc: str) -> type:
+    """A subclass of ``base`` under the same name that lives in ``module``, which has to hold it."""
+    space = {"__module__": module, "__qualname__": base.__name__, "__doc__": doc}
+    return types.new_class(base.__name__, (mixin, base), exec_body=lambda ns: ns.update(space))
+
+
 _fused: weakref.WeakKeyDictionary[type, weakref.ref[type]] = weakref.WeakKeyDictionary()
 
 
