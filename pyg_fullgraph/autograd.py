@@ -1,15 +1,16 @@
 """Programs as differentiable functions: ``run``, and the two ``torch.library`` operators under it.
 
-Vertex work that was moved off the edges runs as ordinary torch operations, with PyTorch's own gradients; the edge
-phase is one operator forward and one backward. Saved are its inputs, its results and one statistic per vertex, never
-anything of size edges x features (SAGA-opt 6).
+Vertex work that was moved off the edges runs as ordinary torch operations, with PyTorch's own gradients; each edge
+phase is one operation forward and one backward. Saved is what its backward reads of its inputs and results, and one
+statistic per vertex, never anything of size edges x features (SAGA-opt 6).
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.autograd import forward_ad
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pyg_fullgraph.chunks import compute_dtype
-from pyg_fullgraph.errors import ForwardModeError, InputError
+from pyg_fullgraph.errors import DoubleBackwardError, ForwardModeError, InputError
 from pyg_fullgraph.execution import run_plan, target_of
 from pyg_fullgraph.graph import EdgeOrder, Graph
 from pyg_fullgraph.saga import interpret, ir
@@ -26,14 +27,22 @@ from pyg_fullgraph.saga.adjoint import Adjoint, adjoint, grad_input
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node
 from pyg_fullgraph.saga.passes import Plan, Split, Target, plan, reduction, split
 
+Needs = tuple[bool, ...]
+
 
 class EdgePhase:
-    """The core of a program with its plans, made once per content and found by the operators through its key."""
+    """The core of a stage with its plans, made once per content and found by the operators through its key.
 
-    def __init__(self, core: EdgeProgram) -> None:
-        self.core = core
-        self.key = core.digest
+    Args:
+        core: Outputs that one level of gathers makes.
+        is_exact: Whether results keep the dtype of the arithmetic.
+    """
+
+    def __init__(self, core: EdgeProgram, is_exact: bool = False) -> None:
+        self.core, self.is_exact = core, is_exact
+        self.key = f"{core.digest}{'-exact' * is_exact}"
         self.inputs: tuple[Node, ...] = core.inputs
+        self.results = tuple(ir.input(f"out.{o.name}", o.domain, o.value.shape) for o in core.outputs)
         self._plans: dict[object, Plan] = {}
 
     @cached_property
@@ -42,8 +51,9 @@ class EdgePhase:
 
     def differentiate(self) -> None:
         """Derive the adjoint now; inside an operator it could not be, because autograd is off there."""
-        with torch.enable_grad():
-            _ = self.adjoint
+        if "adjoint" not in self.__dict__:
+            with torch.enable_grad():
+                _ = self.adjoint
 
     def saved(self, is_half: bool = False) -> dict[str, tuple[Node, Node]]:
         """What backward needs beside inputs and results: name -> (stand-in, forward expression).
@@ -51,7 +61,8 @@ class EdgePhase:
         With half-precision storage the results that gradients are taken from are saved as well, in float32: rounded
         ones would shift all gradients of a row the same way, and sums over the row would add that up.
         """
-        return {k: v for k, v in self.adjoint.saved.items() if is_half or not k.startswith("out.")}
+        with_results = is_half and not self.is_exact
+        return {k: v for k, v in self.adjoint.saved.items() if with_results or not k.startswith("out.")}
 
     def forward_plan(self, target: Target, save: bool, is_half: bool = False) -> Plan:
         """The plan of the results; with ``save``, what :meth:`saved` names follows them."""
@@ -59,10 +70,10 @@ class EdgePhase:
         if key not in self._plans:
             results = {o.name: reduction(o) for o in self.core.outputs}
             kept = {f"saved.{k}": node for k, (_, node) in self.saved(is_half).items()} if save else {}
-            self._plans[key] = plan({**results, **kept}, target, exact=kept)
+            self._plans[key] = plan({**results, **kept}, target, exact=[*kept, *(results if self.is_exact else ())])
         return self._plans[key]
 
-    def backward_plan(self, target: Target, needs: tuple[bool, ...]) -> Plan:
+    def backward_plan(self, target: Target, needs: Needs) -> Plan:
         """The plan of the gradients of the inputs that ``needs`` picks."""
         key = (target, needs)
         if key not in self._plans:
@@ -72,43 +83,142 @@ class EdgePhase:
             self._plans[key] = plan(wanted, target)
         return self._plans[key]
 
+    def forward(self, graph: _Orders, tensors: Sequence[Tensor], like: Tensor,
+                save: bool) -> tuple[list[Tensor], list[Tensor]]:
+        """Results, and what :meth:`saved` names."""
+        is_half = _is_half(like.dtype)
+        chosen = self.forward_plan(target_of(like.device), save, is_half)
+        made = run_plan(chosen, graph.incoming, None, dict(zip(self.inputs, tensors, strict=True)), like)
+        count = len(self.results)
+        dtype = compute_dtype(like.dtype) if self.is_exact else like.dtype
+        return [t.to(dtype) for t in made[:count]], made[count:]
+
+    def backward(self, graph: _Orders, env: Mapping[Node, Tensor], grads: Sequence[Tensor], like: Tensor,
+                 needs: Needs) -> list[Tensor | None]:
+        """Gradients of the inputs that ``needs`` picks, None for the others and where a gradient is zero.
+
+        Args:
+            graph: Both orders, if a source has a gradient.
+            env: The inputs, and the stand-ins of :attr:`adjoint`, that the plan reads.
+            grads: One gradient per output.
+            like: A tensor whose dtype results have and whose device is used.
+            needs: Which inputs.
+        """
+        chosen = self.backward_plan(target_of(like.device), needs)
+        env = {**env, **{grad_input(o): g for o, g in zip(self.core.outputs, grads, strict=True)}}
+        outgoing = graph.outgoing if any(s.rows == Domain.SRC for s in chosen.sweeps) else None
+        made = dict(zip(chosen.outputs, run_plan(chosen, graph.incoming, outgoing, env, like), strict=True))
+        return [made.get(n.name) for n in self.inputs]
+
+    def reads(self, target: Target, needs: Needs) -> frozenset[Node]:
+        """Inputs and stand-ins that the backward plan reads; nothing else has to be kept."""
+        return self.backward_plan(target, needs).inputs
+
 
 class CompiledProgram:
-    """A program split into vertex work and its edge phase.
+    """A program split into stages.
 
     Attributes:
         program: As traced.
-        split: The two parts.
-        phase: The edge phase, shared with every program that has the same one.
+        split: Its parts.
+        phases: The edge phase of each stage, shared with every program that has the same one.
         seeds: Inputs that hold the seed of a dropout mask; :func:`run` draws what it is not given.
+        uses_degree: Whether degrees are read.
     """
 
     def __init__(self, program: EdgeProgram) -> None:
         self.program = program
         self.split: Split = split(program)
-        self.phase = _PHASES.setdefault(self.split.core.digest, EdgePhase(self.split.core))
+        self.phases = tuple(_phase_of(s.core, s.is_exact) for s in self.split.stages)
         roots = [o.value for o in program.outputs]
         self.seeds = tuple(dict.fromkeys(n.args[0] for n in ir.walk(*roots) if n.op == "dropout"))
+        steps = [e for s in self.split.stages for e in (*s.hoisted.values(), *(o.value for o in s.core.outputs))]
+        self.uses_degree = any(n is ir.DEGREE or n is ir.INV_DEGREE for n in ir.walk(*steps, *self.split.outputs))
 
 
-_PHASES: dict[str, EdgePhase] = {}
-_COMPILED: dict[str, CompiledProgram] = {}
-_MERGED: dict[object, EdgeProgram] = {}
+@lru_cache(maxsize=1024)
+def _phase_of(core: EdgeProgram, is_exact: bool) -> EdgePhase:
+    return EdgePhase(core, is_exact)
 
 
+@lru_cache(maxsize=1024)
 def compile_program(program: EdgeProgram) -> CompiledProgram:
     """Compile ``program``, or return what was compiled for the same content before."""
-    key = program.digest
-    if key not in _COMPILED:
-        _COMPILED[key] = CompiledProgram(program)
-    return _COMPILED[key]
+    return CompiledProgram(program)
+
+
+# --- autograd ---------------------------------------------------------------------------------------------------
+
+
+def _is_half(dtype: torch.dtype) -> bool:
+    return dtype.itemsize < 4
+
+
+class _EdgePhaseFunction(torch.autograd.Function):
+    """An edge phase on plain tensors; the operators below cost several times its overhead."""
+
+    @staticmethod
+    def forward(ctx: Any, phase: EdgePhase, graph: Graph, like: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        results, statistics = phase.forward(graph, tensors, like, True)
+        ctx.phase, ctx.graph, ctx.like = phase, graph, like
+        ctx.meta = [(t.dtype, t.shape) for t in tensors]
+        needs = ctx.needs_input_grad[3:]
+        reads = phase.reads(target_of(like.device), needs)
+        is_half = _is_half(like.dtype)
+        stand_ins = {stand_in: t for (stand_in, _), t in zip(phase.saved(is_half).values(), statistics, strict=True)}
+        for output, result in zip(phase.core.outputs, results, strict=True):
+            known = phase.adjoint.saved.get(f"out.{output.name}")
+            if known is not None:
+                stand_ins.setdefault(known[0], result)
+        kept = {n: t for n, t in (*zip(phase.inputs, tensors, strict=True), *stand_ins.items()) if n in reads}
+        ctx.kept = tuple(kept)
+        ctx.save_for_backward(*kept.values())
+        return tuple(_own(results, tensors))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        kept = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return (None, None, None, *_OnlyOnce.apply(ctx, len(grads), *grads, *kept))
+        return (None, None, None, *_gradients(ctx, grads, kept))
+
+
+def _gradients(ctx: Any, grads: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor | None]:
+    env = dict(zip(ctx.kept, kept, strict=True))
+    made = ctx.phase.backward(ctx.graph, env, [g.contiguous() for g in grads], ctx.like, ctx.needs_input_grad[3:])
+    return [None if g is None else g.to(dtype).expand(shape) for g, (dtype, shape) in zip(made, ctx.meta, strict=True)]
+
+
+class _OnlyOnce(torch.autograd.Function):
+    """The backward of an edge phase where its result may be differentiated again, which is refused."""
+
+    @staticmethod
+    def forward(ctx: Any, phase_ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor | None, ...]:
+        return tuple(_gradients(phase_ctx, tensors[:count], tensors[count:]))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise DoubleBackwardError()
 
 
 # --- operators --------------------------------------------------------------------------------------------------
 
+# Phases that operators were called with: a compiled graph holds their key only.
+_PHASES: dict[str, EdgePhase] = {}
 # What an order caches (schedules, degrees) is found again inside the operators through its ``ptr``.
 _ORDERS: Any = WeakTensorKeyDictionary()
 
+
+class _Orders:
+    """Both orders of a graph, as far as they are there."""
+
+    def __init__(self, incoming: EdgeOrder, outgoing: EdgeOrder | None) -> None:
+        self.incoming, self._outgoing = incoming, outgoing
+
+    @property
+    def outgoing(self) -> EdgeOrder:
+        assert self._outgoing is not None
+        return self._outgoing
 
 def _pack(order: EdgeOrder | None) -> list[Tensor]:
     if order is None:
@@ -126,27 +236,15 @@ def _unpack(tensors: Sequence[Tensor], rows: int, others: int) -> EdgeOrder | No
     return order or EdgeOrder(tensors[0], tensors[1], tensors[2] if len(tensors) > 2 else None, rows, others)
 
 
-def _orders(graph: Sequence[Tensor], sizes: Sequence[int]) -> tuple[EdgeOrder | None, EdgeOrder | None]:
+def _orders(graph: Sequence[Tensor], sizes: Sequence[int]) -> _Orders:
     num_src, num_dst, cut = sizes
-    return _unpack(graph[:cut], num_dst, num_src), _unpack(graph[cut:], num_src, num_dst)
-
-
-def _like(phase: EdgePhase, tensors: Sequence[Tensor]) -> Tensor:
-    """The tensor that gives results their dtype: row inputs decide, parameters follow."""
-    rows = [t for n, t in zip(phase.inputs, tensors, strict=True) if n.is_row and not n.is_integer]
-    rows = rows or [t for t in tensors if t.is_floating_point()]
-    dtype = rows[0].dtype
-    for t in rows[1:]:
-        dtype = torch.promote_types(dtype, t.dtype)
-    return torch.empty((), dtype=dtype, device=rows[0].device)
-
-
-def _is_half(like: Tensor) -> bool:
-    return like.element_size() < 4
+    incoming = _unpack(graph[:cut], num_dst, num_src)
+    assert incoming is not None
+    return _Orders(incoming, _unpack(graph[cut:], num_src, num_dst))
 
 
 @torch.library.custom_op("pyg_fullgraph::edge_phase", mutates_args=())
-def edge_phase(key: str, graph: Sequence[Tensor], sizes: Sequence[int], tensors: Sequence[Tensor],
+def edge_phase(key: str, graph: Sequence[Tensor], sizes: Sequence[int], tensors: Sequence[Tensor], dtype: torch.dtype,
                save: bool) -> list[Tensor]:
     """Results of an edge phase, then the statistics that backward needs.
 
@@ -155,16 +253,13 @@ def edge_phase(key: str, graph: Sequence[Tensor], sizes: Sequence[int], tensors:
         graph: ``ptr, other[, eid]`` of the incoming order, then of the outgoing one if backward will need it.
         sizes: Number of sources and destinations, and how many tensors of ``graph`` are the incoming order's.
         tensors: The inputs, in the order of :attr:`EdgePhase.inputs`.
+        dtype: That of the results.
         save: Whether statistics are wanted.
     """
     phase = _PHASES[key]
-    incoming, outgoing = _orders(graph, sizes)
-    assert incoming is not None
-    like = _like(phase, tensors)
-    chosen = phase.forward_plan(target_of(like.device), save, _is_half(like))
-    made = run_plan(chosen, incoming, outgoing, dict(zip(phase.inputs, tensors, strict=True)), like)
-    count = len(phase.core.outputs)
-    return _own([*(t.to(like.dtype) for t in made[:count]), *made[count:]], tensors)
+    like = torch.empty((), dtype=dtype, device=graph[0].device)
+    results, statistics = phase.forward(_orders(graph, sizes), tensors, like, save)
+    return _own([*results, *statistics], tensors)
 
 
 def _own(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -179,50 +274,44 @@ def _own(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 @edge_phase.register_fake
-def _(key: str, graph: Sequence[Tensor], sizes: Sequence[int], tensors: Sequence[Tensor], save: bool) -> list[Tensor]:
-    phase = _PHASES[key]
-    like = _like(phase, tensors)
-    results = [like.new_empty((graph[1].shape[0] if o.kind == "edge" else sizes[1], *o.value.shape))
-               for o in phase.core.outputs]
+def _(key: str, graph: Sequence[Tensor], sizes: Sequence[int], tensors: Sequence[Tensor], dtype: torch.dtype,
+      save: bool) -> list[Tensor]:
+    phase, wide = _PHASES[key], compute_dtype(dtype)
+    kinds = [(graph[1].shape[0] if r.domain == Domain.EDGE else sizes[1], r, wide if phase.is_exact else dtype)
+             for r in phase.results]
     if save:
-        for stand_in, _ in phase.saved(_is_half(like)).values():
-            dtype = graph[0].dtype if stand_in.is_integer else compute_dtype(like.dtype)
-            results.append(like.new_empty((sizes[1], *stand_in.shape), dtype=dtype))
-    return results
+        kinds += [(sizes[1], stand_in, graph[0].dtype if stand_in.is_integer else wide)
+                  for stand_in, _ in phase.saved(_is_half(dtype)).values()]
+    return [graph[0].new_empty((rows, *node.shape), dtype=kind) for rows, node, kind in kinds]
 
 
 @torch.library.custom_op("pyg_fullgraph::edge_phase_backward", mutates_args=())
 def edge_phase_backward(key: str, graph: Sequence[Tensor], sizes: Sequence[int], tensors: Sequence[Tensor],
-                        results: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
+                        dtype: torch.dtype, results: Sequence[Tensor], grads: Sequence[Tensor],
+                        needs: Sequence[bool]) -> list[Tensor]:
     """Gradients of the inputs that ``needs`` picks, in order; ``results`` is what :func:`edge_phase` returned."""
     phase = _PHASES[key]
-    incoming, outgoing = _orders(graph, sizes)
-    assert incoming is not None
-    outputs = phase.core.outputs
+    like = torch.empty((), dtype=dtype, device=graph[0].device)
     env = dict(zip(phase.inputs, tensors, strict=True))
-    env.update({grad_input(o): g for o, g in zip(outputs, grads, strict=True)})
-    like = _like(phase, tensors)
-    names = [*(f"out.{o.name}" for o in outputs), *phase.saved(_is_half(like))]
+    names = [*(f"out.{o.name}" for o in phase.core.outputs), *phase.saved(_is_half(like.dtype))]
     for name, result in zip(names, results, strict=True):
         stand_in = phase.adjoint.saved.get(name)
         if stand_in is not None:
             env[stand_in[0]] = result
-    backward = phase.backward_plan(target_of(like.device), tuple(needs))
-    made = dict(zip(backward.outputs, run_plan(backward, incoming, outgoing, env, like), strict=True))
-    wanted = [(n, t) for n, t, need in zip(phase.inputs, tensors, needs, strict=True) if need]
-    return _own([made[n.name].to(t.dtype).expand(t.shape) if n.name in made else torch.zeros_like(t)
-                 for n, t in wanted], tensors)
+    made = phase.backward(_orders(graph, sizes), env, grads, like, tuple(needs))
+    return _own([torch.zeros_like(t) if g is None else g.to(t.dtype).expand(t.shape)
+                 for g, t, need in zip(made, tensors, needs, strict=True) if need], tensors)
 
 
 @edge_phase_backward.register_fake
-def _(key: str, graph: Sequence[Tensor], sizes: Sequence[int], tensors: Sequence[Tensor], results: Sequence[Tensor],
-      grads: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
+def _(key: str, graph: Sequence[Tensor], sizes: Sequence[int], tensors: Sequence[Tensor], dtype: torch.dtype,
+      results: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
     return [torch.empty_like(t, memory_format=torch.contiguous_format)
             for t, need in zip(tensors, needs, strict=True) if need]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    key, graph, sizes, tensors, _ = inputs
+    key, graph, sizes, tensors, ctx.dtype, _ = inputs
     ctx.key, ctx.sizes, ctx.counts = key, tuple(sizes), (len(graph), len(tensors))
     ctx.save_for_backward(*graph, *tensors, *output)
     ctx.needs = tuple(t.requires_grad for t in tensors)
@@ -235,14 +324,30 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
     outputs = _PHASES[ctx.key].core.outputs
     given = [torch.zeros_like(r) if g is None else g.contiguous()
              for g, r in zip(grads[:len(outputs)], results, strict=False)]
-    made = iter(edge_phase_backward(ctx.key, graph, ctx.sizes, tensors, results, given, ctx.needs))
-    return None, [None] * a, None, [next(made) if need else None for need in ctx.needs], None
+    made = iter(edge_phase_backward(ctx.key, graph, ctx.sizes, tensors, ctx.dtype, results, given, ctx.needs))
+    return None, [None] * a, None, [next(made) if need else None for need in ctx.needs], None, None
 
 
 edge_phase.register_autograd(_backward, setup_context=_setup_context)
 
 
+def call_operator(phase: EdgePhase, graph: Graph, like: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The results of an edge phase through :func:`edge_phase`, which compilers and fake tensors understand."""
+    _PHASES[phase.key] = phase
+    incoming, both = _pack(graph.incoming), _pack(graph.incoming)
+    save = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    if save:
+        phase.differentiate()
+        # Gradients of parameters and edge data ride on the sweep over destinations.
+        if any(n.domain == Domain.SRC and t.requires_grad for n, t in zip(phase.inputs, tensors, strict=True)):
+            both = incoming + _pack(graph.outgoing)
+    sizes = [graph.num_src, graph.num_dst, len(incoming)]
+    return edge_phase(phase.key, both, sizes, tensors, like.dtype, save)[:len(phase.results)]
+
+
 # --- the function -----------------------------------------------------------------------------------------------
+
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
@@ -260,26 +365,56 @@ def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tu
 
     Raises:
         InputError: An input is missing, or its shape does not fit the graph.
+        DoubleBackwardError: When a gradient is differentiated.
 
     Numerics: float16 and bfloat16 are storage only, sums are in float32; bit-identical from run to run.
-    Cost: saves the inputs and outputs and one statistic per destination, feature group or head.
+    Cost: saves what backward reads of the inputs and outputs, and one statistic per destination, feature group or head.
     """
     if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors.values()):
         raise ForwardModeError()
     compiled = compile_program(_merge_inputs(program, tensors))
     env = _bind(compiled, graph, tensors)
-    for result, expression in compiled.split.hoisted.items():
-        rows = [n for n in ir.inputs_of(expression) if n.is_row and not n.is_integer] or list(ir.inputs_of(expression))
-        env[result] = interpret.evaluate([expression], lambda n, a: env[n], env[rows[0]])[0]
-    phase = compiled.phase
-    core = [env[n] for n in phase.inputs]
-    save = torch.is_grad_enabled() and any(t.requires_grad for t in core)
-    if save:
+    like = _like(env)
+    if compiled.uses_degree:
+        wide = compute_dtype(like.dtype)
+        env[ir.DEGREE] = graph.incoming.degree.to(wide)
+        env[ir.INV_DEGREE] = graph.incoming.inv_degree(wide)
+    is_plain = all(type(t) in _PLAIN for t in env.values()) and not torch.compiler.is_compiling()
+    call = _call if is_plain else call_operator
+    for stage, phase in zip(compiled.split.stages, compiled.phases, strict=True):
+        for result, expression in stage.hoisted.items():
+            env[result] = _vertex(expression, env)
+        made = call(phase, graph, like, [env[n] for n in phase.inputs])
+        env.update(zip(stage.results, made, strict=True))
+    results = {value: _result(value, env, graph, like.dtype) for value in compiled.split.outputs}
+    outputs = compiled.split.outputs
+    return tuple(results[v].clone() if v in outputs[:k] else results[v] for k, v in enumerate(outputs))
+
+
+def _like(env: Mapping[Node, Tensor]) -> Tensor:
+    """A tensor of the dtype that results have: row inputs decide, parameters follow."""
+    floating = [(n, t) for n, t in env.items() if t.is_floating_point()]
+    rows = [t for n, t in floating if n.is_row] or [t for _, t in floating]
+    return torch.empty((), dtype=functools.reduce(torch.promote_types, (t.dtype for t in rows)), device=rows[0].device)
+
+
+def _call(phase: EdgePhase, graph: Graph, like: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         phase.differentiate()
-    incoming = _pack(graph.incoming)
-    both = incoming + (_pack(graph.outgoing) if save and _walks_sources(phase, core) else [])
-    sizes = [graph.num_src, graph.num_dst, len(incoming)]
-    return tuple(edge_phase(phase.key, both, sizes, core, save)[:len(phase.core.outputs)])
+        return _EdgePhaseFunction.apply(phase, graph, like, *tensors)
+    return _own(phase.forward(graph, tensors, like, False)[0], tensors)
+
+
+def _vertex(expression: Node, env: Mapping[Node, Tensor]) -> Tensor:
+    inputs = ir.inputs_of(expression)
+    like = next((env[n] for n in inputs if n.is_row and env[n].is_floating_point()), env[inputs[0]])
+    return interpret.evaluate([expression], lambda n, a: env[n], like)[0]
+
+
+def _result(value: Node, env: Mapping[Node, Tensor], graph: Graph, dtype: torch.dtype) -> Tensor:
+    """An output as a tensor; what vertex expressions computed in a wider dtype is rounded."""
+    made = env[value] if value in env else _vertex(value, env)
+    return made.to(dtype) if value.is_row else made.to(dtype).expand(graph.num_dst, *value.shape)
 
 
 def _merge_inputs(program: EdgeProgram, tensors: Mapping[str, Tensor]) -> EdgeProgram:
@@ -290,13 +425,12 @@ def _merge_inputs(program: EdgeProgram, tensors: Mapping[str, Tensor]) -> EdgePr
     same = {n: other for n, other in same.items() if n is not other}
     if not same:
         return program
-    return _MERGED.setdefault((program.digest, tuple((a.name, b.name) for a, b in same.items())),
-                              ir.substitute(program, same))
+    return _merged(program, tuple(same.items()))
 
 
-def _walks_sources(phase: EdgePhase, tensors: Sequence[Tensor]) -> bool:
-    # Gradients of parameters and edge data ride on the sweep over destinations.
-    return any(n.domain == Domain.SRC and t.requires_grad for n, t in zip(phase.inputs, tensors, strict=True))
+@lru_cache(maxsize=1024)
+def _merged(program: EdgeProgram, same: tuple[tuple[Node, Node], ...]) -> EdgeProgram:
+    return ir.substitute(program, dict(same))
 
 
 def _bind(compiled: CompiledProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> dict[Node, Tensor]:
@@ -304,7 +438,7 @@ def _bind(compiled: CompiledProgram, graph: Graph, tensors: Mapping[str, Tensor]
             Domain.EDGE: (graph.num_edges, "edge")}
     env: dict[Node, Tensor] = {}
     for node in compiled.program.inputs:
-        if node is ir.INV_DEGREE:
+        if node is ir.DEGREE or node is ir.INV_DEGREE:
             continue
         value = tensors.get(node.name)
         if value is None and node in compiled.seeds:

@@ -170,6 +170,13 @@ class NotFusedError(PygFullgraphError, ValueError):
         self.refused = {name: tuple(reasons) for name, reasons in refused.items()}
 
 
+class DoubleBackwardError(PygFullgraphError, NotImplementedError):
+    """A gradient of a fused layer was to be differentiated."""
+
+    def __init__(self) -> None:
+        super().__init__("Fused layers have first derivatives only; revert(model) for derivatives of gradients")
+
+
 class ForwardModeError(PygFullgraphError, NotImplementedError):
     """A tensor carries a forward-mode tangent."""
 

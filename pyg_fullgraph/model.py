@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -151,13 +151,12 @@ class Explanation:
             names = [n for n, v in self.layers.items() if v.programs]
             raise InputError("name", f"to be one of the fused layers {names}", repr(name))
         parts = []
-        for program in layer.programs:
-            for sweep in _plan_of(program, backward).sweeps:
-                kernel = kernel_of(sweep)
-                if isinstance(kernel, KernelSource):
-                    parts.append(kernel.source)
-                else:
-                    parts.append(f"# Runs in chunks: {'; '.join(kernel.reasons)}\n")
+        for sweep in (s for program in layer.programs for p in _plans_of(program, backward) for s in p.sweeps):
+            kernel = kernel_of(sweep)
+            if isinstance(kernel, KernelSource):
+                parts.append(kernel.source)
+            else:
+                parts.append(f"# Runs in chunks: {'; '.join(kernel.reasons)}\n")
         return "\n\n".join(parts)
 
 
@@ -208,40 +207,43 @@ def _report(name: str, layer: Module, events: list[debug.Event]) -> LayerReport:
     return LayerReport(name, type(layer).__name__, tuple(programs), tuple(graphs), tuple(reasons))
 
 
-def _plan_of(program: EdgeProgram, backward: bool, target: Target = KERNELS) -> Plan:
-    phase = compile_program(program).phase
-    phase.differentiate()
-    if backward:
-        return phase.backward_plan(target, tuple(not n.is_integer for n in phase.inputs))
-    return phase.forward_plan(target, True)
+def _plans_of(program: EdgeProgram, backward: bool, target: Target = KERNELS) -> list[Plan]:
+    """One plan per stage, in the order they run."""
+    plans = []
+    for phase in compile_program(program).phases:
+        phase.differentiate()
+        needs = tuple(not n.is_integer for n in phase.inputs)
+        plans.append(phase.backward_plan(target, needs) if backward else phase.forward_plan(target, True))
+    return plans[::-1] if backward else plans
 
 
 def _describe(program: EdgeProgram, graph: Graph) -> list[str]:
     """One program: what it computes, where, and what it keeps."""
     compiled = compile_program(program)
     target = target_of(graph.device)
-    forward, backward = _plan_of(program, False, target), _plan_of(program, True, target)
+    forward, backward = _plans_of(program, False, target), _plans_of(program, True, target)
+    sweeps = [s for p in (*forward, *backward) for s in p.sweeps]
     out = [f"graph: {graph.num_src} sources, {graph.num_dst} destinations, {graph.num_edges} edges"]
     out += ["computes:", *("  " + line for line in str(program).splitlines())]
-    hoisted = list(compiled.split.hoisted.items())
+    hoisted = [step for stage in compiled.split.stages for step in stage.hoisted.items()]
     out.append("hoisted, once per vertex instead of once per edge:" if hoisted else "hoisted: nothing")
     out += [f"  {_shape(result, graph)} {result.name} = {_text(value)}" for result, value in hoisted]
-    saved = [(name, stand_in) for name, (stand_in, _) in compiled.phase.saved().items()]
+    saved = [(name, stand_in) for phase in compiled.phases for name, (stand_in, _) in phase.saved().items()]
     out.append("saved for backward: inputs, results" + (", and" if saved else ""))
     out += [f"  {_shape(stand_in, graph)} {name}" for name, stand_in in saved]
-    extra = [name for name in compiled.phase.saved(is_half=True) if name not in dict(saved)]
+    extra = [name for phase in compiled.phases for name in phase.saved(is_half=True) if name not in dict(saved)]
     if extra:
         out.append("  in half precision also, in float32: " + ", ".join(extra))
-    again = [node for node in ir.walk(*(a for s in backward.sweeps for a in s.operands))
+    again = [node for node in ir.walk(*(a for p in backward for s in p.sweeps for a in s.operands))
              if node.domain == Domain.EDGE and node.op not in ("input", "eid", "const")]
     out.append(f"recomputed in backward: {len(again)} edge expressions, none of which is kept from forward")
-    staged = [r for p in (forward, backward) for s in p.sweeps for r, _ in s.edges if r.name.startswith("%staged")]
+    staged = [r for s in sweeps for r, _ in s.edges if r.name.startswith("%staged")]
     out += [f"  {_shape(r, graph)} {r.name} is handed from one pass to the next" for r in staged]
     out.append(f"passes over the edges: {_passes(forward)} forward, "
                f"{_passes(backward)} backward where every input needs a gradient")
     if target is CHUNKS:
         out.append("runs on the CPU, in chunks of edges")
-    for sweep in (*forward.sweeps, *backward.sweeps) if target is KERNELS else ():
+    for sweep in sweeps if target is KERNELS else ():
         kernel = kernel_of(sweep)
         if isinstance(kernel, NotFusable):
             side = "destination" if sweep.rows == Domain.DST else "source"
@@ -249,8 +251,8 @@ def _describe(program: EdgeProgram, graph: Graph) -> list[str]:
     return out
 
 
-def _passes(plan: Plan) -> str:
-    sides = [("destination" if s.rows == Domain.DST else "source") for s in plan.sweeps]
+def _passes(plans: Sequence[Plan]) -> str:
+    sides = [("destination" if s.rows == Domain.DST else "source") for p in plans for s in p.sweeps]
     return f"{len(sides)} (by {', '.join(sides)})" if sides else "0"
 
 

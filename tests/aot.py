@@ -31,7 +31,7 @@ from triton_kernels import launch
 
 def sweeps_of(program: EdgeProgram) -> list[Sweep]:
     """Every sweep of a training step of ``program``."""
-    phase = EdgePhase(split(program).core)
+    phase = EdgePhase(split(program).stages[0].core)
     phase.differentiate()
     needs = tuple(not n.is_integer for n in phase.inputs)
     plans = [phase.forward_plan(KERNELS, False), phase.forward_plan(KERNELS, True), phase.backward_plan(KERNELS, needs)]

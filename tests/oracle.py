@@ -6,7 +6,6 @@ reach a maximum, the gradient goes to the one that comes first in the user's ``e
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 
@@ -17,7 +16,7 @@ from programs import CASES, make_tensors
 from pyg_fullgraph.autograd import run
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.saga.interpret import run_reference
-from pyg_fullgraph.saga.ir import EdgeProgram, Output
+from pyg_fullgraph.saga.ir import EdgeProgram
 from triton_kernels import reference
 from zoo import Case
 
@@ -54,18 +53,14 @@ def run_oracle(program: EdgeProgram, case: Case, tensors: Mapping[str, Tensor]) 
     """Results of ``program``, differentiable."""
     device = next(iter(tensors.values())).device
     src, dst = case.edge_index.to(device)
-    per_edge = EdgeProgram(tuple(dataclasses.replace(o, kind="edge") for o in program.outputs))
+    return run_reference(program, src, dst, case.num_dst, tensors, reduce)
 
-    def reduced(output: Output, value: Tensor) -> Tensor:
-        if output.kind == "edge":
-            return value
-        if output.kind in ("max", "min"):
-            sign = 1 if output.kind == "max" else -1
-            return first_max(value * sign, dst, case.num_dst) * sign
-        return reference.segment_reduce(value, dst, case.num_dst, output.kind)
 
-    values = run_reference(per_edge, src, dst, case.num_dst, tensors)
-    return tuple(reduced(o, v) for o, v in zip(program.outputs, values, strict=True))
+def reduce(value: Tensor, dst: Tensor, num_dst: int, kind: str) -> Tensor:
+    if kind in ("max", "min"):
+        sign = 1 if kind == "max" else -1
+        return first_max(value * sign, dst, num_dst) * sign
+    return reference.segment_reduce(value, dst, num_dst, kind)
 
 
 def gradients(outputs: Sequence[Tensor], tensors: Mapping[str, Tensor], cotangents: Sequence[Tensor]) -> list[Tensor]:

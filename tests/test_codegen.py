@@ -33,7 +33,7 @@ MORE_SPILL_BYTES = {"gmm-separate": 700, "gat:fp64:i64": 64}
 
 
 def plans_of(program: EdgeProgram):
-    phase = EdgePhase(split(program).core)
+    phase = EdgePhase(split(program).stages[0].core)
     phase.differentiate()
     needs = tuple(not n.is_integer for n in phase.inputs)
     return phase.forward_plan(KERNELS, True), phase.backward_plan(KERNELS, needs)

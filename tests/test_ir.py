@@ -204,9 +204,16 @@ def test_layout_shapes():
     assert ir.mm(ir.input("v", SRC, (3,)), ir.input("w", PARAM, (3, 4))).shape == (4,)
 
 
+#: Operations that run in chunks only.
+WITHOUT_KERNELS = ("atan2",)
+
+
 @pytest.mark.parametrize("op", [o for o in ir.OPS.values() if o.kind == "pointwise"], ids=lambda o: o.name)
 def test_every_pointwise_operation_has_both_rules(op):
     assert op.torch is not None
+    if not op.triton:
+        assert op.name in WITHOUT_KERNELS
+        return
     count = op.triton.count("{0}") and max(k for k in range(3) if f"{{{k}}}" in op.triton) + 1
     assert count
     args = [torch.tensor([1.0, 2.0], dtype=torch.float64)] * count
@@ -230,7 +237,7 @@ def test_every_pointwise_operation_has_both_rules(op):
 
 
 def test_verify_refuses_unknown_kinds():
-    with pytest.raises(ValueError, match="Expected output kind sum, mean, max, min or edge"):
+    with pytest.raises(ValueError, match="Expected an output kind out of"):
         EdgeProgram((Output("median", ir.input("x", SRC, ())),))
 
 

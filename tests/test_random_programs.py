@@ -98,7 +98,7 @@ def test_random_programs_interpreted(graph, data):
 @given(data=st.data())
 def test_random_programs_have_kernels_or_a_reason(data):
     """Generating source never fails in a way that says nothing."""
-    phase = EdgePhase(split(Programs(data).program()).core)
+    phase = EdgePhase(split(Programs(data).program()).stages[0].core)
     phase.differentiate()
     needs = tuple(True for _ in phase.inputs)
     for plan in (phase.forward_plan(KERNELS, True), phase.backward_plan(KERNELS, needs)):

@@ -29,13 +29,13 @@ def edge_softmax(logit: Tensor, dst: Tensor, num_dst: int) -> Tensor:
 
 
 def segment_reduce(value: Tensor, dst: Tensor, num_dst: int, kind: str) -> Tensor:
-    """Reduce edge values by destination; destinations without edges get 0.
+    """Reduce edge values by destination; destinations without edges get 0, products 1.
 
     Args:
         value: ``[E, *shape]``.
         dst: Destination of each edge, ``[E]``.
         num_dst: Number of destinations.
-        kind: ``sum``, ``mean``, ``max`` or ``min``.
+        kind: ``sum``, ``mean``, ``max``, ``min`` or ``mul``.
     """
     zeros = value.new_zeros((num_dst, *value.shape[1:]))
     if kind in ("sum", "mean"):
@@ -45,6 +45,8 @@ def segment_reduce(value: Tensor, dst: Tensor, num_dst: int, kind: str) -> Tenso
         count = torch.bincount(dst, minlength=num_dst).clamp(min=1).to(value.dtype)
         return out / count.reshape(-1, *(1,) * (value.dim() - 1))
     index = dst.reshape(-1, *(1,) * (value.dim() - 1)).expand_as(value)
+    if kind == "mul":
+        return torch.ones_like(zeros).scatter_reduce(0, index, value, "prod")
     return zeros.scatter_reduce(0, index, value, "amax" if kind == "max" else "amin", include_self=False)
 
 

@@ -46,7 +46,7 @@ def adjoint(outputs: tuple[Output, ...]) -> Adjoint:
     """Differentiate the edge phase of a program.
 
     Args:
-        outputs: Its outputs.
+        outputs: Its outputs, none of kind ``vertex``.
 
     Returns:
         Gradients with respect to every floating input. A softmax is rebuilt from the saved log-sum-exp of its row,
@@ -73,6 +73,15 @@ def adjoint(outputs: tuple[Output, ...]) -> Adjoint:
             arg = save(f"arg.{output.name}", ir.gather("argmax", Domain.DST, operand), integer=True)
             hit = ir.pointwise("eq", arg, ir.view(ir.eid(), (1,) * len(grad.shape)))
             grad = ir.pointwise("where", hit, grad, 0.0)
+        elif output.kind == "mul":
+            # The product of the others: with one zero in the row only that one has a gradient, with two none.
+            is_zero = ir.pointwise("eq", output.value, 0.0)
+            others = ir.pointwise("where", is_zero, 1.0, output.value)
+            product = save(f"product.{output.name}", ir.gather("mul", Domain.DST, others))
+            zeros = save(f"zeros.{output.name}", ir.gather("sum", Domain.DST, ir.pointwise("where", is_zero, 1.0, 0.0)))
+            at_zero = ir.pointwise("where", ir.pointwise("eq", zeros, 1.0), product, 0.0)
+            elsewhere = ir.pointwise("where", ir.pointwise("eq", zeros, 0.0), ir.pointwise("div", product, others), 0.0)
+            grad = ir.pointwise("mul", grad, ir.pointwise("where", is_zero, at_zero, elsewhere))
         cotangents.append(grad)
 
     def weighted_sum(grad: Node, weight: Node) -> Node:

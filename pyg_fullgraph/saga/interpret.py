@@ -77,8 +77,8 @@ def evaluate(roots: Sequence[Node], leaf: Callable[[Node, list[Tensor]], Tensor]
     return [values[r] for r in roots]
 
 
-def run_reference(program: EdgeProgram, src: Tensor, dst: Tensor, num_dst: int,
-                  tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+def run_reference(program: EdgeProgram, src: Tensor, dst: Tensor, num_dst: int, tensors: Mapping[str, Tensor],
+                  reduce: Callable[..., Tensor] = reference.segment_reduce) -> tuple[Tensor, ...]:
     """Run ``program`` with one message per edge, differentiable by torch's autograd.
 
     Args:
@@ -87,12 +87,15 @@ def run_reference(program: EdgeProgram, src: Tensor, dst: Tensor, num_dst: int,
         dst: Destination vertex of each edge, ``[E]``.
         num_dst: Number of destination vertices.
         tensors: Inputs by name.
+        reduce: ``(value, dst, num_dst, kind)``, how edge values become one row per destination.
 
     Returns:
         One tensor per output: ``[num_dst, *shape]``, or ``[E, *shape]`` for edge outputs.
     """
     like = next(t for t in tensors.values() if t.is_floating_point())
     ids = torch.arange(src.numel(), device=src.device)
+    degree = torch.bincount(dst, minlength=num_dst).to(like.dtype)
+    values = {**tensors, ir.DEGREE.name: degree, ir.INV_DEGREE.name: degree.clamp(min=1).reciprocal()}
 
     def leaf(node: Node, args: list[Tensor]) -> Tensor:
         if node.op == "eid":
@@ -101,12 +104,27 @@ def run_reference(program: EdgeProgram, src: Tensor, dst: Tensor, num_dst: int,
             return reference.dropout_mask(args[0], ids, node.shape, node.attr("p")).to(like.dtype)
         if node.op == "softmax":
             return reference.edge_softmax(args[0].expand(src.numel(), *node.shape), dst, num_dst)
-        value = tensors[node.name]
+        value = values[node.name]
         if node.domain == Domain.SRC:
             return value.index_select(0, src)
         return value.index_select(0, dst) if node.domain == Domain.DST else value
 
-    values = evaluate([o.value for o in program.outputs], leaf, like)
-    lifted = [v.expand(src.numel(), *o.value.shape) for v, o in zip(values, program.outputs, strict=True)]
-    return tuple(v if o.kind == "edge" else reference.segment_reduce(v, dst, num_dst, o.kind)
-                 for v, o in zip(lifted, program.outputs, strict=True))
+    known: dict[Node, Node] = {}
+
+    def per_edge(node: Node) -> Tensor:
+        return evaluate([ir.substitute(node, known)], leaf, like)[0].expand(src.numel(), *node.shape)
+
+    for node in ir.walk(*(o.value for o in program.outputs)):
+        if node.op == "gather":
+            result = reduce(per_edge(node.args[0]), dst, num_dst, node.attr("kind"))
+            known[node] = ir.input(f"gather.{node.digest}", Domain.DST, node.shape)
+            values[known[node].name] = result
+    results = []
+    for output in program.outputs:
+        if output.kind == "vertex":
+            value = evaluate([ir.substitute(output.value, known)], lambda n, a: values[n.name], like)[0]
+            results.append(value.expand(num_dst, *output.value.shape))
+        else:
+            value = per_edge(output.value)
+            results.append(value if output.kind == "edge" else reduce(value, dst, num_dst, output.kind))
+    return tuple(results)

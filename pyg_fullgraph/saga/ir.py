@@ -124,7 +124,8 @@ OPS: Mapping[str, Op] = _table(
 #: Reductions over the edges of a row. ``lse`` and ``softmax_sum`` carry a running maximum and a denominator
 #: (online softmax); ``outer`` is ``sum_e a_e^T b_e`` and ``index_sum`` the sum of ``b_e`` over the edges with
 #: ``a_e = t``, per ``t``: gradients of parameters.
-GATHERS = ("sum", "mean", "max", "mul", "argmax", "lse", "softmax_sum", "outer", "index_sum")
+#: ``min`` is lowered to ``max`` when a program is planned.
+GATHERS = ("sum", "mean", "max", "min", "mul", "argmax", "lse", "softmax_sum", "outer", "index_sum")
 #: How an output is made of its value; ``vertex`` values are expressions over gathers themselves.
 OUTPUTS = ("sum", "mean", "max", "min", "mul", "edge", "vertex")
 

@@ -1,14 +1,15 @@
 """Program rewriting: from what a layer says to what is run.
 
-``split`` moves vertex work off the edges (canonicalize, reorganize, hoist) and leaves a core program; ``plan`` turns
-expressions with gathers into an ordered list of vertex steps and sweeps, each sweep one pass over the edges in one
-order. The sequence of passes is in these two functions and nowhere else.
+``split`` moves vertex work off the edges (canonicalize, reorganize, hoist) and leaves a core program per level of
+gathers; ``plan`` turns expressions with gathers into an ordered list of vertex steps and sweeps, each sweep one pass
+over the edges in one order. The sequence of passes is in these two functions and nowhere else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.adjoint import scales_linearly, softmax_from
@@ -45,6 +46,11 @@ def _simplify(node: Node) -> Node | None:
                 return args[1 - k]
     if node.op == "neg" and args[0].op == "neg":
         return args[0].args[0]
+    if node.op == "stop" and args[0].op in ("const", "stop"):
+        return args[0]
+    if node.op == "gather" and node.attr("kind") == "sum" and node.domain == Domain.DST and \
+            args[0].domain == Domain.PARAM:
+        return pointwise("mul", ir.view(ir.DEGREE, (1,) * len(node.shape)), args[0])
     if node.op == "permute" and args[0].op == "permute":
         inner = args[0].attr("dims")
         return ir.permute(args[0].args[0], [inner[d] for d in node.attr("dims")])
@@ -223,26 +229,81 @@ def hoist(roots: Sequence[Node]) -> tuple[tuple[Node, ...], dict[Node, Node]]:
 
 
 @dataclass(frozen=True)
-class Split:
-    """A program in two parts: vertex expressions run by torch, and the edge phase.
+class Stage:
+    """One edge phase with the vertex work before it.
 
     Attributes:
-        hoisted: New input of the core -> the vertex expression that makes it.
+        hoisted: New input of the core -> the vertex expression that makes it, over inputs and earlier results.
         core: The program of the edge phase.
+        results: Inputs that stand for the outputs of ``core`` in what comes after.
+        is_exact: Whether vertex expressions go on computing with the results, which therefore keep the dtype of the
+            arithmetic (variances cancel).
     """
 
     hoisted: Mapping[Node, Node]
     core: EdgeProgram
+    results: tuple[Node, ...]
+    is_exact: bool
+
+
+@dataclass(frozen=True)
+class Split:
+    """A program in parts: stages in order, each all gathers that wait for those before; last, the outputs.
+
+    Attributes:
+        stages: Edge phases with their vertex work.
+        outputs: One expression per output of the program, over inputs and stage results.
+    """
+
+    stages: tuple[Stage, ...]
+    outputs: tuple[Node, ...]
 
 
 def split(program: EdgeProgram, disable: Sequence[str] = ()) -> Split:
     """Canonicalize, reorganize and hoist ``program``; ``disable`` leaves out passes by name, for ablations."""
-    roots = canonicalize(o.value for o in program.outputs)
+    roots = canonicalize(_gathered(o) for o in program.outputs)
     if "reorganize" not in disable:
         roots = reorganize(roots)
-    roots, hoisted = hoist(roots)
-    outputs = tuple(Output(o.kind, r, o.name) for o, r in zip(program.outputs, roots, strict=True))
-    return Split(hoisted, EdgeProgram(outputs))
+    names = {r: o.name for r, o in zip(reversed(roots), reversed(program.outputs), strict=True)}
+    places = {r: k for k, r in enumerate(dict.fromkeys(roots))}
+    levels = _levels(roots)
+    members: dict[int, list[Node]] = {}
+    for node in ir.walk(*roots):
+        if node.op == "gather":
+            members.setdefault(levels[node], []).append(node)
+        elif node in names and node.domain == Domain.EDGE:
+            members.setdefault(levels[node] + 1, []).append(node)
+    stages: list[Stage] = []
+    known: dict[Node, Node] = {}
+    hoisted: dict[Node, Node] = {}
+    for level in sorted(members):
+        members[level].sort(key=lambda n: places.get(n, len(places)))
+        lean, steps = hoist([ir.substitute(n.args[0] if n.op == "gather" else n, known) for n in members[level]])
+        outputs = []
+        for node, value in zip(members[level], lean, strict=True):
+            kind = node.attr("kind") if node.op == "gather" else "edge"
+            outputs.append(Output(kind, value, names.get(node, f"{kind}.{node.digest[:8]}")))
+            known[node] = ir.input(f"%{outputs[-1].name}", outputs[-1].domain, node.shape)
+        fresh = {n: e for n, e in steps.items() if n not in hoisted}
+        hoisted.update(fresh)
+        is_exact = any(n not in names for n in members[level])
+        stages.append(Stage(fresh, EdgeProgram(tuple(outputs)), tuple(known[n] for n in members[level]), is_exact))
+    return Split(tuple(stages), ir.substitute(roots, known))
+
+
+def _gathered(output: Output) -> Node:
+    """The output as an expression with its reduction written out."""
+    if output.kind == "vertex":
+        return output.value
+    return ir.lift(output.value) if output.kind == "edge" else ir.gather(output.kind, Domain.DST, output.value)
+
+
+def _levels(roots: Iterable[Node]) -> dict[Node, int]:
+    """For each node the largest number of gathers on a way from it to the inputs."""
+    level: dict[Node, int] = {}
+    for node in ir.walk(*roots):
+        level[node] = max((level[a] for a in node.args), default=0) + (node.op == "gather")
+    return level
 
 
 # --- fuse and plan ----------------------------------------------------------------------------------------------
@@ -320,6 +381,12 @@ class Plan:
     def sweeps(self) -> tuple[Sweep, ...]:
         return tuple(s for s in self.steps if isinstance(s, Sweep))
 
+    @cached_property
+    def inputs(self) -> frozenset[Node]:
+        """What the plan reads, its own results among it."""
+        steps = (n for s in self.steps for n in (s.inputs if isinstance(s, Sweep) else ir.inputs_of(s[1])))
+        return frozenset((*steps, *ir.inputs_of(*self.outputs.values())))
+
     def __str__(self) -> str:
         lines = []
         for step in self.steps:
@@ -332,12 +399,10 @@ class Plan:
 
 
 def reduction(output: Output) -> Node:
-    """The output as an expression: its value per edge, or a gather."""
-    if output.kind == "edge":
-        return ir.lift(output.value)
+    """The output of an edge phase as an expression: its value per edge, or a gather that executors know."""
     if output.kind == "min":
         return pointwise("neg", ir.gather("max", Domain.DST, pointwise("neg", output.value)))
-    return ir.gather(output.kind, Domain.DST, output.value)
+    return _gathered(output)
 
 
 def fuse(roots: Sequence[Node]) -> tuple[Node, ...]:
@@ -383,10 +448,7 @@ def plan(outputs: Mapping[str, Node], target: Target, disable: Sequence[str] = (
         roots = fuse(roots)
     roots = canonicalize(expand_softmax(roots))
     gathers = [n for n in ir.walk(*roots) if n.op == "gather"]
-    level: dict[Node, int] = {}
-    for node in ir.walk(*roots):
-        level[node] = max((level[a] for a in node.args), default=0) + (node.op == "gather")
-    placed = _place(gathers, level, [r for r in roots if r.domain == Domain.EDGE])
+    placed = _place(gathers, _levels(roots), [r for r in roots if r.domain == Domain.EDGE])
 
     steps: list[tuple[Node, Node] | Sweep] = []
     known: dict[Node, Node] = {}
