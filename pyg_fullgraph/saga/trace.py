@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
+from torch_geometric.nn import MessagePassing, aggr
 from torch_geometric.utils import softmax as pyg_softmax
 
 from pyg_fullgraph.errors import NotFusable
@@ -88,6 +89,41 @@ def rebind(function: Callable, replacements: Mapping[Any, Any]) -> Callable:
     copy.__dict__.update(function.__dict__)
     copy.__qualname__, copy.__module__, copy.__doc__ = function.__qualname__, function.__module__, function.__doc__
     return copy
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What one call of a layer's methods computes.
+
+    Attributes:
+        value: Of ``propagate`` the result of ``aggregate``, an expression over destinations made of gathers; of
+            ``edge_update`` the edge value.
+        side: Edge expressions that the methods leave on the layer, by attribute.
+    """
+
+    value: Node
+    side: Mapping[str, Node] = field(default_factory=dict)
+
+
+_KINDS = {aggr.SumAggregation: "sum", aggr.MeanAggregation: "mean", aggr.MaxAggregation: "max",
+          aggr.MinAggregation: "min"}
+
+
+def trace_propagate(conv: torch.nn.Module, message_args: Mapping[str, Any],
+                    aggregate_args: Mapping[str, Any]) -> Traced:
+    """Trace ``message`` and ``aggregate`` of a layer together."""
+    kind = _KINDS.get(type(conv.aggr_module))
+    if kind is None or type(conv).aggregate is not MessagePassing.aggregate:
+        raise NotFusable(["the aggregation is not sum, mean, max or min"])
+    value = trace_method(conv, "message", message_args)[0]
+    if kind == "min":
+        return Traced(ir.pointwise("neg", ir.gather("max", Domain.DST, ir.pointwise("neg", value))))
+    return Traced(ir.gather(kind, Domain.DST, value))
+
+
+def trace_edge_update(conv: torch.nn.Module, args: Mapping[str, Any]) -> Traced:
+    """Trace ``edge_update`` of a layer."""
+    return Traced(trace_method(conv, "edge_update", args)[0])
 
 
 def trace_method(conv: torch.nn.Module, method: str, args: Mapping[str, Any]) -> tuple[Node, ...]:
