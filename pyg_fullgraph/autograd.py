@@ -160,6 +160,7 @@ class _EdgePhaseFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, phase: EdgePhase, graph: Graph, like: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         results, statistics = phase.forward(graph, tensors, like, True)
+        results = _own(results, tensors)
         ctx.phase, ctx.graph, ctx.like = phase, graph, like
         ctx.meta = [(t.dtype, t.shape) for t in tensors]
         needs = ctx.needs_input_grad[3:]
@@ -173,7 +174,7 @@ class _EdgePhaseFunction(torch.autograd.Function):
         kept = {n: t for n, t in (*zip(phase.inputs, tensors, strict=True), *stand_ins.items()) if n in reads}
         ctx.kept = tuple(kept)
         ctx.save_for_backward(*kept.values())
-        return tuple(_own(results, tensors))
+        return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -263,12 +264,16 @@ def edge_phase(key: str, graph: Sequence[Tensor], sizes: Sequence[int], tensors:
 
 
 def _own(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """``results`` in memory of their own: operators may not return (views of) their inputs, nor one tensor twice."""
+    """``results`` in memory of their own: operators may not return (views of) their inputs, nor one tensor twice.
+
+    Nor views of what they made themselves, because the caller may write into a result.
+    """
     taken = {t.untyped_storage().data_ptr() for t in inputs}
     out = []
     for result in results:
         fresh = result.clone() if result.untyped_storage().data_ptr() in taken else result
-        out.append(fresh.contiguous())
+        fresh = fresh.contiguous()
+        out.append(torch.ops.aten._unsafe_view(fresh, fresh.shape) if fresh._is_view() else fresh)
         taken.add(out[-1].untyped_storage().data_ptr())
     return out
 
