@@ -83,7 +83,7 @@ class EdgePhase:
             self._plans[key] = plan(wanted, target)
         return self._plans[key]
 
-    def forward(self, graph: _Orders, tensors: Sequence[Tensor], like: Tensor,
+    def forward(self, graph: Graph | _Orders, tensors: Sequence[Tensor], like: Tensor,
                 save: bool) -> tuple[list[Tensor], list[Tensor]]:
         """Results, and what :meth:`saved` names."""
         is_half = _is_half(like.dtype)
@@ -93,7 +93,7 @@ class EdgePhase:
         dtype = compute_dtype(like.dtype) if self.is_exact else like.dtype
         return [t.to(dtype) for t in made[:count]], made[count:]
 
-    def backward(self, graph: _Orders, env: Mapping[Node, Tensor], grads: Sequence[Tensor], like: Tensor,
+    def backward(self, graph: Graph | _Orders, env: Mapping[Node, Tensor], grads: Sequence[Tensor], like: Tensor,
                  needs: Needs) -> list[Tensor | None]:
         """Gradients of the inputs that ``needs`` picks, None for the others and where a gradient is zero.
 

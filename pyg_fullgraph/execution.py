@@ -52,6 +52,8 @@ def run_plan(plan: Plan, incoming: EdgeOrder, outgoing: EdgeOrder | None, tensor
     def leaf(node: Node) -> Tensor:
         if node is ir.INV_DEGREE:
             return incoming.inv_degree(stat_dtype)
+        if node is ir.DEGREE:
+            return incoming.degree.to(stat_dtype)
         return env[node]
 
     # Vertex expressions cancel (softmax gradients do): they are computed in the dtype of the arithmetic.

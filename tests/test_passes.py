@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import zoo
-from oracle import TOLERANCE, error, program_of, random_case
+from oracle import TOLERANCE, check, error, program_of, random_case
 from programs import CASES, make_tensors
 from pyg_fullgraph.autograd import EdgePhase
 from pyg_fullgraph.execution import run_plan
@@ -31,6 +31,11 @@ def with_values(program, nodes):
     return EdgeProgram(tuple(Output(o.kind, n, o.name) for o, n in zip(program.outputs, nodes, strict=True)))
 
 
+def all_vertex(program, nodes):
+    return EdgeProgram(tuple(Output("edge" if o.kind == "edge" else "vertex", n, o.name)
+                             for o, n in zip(program.outputs, nodes, strict=True)))
+
+
 def roots_of(program):
     return [o.value for o in program.outputs]
 
@@ -46,8 +51,8 @@ def whole_again(program):
     """Split, and put together again."""
     parts = split(program)
     (stage,) = parts.stages
-    values = dict(zip(stage.results, roots_of(stage.core), strict=True))
-    return ir.substitute(tuple(values[v] for v in parts.outputs), stage.hoisted)
+    values = {r: reduction(o) for r, o in zip(stage.results, stage.core.outputs, strict=True)}
+    return ir.substitute(ir.substitute(parts.outputs, values), stage.hoisted)
 
 
 EACH = {"canonicalize": lambda p: canonicalize(roots_of(p)), "reorganize": lambda p: reorganize(roots_of(p)),
@@ -60,7 +65,7 @@ EACH = {"canonicalize": lambda p: canonicalize(roots_of(p)), "reorganize": lambd
 def test_before_is_after(name, which, case):
     program = program_of(name)
     tensors = make_tensors(program, *case.size, case.num_edges, torch.float64)
-    after = with_values(program, EACH[which](program))
+    after = (all_vertex if which == "all" else with_values)(program, EACH[which](program))
     assert [o.value.shape for o in after.outputs] == [o.value.shape for o in program.outputs]
     for a, b in zip(values(program, case, tensors), values(after, case, tensors), strict=True):
         assert error(b, a) < TOLERANCE[torch.float64]
@@ -92,8 +97,9 @@ def test_plans_compute_the_program_with_any_pass_left_out(name, target, disable)
             assert "fuse" not in disable
             return  # online softmax is for kernels; run in test_kernels
         got = run_plan(made, graph.incoming, graph.outgoing, {n: env[n] for n in parts.core.inputs}, like)
-    results = dict(zip(parts.results, got, strict=True))
-    got = [results[v] for v in split(program, disable).outputs]
+    env.update(zip(parts.results, got, strict=True))
+    env[ir.DEGREE] = graph.incoming.degree.double()
+    got = interpret.evaluate(split(program, disable).outputs, lambda n, a: env[n], like)
     for g, w in zip(got, values(program, case, tensors), strict=True):
         assert error(g, w) < TOLERANCE[torch.float64]
 
@@ -110,8 +116,10 @@ def test_the_linear_map_of_edge_conv_leaves_the_edges(name):
     assert edge_ops(program_of(name))["mm"] == 0
     assert edge_ops(program_of(name))["cat"] == 0
     core = split(program_of(name)).stages[0].core
-    assert sorted(n.domain.label for n in core.inputs) == ["dst", "src"]
-    without = [n for n in ir.walk(*roots_of(split(program_of(name), ("reorganize",)).stages[0].core)) if n.op == "mm"]
+    # Of a sum the destination's part is its degree times as much, no work over edges.
+    assert sorted(n.domain.label for n in core.inputs) == (["src"] if name == "edge-sum" else ["dst", "src"])
+    without = [n for n in ir.walk(*roots_of(split(program_of(name), ("reorganize", "order")).stages[0].core))
+               if n.op == "mm"]
     assert len(without) == 1
 
 
@@ -226,3 +234,47 @@ def test_plans_can_be_read(name, target):
         text = str(made)
         assert text.count("sweep over") == len(made.sweeps)
         assert all(s.digest for s in made.sweeps)
+
+
+# the order of products and sums
+
+
+def linear(rows, columns, scale=None, domain=SRC):
+    x, w = ir.input("x", domain, (rows,)), ir.input("w", PARAM, (rows, columns))
+    product = ir.mm(x, w)
+    return EdgeProgram((Output("sum", product if scale is None else pointwise("mul", scale, product)),))
+
+
+def gathered_width(program, constant=()):
+    (stage,) = split(program, constant=constant).stages
+    return sum(o.value.numel for o in stage.core.outputs)
+
+
+def test_a_sum_over_edges_is_as_narrow_as_its_linear_map_allows():
+    scale = ir.input("s", EDGE, (1,))
+    assert gathered_width(linear(8, 3)) == gathered_width(linear(3, 8)) == 3
+    assert gathered_width(linear(8, 3, scale)) == gathered_width(linear(3, 8, scale)) == 3
+
+
+def test_a_constant_sum_comes_first_because_it_is_computed_once():
+    program, scale = linear(8, 3), ir.input("s", EDGE, (1,))
+    assert gathered_width(program, constant=[ir.input("x", SRC, (8,))]) == 8
+    assert gathered_width(linear(8, 3, scale), constant=[ir.input("x", SRC, (8,))]) == 3
+    assert gathered_width(linear(8, 3, scale), constant=[ir.input("x", SRC, (8,)), scale]) == 8
+
+
+def test_edge_data_is_summed_before_its_linear_map():
+    program = linear(8, 3, domain=EDGE)
+    assert edge_ops(program)["mm"] == 0
+    both = pointwise("add", ir.mm(ir.input("x", SRC, (8,)), ir.input("w", PARAM, (8, 3))),
+                     ir.mm(ir.input("e", EDGE, (4,)), ir.input("v", PARAM, (4, 3))))
+    mean = EdgeProgram((Output("mean", both),))
+    assert edge_ops(mean)["mm"] == 0
+    for name in (linear(3, 8, ir.input("s", EDGE, (1,))), program, mean):
+        for case in GRAPHS:
+            check(name, case)
+
+
+def test_a_maximum_stays_where_it_is():
+    value = ir.mm(ir.input("x", SRC, (3,)), ir.input("w", PARAM, (3, 8)))
+    assert gathered_width(EdgeProgram((Output("max", value),))) == 8

@@ -98,13 +98,15 @@ def test_random_programs_interpreted(graph, data):
 @given(data=st.data())
 def test_random_programs_have_kernels_or_a_reason(data):
     """Generating source never fails in a way that says nothing."""
-    phase = EdgePhase(split(Programs(data).program()).stages[0].core)
-    phase.differentiate()
-    needs = tuple(True for _ in phase.inputs)
-    for plan in (phase.forward_plan(KERNELS, True), phase.backward_plan(KERNELS, needs)):
-        for sweep in plan.sweeps:
-            kernel = execution.kernel_of(sweep)
-            if isinstance(kernel, NotFusable):
-                assert kernel.reasons
-            else:
-                compile(kernel.source, "kernel", "exec")
+    phases = [EdgePhase(stage.core, stage.is_exact) for stage in split(Programs(data).program()).stages]
+    plans = []
+    for phase in phases:
+        phase.differentiate()
+        needs = tuple(True for _ in phase.inputs)
+        plans += [phase.forward_plan(KERNELS, True), phase.backward_plan(KERNELS, needs)]
+    for sweep in (s for plan in plans for s in plan.sweeps):
+        kernel = execution.kernel_of(sweep)
+        if isinstance(kernel, NotFusable):
+            assert kernel.reasons
+        else:
+            compile(kernel.source, "kernel", "exec")

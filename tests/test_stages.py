@@ -53,8 +53,10 @@ def constants():
     return pointwise("add", gather("sum", ir.const(2.0, (3,))), gather("sum", MESSAGE))
 
 
+#: Name -> (value, levels of gathers).
 VALUES = {"variance": (variance, 1), "several": (several, 1), "centred": (centred, 2), "per-degree": (per_degree, 1),
-          "softmax-of-gathered": (softmax_of_gathered, 2), "linear-after": (linear_after, 2), "constants": (constants, 1)}
+          "softmax-of-gathered": (softmax_of_gathered, 2), "linear-after": (linear_after, 2),
+          "constants": (constants, 1)}
 GRAPHS = [random_case(11, 9, 60), zoo.prime(), zoo.isolated(), zoo.no_edges()]
 
 

@@ -418,8 +418,8 @@ class Output:
     """One result, ``[N, *shape]`` or ``[E, *shape]``.
 
     Attributes:
-        kind: ``sum``, ``mean``, ``max``, ``min`` or ``mul`` reduce ``value`` to destinations, ``edge`` keeps it per edge,
-            and ``vertex`` says that it is an expression over destinations, made of gathers.
+        kind: ``sum``, ``mean``, ``max``, ``min`` or ``mul`` reduce ``value`` to destinations, ``edge`` keeps it per
+            edge, and ``vertex`` says that it is an expression over destinations, made of gathers.
     """
 
     kind: str

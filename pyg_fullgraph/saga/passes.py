@@ -7,7 +7,7 @@ over the edges in one order. The sequence of passes is in these two functions an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,7 +16,7 @@ from pyg_fullgraph.saga.adjoint import scales_linearly, softmax_from
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output, pointwise
 
 #: Passes that ``disable`` can leave out, for ablations.
-PASSES = ("reorganize", "fuse")
+PASSES = ("reorganize", "order", "fuse")
 
 
 # --- canonicalize -----------------------------------------------------------------------------------------------
@@ -48,13 +48,20 @@ def _simplify(node: Node) -> Node | None:
         return args[0].args[0]
     if node.op == "stop" and args[0].op in ("const", "stop"):
         return args[0]
-    if node.op == "gather" and node.attr("kind") == "sum" and node.domain == Domain.DST and \
-            args[0].domain == Domain.PARAM:
-        return pointwise("mul", ir.view(ir.DEGREE, (1,) * len(node.shape)), args[0])
+    if node.op == "gather" and node.domain == Domain.DST and args[0].domain in (Domain.PARAM, Domain.DST):
+        return _gather_of_equals(node.attr("kind"), args[0])
     if node.op == "permute" and args[0].op == "permute":
         inner = args[0].attr("dims")
         return ir.permute(args[0].args[0], [inner[d] for d in node.attr("dims")])
     return None
+
+
+def _gather_of_equals(kind: str, value: Node) -> Node | None:
+    """A reduction of what is the same for every edge of a row."""
+    degree = ir.view(ir.DEGREE, (1,) * len(value.shape))
+    if kind == "sum":
+        return pointwise("mul", degree, value)
+    return pointwise("where", pointwise("gt", degree, 0.0), value, 0.0) if kind in ("mean", "max", "min") else None
 
 
 # --- reorganize (propagation-postponed, SAGA-opt 4) -------------------------------------------------------------
@@ -188,6 +195,68 @@ def _fold(node: Node) -> Node | None:
     return ir.view(ir.mm(x, ir.view(value, (rows, node.numel))), node.shape)
 
 
+# --- order of products and sums (MG-GCN 4.4) --------------------------------------------------------------------
+
+
+def order_products(roots: Iterable[Node], constant: Container[Node] = ()) -> tuple[Node, ...]:
+    """Put linear maps before or after the sum over edges, wherever the sum is narrower.
+
+    ``sum_j s_ij (x_j W)`` is ``(sum_j s_ij x_j) W``. The sum comes first if ``W`` widens; if ``x`` is edge data, whose
+    product would be computed per edge; and if everything summed is ``constant``, because it is then computed once.
+
+    Args:
+        roots: Expressions with gathers.
+        constant: Inputs that are the same from run to run and have no gradient.
+    """
+
+    def rule(node: Node) -> Node | None:
+        if node.op != "gather" or node.attr("kind") not in ("sum", "mean") or node.domain != Domain.DST:
+            return None
+        terms = _terms(node.args[0], 1, node.shape)
+        found = [(sign, _product(t)) for sign, t in terms]
+        moves = [p is not None and _sum_first(*p, constant) for _, p in found]
+        if not any(moves):
+            return None
+        left = [(sign, t) for (sign, t), move in zip(terms, moves, strict=True) if not move]
+        parts = [(1, ir.gather(node.attr("kind"), Domain.DST, _broadcast(_add_up(left), node.shape)))] if left else []
+        for (sign, product), move in zip(found, moves, strict=True):
+            if move and product is not None:
+                scale, x, weight = product
+                value = x if scale is None else pointwise("mul", ir.view(scale, (1,)), x)
+                parts.append((sign, ir.mm(ir.gather(node.attr("kind"), Domain.DST, value), weight)))
+        return _add_up(parts)
+
+    return canonicalize(ir.rewrite(roots, rule))
+
+
+def _broadcast(node: Node, shape: ir.Shape) -> Node:
+    return node if node.shape == shape else ir.expand(node, shape)
+
+
+def _product(value: Node) -> tuple[Node | None, Node, Node] | None:
+    """``(s, x, W)`` if ``value`` is ``s (x W)`` with one factor ``s`` per edge, or none."""
+    if value.op == "mm":
+        return (None, *value.args)  # type: ignore[return-value]
+    if value.op in ("mul", "div"):
+        pairs = [value.args, value.args[::-1]] if value.op == "mul" else [(value.args[1], value.args[0])]
+        for scale, rest in pairs:
+            found = _product(rest) if scale.numel == 1 and rest.shape == value.shape else None
+            if found is not None:
+                scale = ir.view(scale, (1,))
+                scale = pointwise("div", 1.0, scale) if value.op == "div" else scale
+                return (scale if found[0] is None else pointwise("mul", found[0], scale), *found[1:])
+    return None
+
+
+def _sum_first(scale: Node | None, x: Node, weight: Node, constant: Container[Node]) -> bool:
+    if len(x.shape) != 1 or not x.is_row:
+        return False
+    summed = [x] if scale is None else [x, scale]
+    if all(n in constant for n in ir.inputs_of(*summed) if n is not ir.DEGREE and n is not ir.INV_DEGREE):
+        return True
+    return x.domain == Domain.EDGE or weight.shape[0] < weight.shape[1]
+
+
 # --- hoist ------------------------------------------------------------------------------------------------------
 
 
@@ -259,11 +328,19 @@ class Split:
     outputs: tuple[Node, ...]
 
 
-def split(program: EdgeProgram, disable: Sequence[str] = ()) -> Split:
-    """Canonicalize, reorganize and hoist ``program``; ``disable`` leaves out passes by name, for ablations."""
+def split(program: EdgeProgram, disable: Sequence[str] = (), constant: Container[Node] = ()) -> Split:
+    """Canonicalize, reorganize and hoist ``program``.
+
+    Args:
+        program: What to split.
+        disable: Passes to leave out, by name, for ablations.
+        constant: Inputs that are the same from run to run and have no gradient.
+    """
     roots = canonicalize(_gathered(o) for o in program.outputs)
     if "reorganize" not in disable:
         roots = reorganize(roots)
+    if "order" not in disable:
+        roots = order_products(roots, constant)
     names = {r: o.name for r, o in zip(reversed(roots), reversed(program.outputs), strict=True)}
     places = {r: k for k, r in enumerate(dict.fromkeys(roots))}
     levels = _levels(roots)
