@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from pyg_fullgraph import reuse
 from pyg_fullgraph.chunks import compute_dtype
 from pyg_fullgraph.errors import DoubleBackwardError, ForwardModeError, InputError
 from pyg_fullgraph.execution import run_plan, target_of
@@ -25,7 +26,7 @@ from pyg_fullgraph.graph import EdgeOrder, Graph
 from pyg_fullgraph.saga import interpret, ir
 from pyg_fullgraph.saga.adjoint import Adjoint, adjoint, grad_input
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node
-from pyg_fullgraph.saga.passes import Plan, Split, Target, plan, reduction, split
+from pyg_fullgraph.saga.passes import Plan, Split, Stage, Target, plan, reduction, split
 
 Needs = tuple[bool, ...]
 
@@ -122,18 +123,22 @@ class CompiledProgram:
         program: As traced.
         split: Its parts.
         phases: The edge phase of each stage, shared with every program that has the same one.
-        seeds: Inputs that hold the seed of a dropout mask; :func:`run` draws what it is not given.
         uses_degree: Whether degrees are read.
+        constant: Per stage the inputs that it is made of, if all of them are constant; otherwise None.
     """
 
-    def __init__(self, program: EdgeProgram) -> None:
+    def __init__(self, program: EdgeProgram, constant: Container[Node] = ()) -> None:
         self.program = program
-        self.split: Split = split(program)
+        self.split: Split = split(program, constant=constant)
         self.phases = tuple(_phase_of(s.core, s.is_exact) for s in self.split.stages)
-        roots = [o.value for o in program.outputs]
-        self.seeds = tuple(dict.fromkeys(n.args[0] for n in ir.walk(*roots) if n.op == "dropout"))
+        self.constant = tuple(self._constant_bases(s, constant) for s in self.split.stages)
         steps = [e for s in self.split.stages for e in (*s.hoisted.values(), *(o.value for o in s.core.outputs))]
         self.uses_degree = any(n is ir.DEGREE or n is ir.INV_DEGREE for n in ir.walk(*steps, *self.split.outputs))
+
+    def _constant_bases(self, stage: Stage, constant: Container[Node]) -> tuple[Node, ...] | None:
+        values = ir.substitute(tuple(o.value for o in stage.core.outputs), stage.hoisted)
+        bases = tuple(n for n in ir.inputs_of(*values) if n is not ir.DEGREE and n is not ir.INV_DEGREE)
+        return bases if bases and all(n in constant for n in bases) else None
 
 
 @lru_cache(maxsize=1024)
@@ -142,9 +147,14 @@ def _phase_of(core: EdgeProgram, is_exact: bool) -> EdgePhase:
 
 
 @lru_cache(maxsize=1024)
-def compile_program(program: EdgeProgram) -> CompiledProgram:
-    """Compile ``program``, or return what was compiled for the same content before."""
-    return CompiledProgram(program)
+def compile_program(program: EdgeProgram, constant: frozenset[Node] = frozenset()) -> CompiledProgram:
+    """Compile ``program``, or return what was compiled for the same content before.
+
+    Args:
+        program: What to compile.
+        constant: Inputs that are the same from run to run and have no gradient.
+    """
+    return CompiledProgram(program, constant)
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------
@@ -377,8 +387,9 @@ def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tu
     """
     if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors.values()):
         raise ForwardModeError()
-    compiled = compile_program(_merge_inputs(program, tensors))
-    env = _bind(compiled, graph, tensors)
+    program = _merge_inputs(program, tensors)
+    env = _bind(program, graph, tensors)
+    compiled = compile_program(program, reuse.constant_inputs(program, graph, env))
     like = _like(env)
     if compiled.uses_degree:
         wide = compute_dtype(like.dtype)
@@ -386,14 +397,27 @@ def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tu
         env[ir.INV_DEGREE] = graph.incoming.inv_degree(wide)
     is_plain = all(type(t) in _PLAIN for t in env.values()) and not torch.compiler.is_compiling()
     call = _call if is_plain else call_operator
-    for stage, phase in zip(compiled.split.stages, compiled.phases, strict=True):
+    given: set[Node] = set()  # results that somebody else holds as well
+
+    def run_stage(stage: Stage, phase: EdgePhase) -> Sequence[Tensor]:
         for result, expression in stage.hoisted.items():
             env[result] = _vertex(expression, env)
-        made = call(phase, graph, like, [env[n] for n in phase.inputs])
+        return call(phase, graph, like, [env[n] for n in phase.inputs])
+
+    for stage, phase, constant in zip(compiled.split.stages, compiled.phases, compiled.constant, strict=True):
+        if constant is None:
+            made = run_stage(stage, phase)
+        else:
+            held = [env[n] for n in constant]
+            made = reuse.kept(graph, phase.key, held, lambda s=stage, p=phase: run_stage(s, p))  # type: ignore[misc]
+            given.update(stage.results)
         env.update(zip(stage.results, made, strict=True))
-    results = {value: _result(value, env, graph, like.dtype) for value in compiled.split.outputs}
-    outputs = compiled.split.outputs
-    return tuple(results[v].clone() if v in outputs[:k] else results[v] for k, v in enumerate(outputs))
+    outputs = []
+    for value in compiled.split.outputs:
+        result = _result(value, env, graph, like.dtype)
+        outputs.append(result.clone() if value in given else result)
+        given.add(value)
+    return tuple(outputs)
 
 
 def _like(env: Mapping[Node, Tensor]) -> Tensor:
@@ -438,15 +462,22 @@ def _merged(program: EdgeProgram, same: tuple[tuple[Node, Node], ...]) -> EdgePr
     return ir.substitute(program, dict(same))
 
 
-def _bind(compiled: CompiledProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> dict[Node, Tensor]:
+@lru_cache(maxsize=1024)
+def _seeds(program: EdgeProgram) -> tuple[Node, ...]:
+    """Inputs that hold the seed of a dropout mask; :func:`run` draws what it is not given."""
+    nodes = ir.walk(*(o.value for o in program.outputs))
+    return tuple(dict.fromkeys(n.args[0] for n in nodes if n.op == "dropout"))
+
+
+def _bind(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> dict[Node, Tensor]:
     rows = {Domain.SRC: (graph.num_src, "source"), Domain.DST: (graph.num_dst, "destination"),
             Domain.EDGE: (graph.num_edges, "edge")}
     env: dict[Node, Tensor] = {}
-    for node in compiled.program.inputs:
+    for node in program.inputs:
         if node is ir.DEGREE or node is ir.INV_DEGREE:
             continue
         value = tensors.get(node.name)
-        if value is None and node in compiled.seeds:
+        if value is None and node in _seeds(program):
             value = torch.randint(2**63 - 1, (1,), device=graph.device)
         if value is None:
             raise InputError(node.name, "among the inputs of the program", sorted(tensors))

@@ -256,6 +256,22 @@ def test_a_sum_over_edges_is_as_narrow_as_its_linear_map_allows():
     assert gathered_width(linear(8, 3, scale)) == gathered_width(linear(3, 8, scale)) == 3
 
 
+def test_a_product_after_a_sum_comes_first_where_it_narrows():
+    x, scale = ir.input("x", SRC, (8,)), ir.input("s", EDGE, (1,))
+
+    def after(columns, *more):
+        total = ir.gather("mean", DST, pointwise("mul", scale, x))
+        product = ir.mm(total, ir.input("w", PARAM, (8, columns)))
+        return EdgeProgram((Output("vertex", product), *(Output("vertex", total, "more") for _ in more)))
+
+    assert gathered_width(after(3)) == 3
+    assert gathered_width(after(9)) == 8
+    assert gathered_width(after(3), constant=[x, scale]) == 8
+    assert gathered_width(after(3, "read elsewhere")) == 8
+    for case in GRAPHS:
+        check(after(3), case)
+
+
 def test_a_constant_sum_comes_first_because_it_is_computed_once():
     program, scale = linear(8, 3), ir.input("s", EDGE, (1,))
     assert gathered_width(program, constant=[ir.input("x", SRC, (8,))]) == 8

@@ -7,6 +7,7 @@ over the edges in one order. The sequence of passes is in these two functions an
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -202,7 +203,8 @@ def order_products(roots: Iterable[Node], constant: Container[Node] = ()) -> tup
     """Put linear maps before or after the sum over edges, wherever the sum is narrower.
 
     ``sum_j s_ij (x_j W)`` is ``(sum_j s_ij x_j) W``. The sum comes first if ``W`` widens; if ``x`` is edge data, whose
-    product would be computed per edge; and if everything summed is ``constant``, because it is then computed once.
+    product would be computed per edge; and if everything summed is ``constant``, because it is then computed once. Else
+    the product comes first, also where the program has it after the sum.
 
     Args:
         roots: Expressions with gathers.
@@ -226,7 +228,34 @@ def order_products(roots: Iterable[Node], constant: Container[Node] = ()) -> tup
                 parts.append((sign, ir.mm(ir.gather(node.attr("kind"), Domain.DST, value), weight)))
         return _add_up(parts)
 
-    return canonicalize(ir.rewrite(roots, rule))
+    roots = tuple(roots)
+    return canonicalize(ir.rewrite(ir.substitute(roots, _products_first(roots, constant)), rule))
+
+
+def _products_first(roots: Sequence[Node], constant: Container[Node]) -> dict[Node, Node]:
+    """``(sum_j s_ij x_j) W`` -> ``sum_j s_ij (x_j W)`` for each product that narrows a sum nothing else reads."""
+    users = Counter(a for n in ir.walk(*roots) for a in n.args) + Counter(roots)
+    found: dict[Node, Node] = {}
+    for node in ir.walk(*roots):
+        if node.op != "mm" or node.args[0].op != "gather" or users[node.args[0]] > 1:
+            continue
+        total, weight = node.args
+        if total.attr("kind") in ("sum", "mean") and not weight.is_row and weight.shape[1] < weight.shape[0]:
+            scale, x = _scaled(total.args[0])
+            if x.domain == Domain.SRC and not _sum_first(scale, x, weight, constant):
+                product = ir.mm(x, weight)
+                value = product if scale is None else pointwise("mul", ir.view(scale, (1,)), product)
+                found[node] = ir.gather(total.attr("kind"), Domain.DST, value)
+    return found
+
+
+def _scaled(value: Node) -> tuple[Node | None, Node]:
+    """``(s, x)`` if ``value`` is ``s x`` with one factor ``s`` per edge; without a factor ``(None, value)``."""
+    if value.op == "mul":
+        for scale, rest in (value.args, value.args[::-1]):
+            if scale.numel == 1 and rest.shape == value.shape:
+                return scale, rest
+    return None, value
 
 
 def _broadcast(node: Node, shape: ir.Shape) -> Node:

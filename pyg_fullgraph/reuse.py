@@ -1,0 +1,76 @@
+"""What is the same from step to step: found by identity and version, and computed once.
+
+The first layer of a full-graph model sums the same features over the same edges in every epoch. An input counts as
+constant from its second use by the same program on the same graph on, if it has no gradient and was not written to; a
+sum of constant inputs is kept with the graph and costs nothing from then on. The price is the memory of the sum.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from pyg_fullgraph.graph import Graph
+from pyg_fullgraph.memo import state_of
+from pyg_fullgraph.saga.ir import EdgeProgram, Node
+
+__all__ = ["constant_inputs", "kept", "reuse_constants"]
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_enabled = True
+
+
+def reuse_constants(enabled: bool) -> None:
+    """Switch on (the default) or off that sums of constant features are computed once and kept.
+
+    Off saves one array ``[N, F]`` per first layer; each step then computes it anew. Results agree up to rounding.
+    """
+    global _enabled
+    _enabled = bool(enabled)
+
+
+class _Kept:
+    """Something that holds while some tensors live unchanged."""
+
+    def __init__(self, tensors: Sequence[Tensor], forget: Callable[[], object]) -> None:
+        self.refs = [weakref.ref(t, lambda _: forget()) for t in tensors]
+        self.states = [state_of(t) for t in tensors]
+        self.results: list[Tensor] = []
+        self.versions: list[int] = []
+
+    def holds_for(self, tensors: Sequence[Tensor]) -> bool:
+        return len(tensors) == len(self.refs) and all(
+            ref() is t and state == state_of(t) for ref, state, t in zip(self.refs, self.states, tensors, strict=True))
+
+
+def constant_inputs(program: EdgeProgram, graph: Graph, env: Mapping[Node, Tensor]) -> frozenset[Node]:
+    """Inputs of ``program`` that hold the same unchanged tensors as when it last ran on ``graph``."""
+    if not _enabled or torch.compiler.is_compiling():
+        return frozenset()
+    found = []
+    seen = graph.memo.setdefault(("seen", program.digest), {})
+    for node, value in env.items():
+        if value.requires_grad or not value.is_floating_point() or type(value) not in _PLAIN or value.is_inference():
+            continue
+        known = seen.get(node.name)
+        if known is not None and known.holds_for([value]):
+            found.append(node)
+        else:
+            name = node.name
+            seen[name] = _Kept([value], lambda name=name: seen.pop(name, None))  # type: ignore[misc]
+    return frozenset(found)
+
+
+def kept(graph: Graph, key: str, tensors: Sequence[Tensor], make: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
+    """``make()``, from ``tensors`` that are constant, computed once as long as they and the results are unchanged."""
+    memo, place = graph.memo, ("constant", key)
+    known = memo.get(place)
+    if known is None or not known.holds_for(tensors) or known.versions != [t._version for t in known.results]:
+        with torch.no_grad():
+            results = list(make())
+        known = memo[place] = _Kept(tensors, lambda: memo.pop(place, None))
+        known.results, known.versions = results, [t._version for t in results]
+    return known.results

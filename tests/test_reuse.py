@@ -1,0 +1,129 @@
+"""Sums of what does not change are computed once, and never after it did change."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from oracle import random_case
+from pyg_fullgraph import autograd, reuse_constants
+from pyg_fullgraph.autograd import EdgePhase, run
+from pyg_fullgraph.graph import Graph
+from pyg_fullgraph.saga import ir
+from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
+
+CASE = random_case(11, 9, 60)
+X, W = ir.input("x", Domain.SRC, (8,)), ir.input("w", Domain.PARAM, (8, 3))
+LINEAR = EdgeProgram((Output("sum", ir.mm(X, W)),))
+PLAIN = EdgeProgram((Output("sum", X),))
+
+
+@pytest.fixture
+def graph():
+    return Graph.from_edge_index(CASE.edge_index, CASE.size)
+
+
+@pytest.fixture
+def phases(monkeypatch):
+    """Counts edge phases that run."""
+    count = []
+    forward = EdgePhase.forward
+    monkeypatch.setattr(EdgePhase, "forward", lambda *args: count.append(1) or forward(*args))
+    return count
+
+
+def values():
+    return (torch.randn(CASE.num_src, 8, dtype=torch.float64),
+            torch.randn(8, 3, dtype=torch.float64, requires_grad=True))
+
+
+def want(x, w):
+    src, dst = CASE.edge_index
+    return x.new_zeros(CASE.num_dst, 3).index_add(0, dst, (x @ w)[src])
+
+
+def test_constant_features_are_summed_once(graph, phases):
+    x, w = values()
+    for step in range(5):
+        (out,) = run(LINEAR, graph, {"x": x, "w": w})
+        torch.testing.assert_close(out, want(x, w))
+        (got,) = torch.autograd.grad(out.square().sum(), w)
+        (wanted,) = torch.autograd.grad(want(x, w).square().sum(), w)
+        torch.testing.assert_close(got, wanted)
+        with torch.no_grad():
+            w += 0.1
+        assert len(phases) == min(step + 1, 2)
+
+
+def test_a_change_in_place_is_seen(graph):
+    x, w = values()
+    for _ in range(6):
+        (out,) = run(LINEAR, graph, {"x": x, "w": w})
+        torch.testing.assert_close(out, want(x, w))
+        x += 1
+
+
+def test_other_features_are_not_mixed_up(graph):
+    w = values()[1]
+    first, second = values()[0], values()[0]
+    for x in (first, first, second, first, second, second, first):
+        torch.testing.assert_close(run(LINEAR, graph, {"x": x, "w": w})[0], want(x, w))
+
+
+def test_features_with_a_gradient_are_not_constant(graph, phases):
+    x, w = values()
+    x.requires_grad_()
+    for _ in range(4):
+        run(LINEAR, graph, {"x": x, "w": w})
+    assert len(phases) == 4
+
+
+def test_results_may_be_written_to(graph):
+    x = values()[0]
+    outs = [run(PLAIN, graph, {"x": x})[0] for _ in range(4)]
+    right = outs[0].clone()
+    outs[2] += 1
+    assert torch.equal(outs[3], right)
+    assert torch.equal(run(PLAIN, graph, {"x": x})[0], right)
+
+
+def test_nothing_outlives_the_features(graph):
+    x, w = values()
+    for _ in range(3):
+        run(LINEAR, graph, {"x": x, "w": w})
+    (kept,) = [weakref.ref(v.results[0]) for k, v in graph.memo.items() if k[0] == "constant"]
+    assert kept() is not None
+    del x
+    gc.collect()
+    assert kept() is None
+    assert not [k for k in graph.memo if k[0] == "constant"]
+
+
+def test_it_can_be_switched_off(graph, phases):
+    x, w = values()
+    reuse_constants(False)
+    try:
+        for _ in range(4):
+            run(LINEAR, graph, {"x": x, "w": w})
+    finally:
+        reuse_constants(True)
+    assert len(phases) == 4
+    assert not [k for k in graph.memo if k[0] in ("constant", "seen")]
+
+
+def test_dropout_masks_are_drawn_each_time(graph):
+    mask = ir.Node("dropout", (ir.input("seed", Domain.PARAM, (1,), integer=True),), (8,), Domain.EDGE, p=0.5)
+    program = EdgeProgram((Output("sum", ir.pointwise("mul", X, mask)),))
+    x = values()[0]
+    outs = [run(program, graph, {"x": x})[0] for _ in range(4)]
+    assert not any(torch.equal(a, b) for k, a in enumerate(outs) for b in outs[:k])
+
+
+def test_the_operator_sees_no_constants_while_compiling(graph, monkeypatch):
+    x, w = values()
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    for _ in range(3):
+        run(LINEAR, graph, {"x": x, "w": w})
+    assert autograd.compile_program(LINEAR).constant == (None,)
+    assert not [k for k in graph.memo if k[0] == "constant"]
