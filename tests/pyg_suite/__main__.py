@@ -20,12 +20,12 @@ FOLDERS = ["test/nn/conv", "test/nn/models", "test/nn/aggr", "test/nn/test_*.py"
 def run(checkout: Path, folders: list[str], report: Path, options: list[str]) -> dict[str, Any]:
     """One pytest session in a process of its own, away from the checkout: PyG is the installed one."""
     paths = [str(p) for f in folders for p in sorted(checkout.glob(f))]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])}
+    python_path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "pytest", "-c", str(checkout / "pyproject.toml"), "--rootdir", str(checkout),
-               "-o", "addopts=", "-m", "not rag and not dataset", "-p", "no:cacheprovider", "-q", "--tb=short", "--disable-warnings",
-               "-p", "pyg_suite.plugin", "--suite-report", str(report), *options, *paths]
+               "-o", "addopts=", "-m", "not rag and not dataset", "-p", "no:cacheprovider", "-q", "--tb=short",
+               "--disable-warnings", "--show-capture=no", "-p", "pyg_suite.plugin", "--suite-report", str(report), *options, *paths]
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run(command, env=env, check=False, cwd=folder)
+        subprocess.run(command, env={**os.environ, "PYTHONPATH": python_path}, check=False, cwd=folder)
     return json.loads(report.read_text())
 
 

@@ -298,45 +298,47 @@ class Repeater:
         ours = actual if actual is not None else repeat(False)
         if ours.error is not None or pygs.error is not None:
             if (ours.error is None) != (pygs.error is None):
-                raised = f"ours: {_raised(ours.error)}; PyG's: {_raised(pygs.error)}"
-                self.mismatches.append(f"{where}\n    {raised}")
+                self.mismatches.append(f"{where}\n    ours: {_raised(ours.error)}; PyG's: {_raised(pygs.error)}")
             else:
                 self.counts["compared: both raise"] += 1
             return
-        found = differences(ours, pygs)
-        is_random = False
-        if found:
-            torch.manual_seed(1)
-            warm = copy_module(module)
-            strip_hooks(warm)
-            first = _repeat(warm, True, method, arguments)
-            torch.manual_seed(2)
-            is_random = bool(differences(first, _repeat(warm, True, method, arguments)))
-        if is_random:
+        found = self._different(ours, pygs, repeat)
+        if found and self._is_random(module, method, arguments):
             self.counts["compared in eval mode: random numbers in training mode"] += 1
+            where += " in eval mode"
             pristine.eval()
-            found = differences(repeat(False), repeat(True))
-        if found and (rounding := self._explained(repeat, found, with_gradients=False)):
-            self.counts[f"compared: results differ by {rounding}"] += 1
-            found = {}
+            found = self._different(repeat(False), repeat(True), repeat)
         self.counts["compared"] += 1
+        if found:
+            self.mismatches.append(f"{where}\n    {', '.join(found)}")
+
+    def _different(self, ours: Run, pygs: Run, repeat: Callable[..., Run]) -> list[str]:
+        """What differs between two runs, and if nothing does, between two more with gradients."""
+        found = differences(ours, pygs)
         if not found and not torch.is_inference_mode_enabled():
             with torch.enable_grad():
                 ours, pygs = repeat(False, with_gradients=True), repeat(True, with_gradients=True)
                 if pygs.error is not None:
                     self.counts["compared without gradients: PyG's class has none"] += 1
-                    return
+                    return []
                 if ours.error is not None:
-                    self.mismatches.append(f"{where}\n    with gradients of all inputs: {_raised(ours.error)}")
-                    return
+                    return [f"with gradients of all inputs: {_raised(ours.error)}"]
                 found = differences(ours, pygs)
-                if found and (why := self._explained(repeat, found, with_gradients=True)):
-                    self.counts[f"compared: gradients differ by {why}"] += 1
-                    found = {}
-            self.counts["compared with gradients"] += pygs.has_gradients
-        if found:
-            text = ", ".join(f"{n} off by {v:.2g}" for n, v in found.items())
-            self.mismatches.append(f"{where}\n    {text}")
+                self.counts["compared with gradients"] += pygs.has_gradients
+        if found and (why := self._explained(repeat, found, with_gradients=pygs.has_gradients)):
+            self.counts[f"compared: differences are {why}"] += 1
+            return []
+        return [f"{n} off by {v:.2g}" for n, v in found.items()]
+
+    def _is_random(self, module: nn.Module, method: Callable[..., Any], arguments: Any) -> bool:
+        """Whether PyG's class computes something else with other random numbers, beside those of lazy parameters."""
+        warm = copy_module(module)
+        strip_hooks(warm)
+        with torch.enable_grad():
+            torch.manual_seed(1)
+            first = _repeat(warm, True, method, arguments, with_gradients=True)
+            torch.manual_seed(2)
+            return bool(differences(first, _repeat(warm, True, method, arguments, with_gradients=True)))
 
     def _explained(self, repeat: Callable[..., Run], found: dict[str, float], with_gradients: bool) -> str:
         """Why a difference is none: float32's rounding, or ties of a maximum; empty if it is one."""
@@ -355,7 +357,9 @@ class Repeater:
 
 
 def _raised(error: Exception | None) -> str:
-    return "no error" if error is None else f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    if error is None:
+        return "no error"
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
 def _actual(module: nn.Module, result: Any, error: Exception | None) -> Run:
@@ -367,8 +371,8 @@ def _actual(module: nn.Module, result: Any, error: Exception | None) -> Run:
     return Run(module, already, ((), {}), [], with_gradients=False)
 
 
-def _repeat(pristine: nn.Module, plain: bool, method: Callable[..., Any], arguments: Any, dtype: torch.dtype | None = None,
-            with_gradients: bool = False, noise: bool = False) -> Run:
+def _repeat(pristine: nn.Module, plain: bool, method: Callable[..., Any], arguments: Any,
+            dtype: torch.dtype | None = None, with_gradients: bool = False, noise: bool = False) -> Run:
     module = copy_module(pristine)
     if plain:
         as_plain(module)
