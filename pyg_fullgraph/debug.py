@@ -1,7 +1,7 @@
 """What ran fused, what ran as plain PyG, and why: a slow path is never silent.
 
 Every call of a layer's edge phase (propagate or edge_updater) is counted here. ``convert(strict=True)`` and
-``explain`` read the same reasons.
+``explain`` read the same reasons, and :func:`strict` makes them errors.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from dataclasses import dataclass
 
 from torch.nn import Module
 
+from pyg_fullgraph.errors import NotFusedError
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.saga.ir import EdgeProgram
 
-__all__ = ["Event", "PlainPathWarning", "counters", "plain_reasons", "record", "recording", "reset"]
+__all__ = ["Event", "PlainPathWarning", "counters", "plain_reasons", "record", "recording", "reset",
+           "strict"]
 
 
 class PlainPathWarning(UserWarning):
@@ -51,6 +53,7 @@ _counts = {"fused": 0, "plain": 0}
 _reasons: Counter[tuple[str, str]] = Counter()
 _warned: weakref.WeakKeyDictionary[type, set[str]] = weakref.WeakKeyDictionary()
 _recorders: list[list[Event]] = []
+_num_strict = 0
 
 
 def counters() -> dict[str, int]:
@@ -78,8 +81,13 @@ def reset() -> None:
 
 def record(layer: Module, method: str, program: EdgeProgram | None = None, graph: Graph | None = None,
            reasons: Sequence[str] = ()) -> None:
-    """Count one edge phase; plain ones give their reasons and warn once per class and reason."""
+    """Count one edge phase; plain ones give their reasons and warn once per class and reason.
+
+    Raises: NotFusedError (ValueError) for a plain one under :func:`strict`, or of a model converted with ``strict``.
+    """
     kind = type(layer)
+    if reasons and (_num_strict or getattr(layer, "_fullgraph_strict", False)):
+        raise NotFusedError({f"{kind.__name__}.{method}": tuple(reasons)})
     with _lock:
         _counts["plain" if program is None else "fused"] += 1
         for reason in reasons:
@@ -103,3 +111,16 @@ def recording() -> Iterator[list[Event]]:
     finally:
         with _lock:
             _recorders[:] = [e for e in _recorders if e is not events]
+
+
+@contextlib.contextmanager
+def strict() -> Iterator[None]:
+    """Let every edge phase that would run as plain PyG raise NotFusedError instead, in all threads."""
+    global _num_strict
+    with _lock:
+        _num_strict += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _num_strict -= 1

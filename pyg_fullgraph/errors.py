@@ -43,6 +43,7 @@ class RowCountError(InputError):
 
     def __init__(self, name: str, num_rows: int, per: str, got: int) -> None:
         super().__init__(name, f"to have {num_rows} rows, one per {per}", got)
+        self.name, self.num_rows, self.per, self.got = name, num_rows, per, got
 
 
 class DtypeError(InputError):
@@ -161,8 +162,12 @@ class GraphWriteError(PygFullgraphError, TypeError):
         )
 
 
+class LayerInputError(InputError, RuntimeError):
+    """An argument of a layer does not fit what the layer was made for; torch would say so about a matrix product."""
+
+
 class NotFusedError(PygFullgraphError, ValueError):
-    """Layers of a model can never run fused; names every one with all its reasons."""
+    """Layers that were asked to run fused cannot; names every one with all its reasons."""
 
     def __init__(self, refused: Mapping[str, Sequence[str]]) -> None:
         lines = [f"{name}: {'; '.join(reasons)}" for name, reasons in refused.items()]

@@ -18,6 +18,7 @@ from pyg_fullgraph.execution import kernel_of, target_of
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn.classes import fused_class
 from pyg_fullgraph.nn.propagation import FusedMixin, refusals
+from pyg_fullgraph.nn.tracing import is_lazy
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.codegen import KernelSource
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram
@@ -38,7 +39,8 @@ def convert(model: AnyModule, strict: bool = False) -> AnyModule:
         model: any module. Parameters, buffers, hooks and optimizers that hold them are untouched: only the class of
             each layer changes, to a subclass with the same name, state dict and forward. Layers without a class of
             ours get one made from their own, the user's included.
-        strict: refuse a model with a layer that can never run fused.
+        strict: refuse a model with a layer that can never run fused, and have layers raise NotFusedError where they
+            would run plain because of their inputs or what their methods do.
     Returns: ``model``.
     Raises: NotFusedError (ValueError), with ``strict``: names every such layer with its reasons; nothing was changed.
         What depends on inputs or on ``message`` shows when the model runs: see :func:`explain`.
@@ -52,6 +54,9 @@ def convert(model: AnyModule, strict: bool = False) -> AnyModule:
         if not isinstance(layer, FusedMixin):
             kind = type(layer)
             _change_class(layer, _DROP_IN.get(kind) or fused_class(kind, FusedMixin))
+        vars(layer).pop("_fullgraph_strict", None)
+        if strict:
+            layer._fullgraph_strict = True
     return model
 
 
@@ -65,6 +70,7 @@ def revert(model: AnyModule) -> AnyModule:
         base = _BASES.get(kind) or vars(kind).get("_fullgraph_base")
         if base is not None:
             _change_class(layer, base)
+        vars(layer).pop("_fullgraph_strict", None)
     return model
 
 
@@ -167,7 +173,7 @@ def explain(model: Module, *args: Any, **kwargs: Any) -> Explanation:
     Layers of plain PyG appear as well, with what they need to be fused.
     Args: as the model takes them: ``explain(model, x, graph)``.
     """
-    buffers = {name: value.clone() for name, value in model.named_buffers() if not _is_lazy(value)}
+    buffers = {name: value.clone() for name, value in model.named_buffers() if not is_lazy(value)}
     cached = [(m, k, v) for m in model.modules() for k, v in vars(m).items() if k.startswith("_cached")]
     with torch.no_grad(), torch.random.fork_rng(devices=_cuda_devices(model)), debug.recording() as events:
         model(*args, **kwargs)
@@ -181,10 +187,6 @@ def explain(model: Module, *args: Any, **kwargs: Any) -> Explanation:
         if isinstance(module, pyg_nn.MessagePassing):
             reports[name] = _report(name, module, [e for e in events if e.layer is module])
     return Explanation(reports)
-
-
-def _is_lazy(value: Any) -> bool:
-    return torch.nn.parameter.is_lazy(value)
 
 
 def _cuda_devices(model: Module) -> list[torch.device]:

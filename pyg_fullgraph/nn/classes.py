@@ -1,4 +1,4 @@
-"""Making a PyG layer class a fused one: its generated propagate, its forward, its pickling.
+"""Making a PyG layer class a fused one: its generated propagate and its pickling.
 
 Everything is put on the class, at the first instance as PyG does it, never on an instance or on PyG's own classes.
 """
@@ -24,9 +24,7 @@ import torch
 from torch_geometric.nn.conv import MessagePassing as PyGMessagePassing
 
 from pyg_fullgraph import debug
-from pyg_fullgraph.nn.lazy import as_plain
-from pyg_fullgraph.nn.preparation import REPLACEMENTS
-from pyg_fullgraph.saga.trace import rebind
+from pyg_fullgraph.nn.forward import install_forward
 
 METHODS = ("propagate", "edge_updater")
 
@@ -88,7 +86,7 @@ def install(conv: PyGMessagePassing, build: Callable[[], None]) -> None:
         if function is not None and not reaches_ours:
             _install_own(cls, method, function)
     conv.inspector._source_dict = before
-    _install_forward(cls)
+    install_forward(cls)
     cls._fullgraph_installed = tuple(methods)
 
 
@@ -124,8 +122,7 @@ def {method}(
 {parameters}    size: Size = None,
 ) -> {returns}:
     if not torch.jit.is_scripting():
-        if not (torch.compiler.is_compiling() and self._fullgraph_never()):
-            return self._fullgraph_{method}(edge_index, size, dict({keywords}))
+        return self._fullgraph_{method}(edge_index, size, dict({keywords}))
     return self._plain_{method}(edge_index, {positional}size)
 """
 
@@ -223,58 +220,6 @@ def _render(conv: PyGMessagePassing, method: str) -> Any:
     sys.modules[spec.name] = module  # torch.compile looks a function's globals up by module name
     spec.loader.exec_module(module)
     return getattr(module, method)
-
-
-def _install_forward(cls: type) -> None:
-    """Let ``forward`` and the methods beside it see our functions where they name PyG's preparation functions."""
-    changed, original = False, cls.forward
-    for name in dir(cls):
-        function = inspect.getattr_static(cls, name)
-        if isinstance(function, types.FunctionType) and _names_replaced(function) and not name.startswith("__"):
-            setattr(cls, name, rebind(function, REPLACEMENTS))
-            changed = True
-    edge_update = getattr(cls, "edge_update", None)
-    if changed or not getattr(edge_update, "__isabstractmethod__", False):
-        cls.forward = _plain_results(cls.forward, original)
-
-
-def _names_replaced(function: types.FunctionType) -> bool:
-    space = function.__globals__
-    for name in _global_names(function.__code__):
-        value = space.get(name)
-        if isinstance(value, types.FunctionType) and value in REPLACEMENTS:
-            return True
-    return False
-
-
-def _global_names(code: types.CodeType) -> set[str]:
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= _global_names(constant)
-    return names
-
-
-def _plain_results(forward: Any, original: Any) -> Any:
-    """``forward`` that never hands out lazy tensors or graphs.
-
-    TorchScript compiles the source of ``original`` with the globals of the result: PyG's code with PyG's functions.
-    """
-    if getattr(forward, "_has_plain_results", False):
-        return forward
-
-    # Between the calls go lazy tensors, which a compiled graph cannot hold.
-    @torch.compiler.disable
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return as_plain(forward(self, *args, **kwargs))
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return run(self, *args, **kwargs)
-
-    function = types.FunctionType(call.__code__, original.__globals__, forward.__name__, None, call.__closure__)
-    functools.update_wrapper(function, original)
-    function._has_plain_results = True
-    return function
 
 
 # --- fused classes of other classes -----------------------------------------------------------------------------

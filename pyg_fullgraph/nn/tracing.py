@@ -1,95 +1,164 @@
-"""Traces of layers, kept: ``message`` is traced once per class, argument structure and configuration.
+"""Traces of layers, kept: a layer's methods are traced once per class, argument structure and configuration.
 
-Keys hold values and weak references only, so a cache entry keeps neither modules nor classes alive.
+Keys hold values and weak references only, so what is kept keeps neither modules nor classes alive. A number on the
+layer that a method reads (a temperature, a slope) is a constant of the trace at first; one that is seen to change
+becomes an input of the program, so that annealing it compiles one more program and not one per step.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import Module
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyg_fullgraph.errors import NotFusable
-from pyg_fullgraph.saga.ir import Node
-from pyg_fullgraph.saga.trace import ArgSpec, trace_method
+from pyg_fullgraph.saga.ir import Domain
+from pyg_fullgraph.saga.trace import INDEX, SIZE_I, SIZE_J, ArgSpec, Traced, trace_edge_update, trace_propagate
 
-__all__ = ["traced"]
+__all__ = ["METHODS", "attribute", "is_lazy", "result_dtype", "traced"]
 
-_MAX_PER_CLASS = 256  # least recently used traces are dropped, so a changing attribute cannot fill memory
+aten = torch.ops.aten
+
+Arguments = Sequence[Mapping[str, Any]]  # of each method, by name
+
+#: Function that PyG calls -> the methods that it runs on the edges.
+METHODS: Mapping[str, tuple[str, ...]] = {"propagate": ("message", "aggregate"), "edge_updater": ("edge_update",)}
+_TRACERS: Mapping[str, Callable[..., Traced]] = {"propagate": trace_propagate, "edge_updater": trace_edge_update}
+
+# The least recently used are dropped: structures per class, and values of the numbers per structure.
+_MAX_PER_CLASS, _MAX_PER_STRUCTURE = 256, 32
 
 _SIMPLE = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
 
-# Attributes that PyG keeps for itself; none can change what message() computes on the fused path.
+# Attributes that PyG keeps for itself; none can change what the methods compute on the fused path.
 _INTERNAL = frozenset({
     "inspector", "fuse", "_user_args", "_fused_user_args", "_edge_user_args", "_explain", "_edge_mask", "_loop_mask",
     "_apply_sigmoid", "_decomposed_layers", "_cached_edge_index", "_cached_adj_t", "propagate", "edge_updater",
+    "_fullgraph_strict",
     *(f"_{m}_forward_{h}" for m in ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
       for h in ("pre_hooks", "hooks")),
     *vars(Module()),
 })
 
-_traces: weakref.WeakKeyDictionary[type, OrderedDict[Any, tuple[list[weakref.ref], tuple[Node, ...] | NotFusable]]]
-_traces = weakref.WeakKeyDictionary()
+# Names in a method that may tell a number from a tensor.
+_ASKS_FOR_TYPES = frozenset({"isinstance", "type", "is_tensor", "callable", "float", "int", "bool"})
+
+Numbers = tuple[tuple[str, float], ...]
 
 
-def traced(conv: Module, method: str, args: Mapping[str, Any]) -> tuple[Node, ...]:
-    """The trace of ``conv.<method>`` for arguments as :func:`trace_method` takes them.
+class _Kept:
+    """Results for one structure: by the numbers on the layer, and one in which those that change are inputs."""
+
+    def __init__(self, refs: list[weakref.ref]) -> None:
+        self.refs = refs
+        self.by_numbers: OrderedDict[Numbers, Any] = OrderedDict()
+        self.lifted: tuple[frozenset[str], Numbers, Any] | None = None
+        self.can_lift = True
+
+    def find(self, numbers: Numbers, build: Callable[[frozenset[str]], Any]) -> Any:
+        """The result for ``numbers``; ``build(names)`` makes one in which the numbers of these names are inputs."""
+        if numbers in self.by_numbers:
+            self.by_numbers.move_to_end(numbers)
+            return self.by_numbers[numbers]
+        if self.by_numbers and self.can_lift:
+            first = next(iter(self.by_numbers))
+            names, _, result = self.lifted or (frozenset(), (), None)
+            changed = names | {name for (name, a), (_, b) in zip(first, numbers, strict=True) if a != b}
+            fixed = tuple((k, v) for k, v in numbers if k not in changed)
+            if self.lifted is None or self.lifted[:2] != (changed, fixed):
+                result = build(changed)
+                self.can_lift = not isinstance(result, NotFusable)
+                self.lifted = (changed, fixed, result)
+            if self.can_lift:
+                return result
+        self.by_numbers[numbers] = result = build(frozenset())
+        while len(self.by_numbers) > _MAX_PER_STRUCTURE:
+            self.by_numbers.popitem(last=False)
+        return result
+
+
+_kept: weakref.WeakKeyDictionary[type, OrderedDict[Any, _Kept]] = weakref.WeakKeyDictionary()
+
+
+def traced(conv: Module, function: str, args: Arguments) -> Traced:
+    """The trace of the methods that ``function`` runs, for arguments as the tracer takes them.
 
     Raises:
         NotFusable: remembered as well, so a layer that cannot be traced is tried once.
     """
-    key = _Key(conv, method)
-    whole = (method, key.structure, tuple((k, key.value(v)) for k, v in args.items()))
-    known = _traces.setdefault(type(conv), OrderedDict())
-    entry = None if key.is_opaque else known.get(whole)
-    if entry is None or any(ref() is None for ref in entry[0]):
-        result: tuple[Node, ...] | NotFusable
+
+    def build(names: frozenset[str]) -> Traced | NotFusable:
         try:
-            result = trace_method(_without_lazy(conv), method, args)
+            return _TRACERS[function](_with_inputs(_without_lazy(conv), names), *args)
         except NotFusable as error:
-            result = NotFusable(error.reasons)  # without the traceback, which holds the module
-        entry = (key.refs, result)
-        if not key.is_opaque:
-            known[whole] = entry
-            while len(known) > _MAX_PER_CLASS:
-                known.popitem(last=False)
-    else:
-        known.move_to_end(whole)
-    if isinstance(entry[1], NotFusable):
-        raise NotFusable(entry[1].reasons)
-    return entry[1]
+            return NotFusable(error.reasons)  # without the traceback, which holds the module
+
+    result = _remembered(conv, METHODS[function], args, function, build)
+    if isinstance(result, NotFusable):
+        raise NotFusable(result.reasons)
+    return result
+
+
+def _remembered(conv: Module, methods: Sequence[str], args: Arguments, what: Any,
+                build: Callable[[frozenset[str]], Any]) -> Any:
+    key = _Key(conv, methods)
+    if key.is_opaque:
+        return build(frozenset())
+    whole = (what, key.structure, tuple((k, key.value(v)) for a in args for k, v in a.items()))
+    kept = _kept.setdefault(type(conv), OrderedDict())
+    entry = kept.get(whole)
+    if entry is None or any(ref() is None for ref in entry.refs):
+        entry = kept[whole] = _Kept(key.refs)
+        while len(kept) > _MAX_PER_CLASS:
+            kept.popitem(last=False)
+    kept.move_to_end(whole)
+    return entry.find(key.numbers, build)
+
+
+def attribute(conv: Module, path: str) -> Any:
+    """A parameter, buffer or number of a layer by its dotted name."""
+    return functools.reduce(getattr, path.split("."), conv)
 
 
 class _Key:
     """What a trace depends on besides its arguments.
 
     Attributes:
-        structure: hashable description of the layer, as far as the method can see it.
+        structure: hashable description of the layer, as far as the methods can see it.
+        numbers: numbers on the layer that they read and that could be inputs instead.
         refs: objects that the description knows by identity only.
         is_opaque: something could not be described; the trace must not be kept.
     """
 
-    def __init__(self, conv: Module, method: str) -> None:
+    def __init__(self, conv: Module, methods: Sequence[str]) -> None:
         self.refs: list[weakref.ref] = []
         self.is_opaque = False
-        names = _names_read(type(conv), method)
+        functions, names = _reached(type(conv), tuple(methods))
+        self.numbers: Numbers = ()
+        if names is not None and not names & _ASKS_FOR_TYPES:
+            self.numbers = tuple((k, v) for k, v in vars(conv).items() if k in names and type(v) is float)
+        lifted = {k for k, _ in self.numbers}
         self.structure = (
-            getattr(type(conv), method).__code__,
+            tuple(f.__code__ for f in functions),
             conv.training,
             tuple((k, tuple(v.shape), v.is_floating_point()) for k, v in _state(conv)),
-            self._attributes(conv, names),
-            self._surroundings(conv, getattr(type(conv), method)),
+            self._attributes(conv, names, lifted),
+            tuple(self._surroundings(conv, f) for f in functions),
         )
 
     def _surroundings(self, conv: Module, function: Any) -> tuple[Any, ...]:
-        """Numbers and strings that the method reads from its module, its class, its closure and its defaults."""
+        """Numbers and strings that a method reads from its module, its class, its closure and its defaults."""
         found = []
         for name in function.__code__.co_names:
             outside = function.__globals__.get(name, getattr(type(conv), name, None))
@@ -98,8 +167,8 @@ class _Key:
         cells = [c.cell_contents for c in function.__closure__ or ()]
         return (*found, *(self.value(v) for v in (*cells, *(function.__defaults__ or ()))))
 
-    def _attributes(self, module: Module, names: frozenset[str] | None) -> tuple[Any, ...]:
-        own = {k: v for k, v in vars(module).items() if k not in _INTERNAL}
+    def _attributes(self, module: Module, names: frozenset[str] | None, without: set[str]) -> tuple[Any, ...]:
+        own = {k: v for k, v in vars(module).items() if k not in _INTERNAL and k not in without}
         own.update(module._modules)
         return tuple((k, self.value(v)) for k, v in own.items() if names is None or k in names)
 
@@ -110,7 +179,7 @@ class _Key:
         if isinstance(value, _SIMPLE):
             return type(value), value
         if isinstance(value, Module):
-            return type(value), value.training, self._attributes(value, None)
+            return type(value), value.training, self._attributes(value, None, set())
         if isinstance(value, (tuple, list)):
             return type(value), tuple(self.value(v) for v in value)
         if isinstance(value, dict):
@@ -125,7 +194,8 @@ class _Key:
         return type(value), id(value), tuple((k, v) for k, v in fields.items() if isinstance(v, _SIMPLE))
 
 
-def _is_lazy(value: Tensor | None) -> bool:
+def is_lazy(value: Tensor | None) -> bool:
+    """Whether a parameter or buffer waits for its first input."""
     return value is not None and torch.nn.parameter.is_lazy(value)
 
 
@@ -134,33 +204,50 @@ def _without_lazy(module: Module) -> Module:
 
     PyG initializes many of them after propagate; a trace that needs one fails, and the layer runs plain that once.
     """
-    if not any(_is_lazy(t) for m in module.modules() for t in (*m._parameters.values(), *m._buffers.values())):
+    if not any(is_lazy(t) for m in module.modules() for t in (*m._parameters.values(), *m._buffers.values())):
         return module
+    stand_in = _copy(module)
+    for kind in ("_parameters", "_buffers"):
+        vars(stand_in)[kind] = {k: t for k, t in getattr(module, kind).items() if not is_lazy(t)}
+    vars(stand_in)["_modules"] = {k: m if m is None else _without_lazy(m) for k, m in module._modules.items()}
+    return stand_in
+
+
+def _with_inputs(module: Module, names: frozenset[str]) -> Module:
+    """``module``, or a stand-in that has the numbers ``names`` as buffers, which a trace takes for inputs."""
+    if not names:
+        return module
+    stand_in = _copy(module)
+    numbers = {k: torch.tensor(vars(stand_in).pop(k)) for k in sorted(names)}
+    vars(stand_in)["_buffers"] = {**module._buffers, **numbers}
+    return stand_in
+
+
+def _copy(module: Module) -> Module:
     stand_in = object.__new__(type(module))
     vars(stand_in).update(vars(module))
-    for kind in ("_parameters", "_buffers"):
-        kept = {k: t for k, t in getattr(module, kind).items() if not _is_lazy(t)}
-        vars(stand_in)[kind] = kept
-    vars(stand_in)["_modules"] = {k: m if m is None else _without_lazy(m) for k, m in module._modules.items()}
     return stand_in
 
 
 def _state(conv: Module) -> Iterator[tuple[str, Tensor]]:
     for items in (conv.named_parameters(), conv.named_buffers()):
         for name, value in items:
-            if not _is_lazy(value):
+            if not is_lazy(value):
                 yield name, value
 
 
-_names: weakref.WeakKeyDictionary[type, dict[str, frozenset[str] | None]] = weakref.WeakKeyDictionary()
+_Reached = tuple[tuple[types.FunctionType, ...], frozenset[str] | None]
+_reached_by: weakref.WeakKeyDictionary[type, dict[tuple[Any, ...], _Reached]] = weakref.WeakKeyDictionary()
 
 
-def _names_read(kind: type, method: str) -> frozenset[str] | None:
-    """Attribute names that ``method`` and the methods it calls mention; None if that cannot be told."""
-    known = _names.setdefault(kind, {})
-    if method not in known:
+def _reached(kind: type, methods: tuple[str, ...]) -> _Reached:
+    """The functions of a class that ``methods`` call, and all names they mention; None if those cannot be told."""
+    known = _reached_by.setdefault(kind, {})
+    key = tuple(getattr(getattr(kind, m), "__code__", None) for m in methods)
+    if key not in known:
+        functions: dict[str, types.FunctionType] = {}
         found: set[str] = set()
-        waiting, seen = [method], set()
+        waiting, seen = list(methods), set()
         while waiting:
             name = waiting.pop()
             function = getattr(kind, name, None)
@@ -168,12 +255,13 @@ def _names_read(kind: type, method: str) -> frozenset[str] | None:
             if name in seen or not isinstance(function, types.FunctionType):
                 continue
             seen.add(name)
+            functions[name] = function
             mentioned = set(_code_names(function.__code__))
             found |= mentioned
             waiting.extend(mentioned)
         dynamic = found & {"getattr", "vars", "__dict__", "eval", "__getattr__", "super"}
-        known[method] = None if dynamic else frozenset(found)
-    return known[method]
+        known[key] = (tuple(functions.values()), None if dynamic else frozenset(found))
+    return known[key]
 
 
 def _code_names(code: types.CodeType) -> Iterator[str]:
@@ -181,3 +269,66 @@ def _code_names(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _code_names(constant)
+
+
+# --- the dtype of a result --------------------------------------------------------------------------------------
+
+
+def result_dtype(conv: Module, function: str, args: Arguments, dtypes: Mapping[str, torch.dtype],
+                 device: torch.device) -> torch.dtype:
+    """The dtype that PyG's result has for arguments of several dtypes, or under autocast; nothing is computed.
+
+    Args:
+        conv, function, args: as for :func:`traced`.
+        dtypes: of the arguments, by the name of their input.
+    Raises:
+        RuntimeError: torch's own, where the methods cannot take these dtypes.
+    """
+    state = tuple((k, v.dtype) for k, v in _state(conv))
+    autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
+    methods = METHODS[function]
+    found = _remembered(conv, methods, args, (function, tuple(dtypes.items()), state, autocast, device.type),
+                        lambda names: _fake_dtype(conv, methods, args, dtypes, device))
+    if isinstance(found, RuntimeError):
+        raise RuntimeError(*found.args)
+    return found
+
+
+class _Products(TorchDispatchMode):
+    """Refuses matrix products of two dtypes, which fake tensors let pass."""
+
+    def __torch_dispatch__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.overloadpacket in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm) and \
+                len({t.dtype for t in args if isinstance(t, Tensor)}) > 1:
+            raise RuntimeError("matrices of different dtypes")
+        return function(*args, **(kwargs or {}))
+
+
+def _fake_dtype(conv: Module, methods: Sequence[str], args: Arguments, dtypes: Mapping[str, torch.dtype],
+                device: torch.device) -> torch.dtype | RuntimeError:
+    rows = 3  # any number of edges and nodes
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def fake(spec: Any) -> Any:
+        if isinstance(spec, ArgSpec):
+            shape = (rows, *spec.shape) if spec.domain != Domain.PARAM else spec.shape
+            return torch.empty(shape, dtype=dtypes[spec.name or ""], device=device)
+        if isinstance(spec, str) and spec in (INDEX, SIZE_I, SIZE_J):
+            return torch.zeros(rows, dtype=torch.int64, device=device) if spec == INDEX else rows
+        return spec
+
+    saved = {m: dict(m.__dict__) for m in conv.modules()}
+    try:
+        with mode, torch.no_grad(), _Products():
+            state = {k: torch.empty(v.shape, dtype=v.dtype, device=device) for k, v in _state(conv)}
+            out: Any = ()
+            with _reparametrize_module(conv, state):
+                for method, given in zip(methods, args, strict=True):
+                    out = (getattr(conv, method)(*out, **{k: fake(v) for k, v in given.items()}),)
+            return out[0].dtype
+    except RuntimeError as error:
+        return RuntimeError(str(error))
+    finally:
+        for module, attributes in saved.items():
+            module.__dict__.clear()
+            module.__dict__.update(attributes)

@@ -1,0 +1,351 @@
+"""The arguments of one edge phase, by PyG's rules: which tensor is whose, how many rows each side has, which graph.
+
+Every tensor becomes an input of the program: node data of ``_j`` arguments in domain SRC, of ``_i`` in DST, one row per
+edge in EDGE, everything else in PARAM.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric import nn as pyg_nn
+from torch_geometric.utils import is_sparse
+
+from pyg_fullgraph.errors import DeviceError, DtypeError, NotFusable, RowCountError
+from pyg_fullgraph.graph import Graph, graph_of
+from pyg_fullgraph.nn.lazy import EdgeExpr
+from pyg_fullgraph.nn.preparation import check_edge_rows, is_derived, prepared_graph
+from pyg_fullgraph.nn.tracing import METHODS, attribute, result_dtype, traced
+from pyg_fullgraph.saga import ir
+from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output
+from pyg_fullgraph.saga.trace import INDEX, SIZE_I, SIZE_J, ArgSpec
+
+__all__ = ["Call"]
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# What a method may ask for beside the arguments of propagate; None where there is nothing to give.
+_SPECIAL = {"index": INDEX, "edge_index_i": INDEX, "ptr": None, "size_i": SIZE_I, "dim_size": SIZE_I, "size_j": SIZE_J,
+            "adj_t": None}
+# Arguments that PyG's own layers give one row per edge.
+_PER_EDGE = ("edge_weight", "edge_attr", "edge_type")
+# Reductions that have an output kind of their own.
+_LONE = ("sum", "mean", "max", "mul")
+
+# Layers whose message_and_aggregate on a sparse matrix computes what their message does: on any matrix, and on a
+# SparseTensor only, whose values they leave out.
+_SAME_ON_SPARSE = {getattr(pyg_nn, n).message_and_aggregate for n in (
+    "APPNP", "ARMAConv", "ClusterGCNConv", "GCN2Conv", "GCNConv", "GatedGraphConv", "GraphConv", "LGConv", "MixHopConv",
+    "PANConv", "PDNConv", "SGConv", "SSGConv", "SimpleConv", "TAGConv", "WLConvContinuous")}
+_SAME_ON_SPARSE_TENSOR = _SAME_ON_SPARSE | {getattr(pyg_nn, n).message_and_aggregate for n in (
+    "GINConv", "MFConv", "RGCNConv", "SAGEConv", "SignedConv")}
+
+
+class Call:
+    """The arguments of one edge phase.
+
+    Attributes:
+        graph: sources are the side of ``x_j``, destinations that of ``x_i``.
+        size: PyG's ``[size of row 0, size of row 1]``, None for a side without tensors.
+        tensors: inputs of the program by name.
+        program: what to run.
+        side: edge expressions that the methods leave on the layer, by attribute.
+        dtype: that of the result.
+    Raises:
+        NotFusable: this call has to run plain.
+        InputError: the arguments do not fit together; nothing has run.
+    """
+
+    def __init__(self, conv: Any, function: str, edge_index: Any, size: Any, kwargs: Mapping[str, Any]) -> None:
+        self.conv, self.function = conv, function
+        self.methods = METHODS[function]
+        read = conv.inspector.get_flat_param_names(
+            [*self.methods, "update"] if function == "propagate" else [*self.methods])
+        slots = conv._check_input(edge_index, size)
+        if is_sparse(edge_index):
+            edge_index, kwargs = _from_sparse(conv, edge_index, kwargs, read)
+        self.is_reversed = conv.flow == "target_to_source"
+        self.given = edge_index if isinstance(edge_index, Graph) and not is_derived(edge_index) else None
+        if self.given is not None and size is None:
+            slots = [self.given.num_src, self.given.num_dst]
+        self.kwargs = kwargs
+        self.rows = self._collect(read, slots)
+        if slots == [None, None]:
+            raise NotFusable(["no node tensor tells how many nodes there are"])
+        self.size = slots
+        # Results have a row per node of side i, by default as many as side j has; more sources than ids is no error.
+        i, j = (0, 1) if self.is_reversed else (1, 0)
+        wanted = list(slots)
+        wanted[i] = slots[j] if slots[i] is None else slots[i]
+        self.edge_index = edge_index
+        graph = prepared_graph(edge_index, (wanted[0], wanted[1]))
+        self.graph = graph.reverse() if self.is_reversed else graph
+        self.tensors: dict[str, Tensor] = {}
+        self.exprs: dict[Node, EdgeExpr] = {}
+        self.args = [{n: self._classify(m, n, p) for n, p in conv.inspector.get_param_dict(m).items()}
+                     for m in self.methods]
+        self._check_tensors()
+        self._trace()
+
+    def _collect(self, names: Sequence[str], slots: list[int | None]) -> dict[str, Tensor | None]:
+        """Node tensors by argument name; fills the open ``slots``."""
+        values: dict[str, Tensor | None] = {}
+        for name in names:
+            if name[-2:] not in ("_i", "_j") or name in self.conv.special_args:
+                continue
+            base, is_j = name[:-2], name[-1] == "j"
+            data = self.kwargs.get(base)
+            if isinstance(data, (tuple, list)):
+                if len(data) != 2:
+                    raise NotFusable([f"'{base}' is a tuple of {len(data)} entries, not of two"])
+                if self.is_reversed and not (data[0] is data[1] or _rows(data[0]) == _rows(data[1])):
+                    raise NotFusable([f"flow='target_to_source' with a pair '{base}' of different sizes"])
+                for side in (0, 1):
+                    if isinstance(data[side], Tensor):
+                        self._set_size(slots, side, base, data[side])
+                data = data[0] if is_j else data[1]
+            elif isinstance(data, Tensor):
+                self._set_size(slots, int(is_j == self.is_reversed), base, data)
+            values[name] = data if isinstance(data, Tensor) else None
+        return values
+
+    def _set_size(self, slots: list[int | None], side: int, name: str, value: Tensor) -> None:
+        conv = self.conv
+        dim = conv.node_dim if conv.node_dim >= 0 else value.dim() + conv.node_dim
+        if dim != 0:
+            raise NotFusable([f"'{name}' with {value.dim()} dimensions has its nodes in dimension {dim}"])
+        known = slots[side]
+        if self.given is not None and known is not None and known != value.size(0):
+            raise RowCountError(name, known, ("source node", "destination node")[side], value.size(0))
+        conv._set_size(slots, side, value)
+
+    def _classify(self, method: str, name: str, param: Any) -> Any:
+        """What the tracer gets for one argument; tensors are noted under the name of their input."""
+        if name in self.rows:
+            rows = self.rows[name]
+            if rows is None:
+                return None
+            return self._tensor(name, name[:-2], rows, Domain.SRC if name[-1] == "j" else Domain.DST)
+        if name in _SPECIAL:
+            return _SPECIAL[name]
+        if name in self.conv.special_args:
+            raise NotFusable([f"{method} reads '{name}'"])
+        value = self.kwargs.get(name, param.default)
+        if value is inspect.Parameter.empty:
+            raise NotFusable([f"{method} needs '{name}', which is not among the arguments"])
+        if isinstance(value, EdgeExpr):
+            value.check_unchanged()
+            if value.graph is self.graph and not self._clashes(value):
+                place = f"{self.methods[0]}.{name}"
+                self.exprs[ir.input(place, Domain.EDGE, value.node.shape)] = value
+                self.tensors.update(value.tensors)
+                return ArgSpec(Domain.EDGE, value.node.shape, place)
+            value = value.materialize()
+        if not isinstance(value, Tensor):
+            if is_sparse(value):
+                raise NotFusable([f"'{name}' is a sparse matrix"])
+            return value
+        if name in _PER_EDGE and not (value.dim() == 0 or value.size(0) == 1):
+            check_edge_rows(name, value, self.graph)
+        is_edge = value.dim() > 0 and value.size(0) == self.graph.num_edges
+        return self._tensor(name, name, value, Domain.EDGE if is_edge else Domain.PARAM)
+
+    def _tensor(self, name: str, shown: str, value: Tensor, domain: Domain) -> ArgSpec:
+        if value.layout != torch.strided or value.is_complex() or value.dtype == torch.bool:
+            raise NotFusable([f"'{shown}' is a tensor of {value.dtype}, {value.layout}"])
+        if value.is_floating_point() and value.dtype not in _FLOATS:
+            raise NotFusable([f"'{shown}' is a tensor of {value.dtype}"])
+        shape = tuple(value.shape) if domain == Domain.PARAM else tuple(value.shape[1:])
+        key = f"{self.methods[0]}.{name}"
+        self.tensors[key] = value
+        return ArgSpec(domain, shape, key, not value.is_floating_point())
+
+    def _clashes(self, expr: EdgeExpr) -> bool:
+        return any(k in self.tensors and self.tensors[k] is not t for k, t in expr.tensors.items())
+
+    def _check_tensors(self) -> None:
+        """One device, and the floating dtype that all tensors have in common."""
+        floating = []
+        for key, value in self.tensors.items():
+            if value.device != self.graph.device:
+                raise DeviceError(_shown(key), self.graph.device, value.device)
+            if value.is_floating_point():
+                floating.append(value.dtype)
+        if not floating:
+            raise NotFusable(["no argument is of a floating dtype"])
+        self.computed = self.dtype = functools.reduce(torch.promote_types, floating)
+
+    def _trace(self) -> None:
+        """Find the program, with its parameters among :attr:`tensors`."""
+        found = traced(self.conv, self.function, self.args)
+        self._check_side(found)
+        known = tuple({**{place: expr.node for place, expr in self.exprs.items()}, **self._aliases()}.items())
+        program, inputs, side = _compose(found.value, tuple(found.side.items()), known, self.function == "propagate")
+        value, dim = program.outputs[0].value, self.conv.node_dim
+        if self.function == "propagate" and dim != 0 and dim + len(value.shape) + 1 != 0:
+            raise NotFusable([f"results of {len(value.shape) + 1} dimensions with node_dim={dim}"])
+        used = {n: self.tensors[n.name] for n in inputs if n.name in self.tensors}
+        for node in inputs:
+            if node.name.startswith("param."):
+                used[node] = self._parameter(node.name[6:])
+            elif node not in used and node.is_integer:
+                # Drawn here, so that an expression gives the same values each time it is computed.
+                used[node] = torch.randint(2**63 - 1, (1,), device=self.graph.device)
+        self._settle_dtype(used)
+        self.program, self.side = program, side
+        self.tensors = {n.name: self._cast(used[n]) for n in inputs if n in used}
+
+    def _check_side(self, found: Any) -> None:
+        import dis
+        stored = {i.argval for m in self.methods for i in dis.get_instructions(getattr(type(self.conv), m).__code__)
+                  if i.opname == "STORE_ATTR"} - set(found.side)
+        if stored:
+            raise NotFusable([f"leaves {', '.join(sorted(stored))} behind on the layer"])
+
+    def _settle_dtype(self, used: Mapping[Node, Tensor]) -> None:
+        """Where not all floating tensors are of one dtype, find the one that PyG's result has.
+
+        Raises:
+            DtypeError: PyG could not run either; names the first tensor that differs.
+        """
+        floating = {n: t for n, t in used.items() if t.is_floating_point() and not (t.dim() == 0 and not n.is_row)}
+        is_mixed = any(t.dtype != self.computed for t in floating.values())
+        is_autocast = torch.is_autocast_enabled(self.graph.device.type)
+        if not is_mixed and not is_autocast:
+            return
+        dtypes = {**{k: t.dtype for k, t in self.tensors.items()}, **{n.name: e.dtype for n, e in self.exprs.items()}}
+        try:
+            self.dtype = result_dtype(self.conv, self.function, self.args, dtypes, self.graph.device)
+        except RuntimeError as error:
+            first = next(iter(floating.items()))
+            name, odd = next(((n.name, t.dtype) for n, t in floating.items() if t.dtype != first[1].dtype),
+                             (first[0].name, first[1].dtype))
+            raise DtypeError(_shown(name), f"{first[1].dtype} like '{_shown(first[0].name)}'", odd) from error
+        self.computed = functools.reduce(torch.promote_types, (t.dtype for t in floating.values()), self.dtype)
+
+    def _cast(self, value: Tensor) -> Tensor:
+        return value.to(self.computed) if value.is_floating_point() else value
+
+    def _parameter(self, name: str) -> Tensor:
+        value = attribute(self.conv, name)
+        if not isinstance(value, Tensor):  # a number that changes from call to call
+            return torch.full((), value, dtype=self.computed, device=self.graph.device)
+        if value.device != self.graph.device:
+            raise DeviceError(name, self.graph.device, value.device)
+        return value
+
+    def _aliases(self) -> dict[Node, Node]:
+        """Arguments that an edge expression reads already: one input, read once and with one gradient."""
+        out = {}
+        specs = [spec for args in self.args for spec in args.values() if isinstance(spec, ArgSpec) and spec.name]
+        for expr in self.exprs.values():
+            inputs = _inputs_of(expr.node)
+            for spec in specs:
+                if spec.integer or spec.domain == Domain.EDGE:
+                    continue
+                value = self.tensors[spec.name or ""]
+                for node in inputs:
+                    if node.is_row and node.domain == spec.domain and node.shape == spec.shape and \
+                            _is_same(value, expr.tensors[node.name]) and spec.name != node.name:
+                        out[ir.input(spec.name or "", spec.domain, spec.shape)] = node
+        return out
+
+    # What comes after
+
+    def side_results(self) -> dict[str, EdgeExpr]:
+        """What the methods leave on the layer, computed when something reads it."""
+        return {name: EdgeExpr(node, {n.name: self.tensors[n.name] for n in _inputs_of(node)}, self.graph)
+                for name, node in self.side.items()}
+
+    def update_arguments(self) -> dict[str, Any]:
+        """The arguments of ``update`` beside the result; node data of edges is computed if it is read."""
+        out: dict[str, Any] = {}
+        rows, others = self.graph.num_dst, self.graph.num_src
+        known = {"size": self.size, "size_i": rows, "dim_size": rows, "size_j": others, "ptr": None, "adj_t": None}
+        for name, param in self.conv.inspector.get_param_dict("update").items():
+            if name in known:
+                out[name] = known[name]
+            elif name in self.rows:
+                out[name] = self._lifted(name)
+            elif name in ("index", "edge_index_i", "edge_index_j"):
+                side = int((name[-1] == "j") == self.is_reversed)
+                out[name] = self.edge_index[side]
+            elif name == "edge_index":
+                out[name] = self.edge_index
+            else:
+                out[name] = self.kwargs.get(name, param.default)
+        return out
+
+    def _lifted(self, name: str) -> Tensor | None:
+        value = self.rows[name]
+        if value is None:
+            return None
+        domain = Domain.SRC if name[-1] == "j" else Domain.DST
+        if not value.is_floating_point():
+            index = self.edge_index[int((name[-1] == "j") == self.is_reversed)]
+            return value.index_select(0, index)
+        key = f"update.{name}"
+        return EdgeExpr(ir.input(key, domain, tuple(value.shape[1:])), {key: value}, self.graph)
+
+
+@functools.lru_cache(maxsize=1024)
+def _compose(value: Node, side: tuple[tuple[str, Node], ...], known: tuple[tuple[Node, Node], ...],
+             is_propagate: bool) -> tuple[EdgeProgram, tuple[Node, ...], dict[str, Node]]:
+    """The program of ``value`` with the nodes ``known`` in their places, all inputs, and ``side`` likewise."""
+    value, *others = ir.substitute((value, *(node for _, node in side)), dict(known))
+    names = [name for name, _ in side]
+    if not is_propagate:
+        output = Output("edge", value)
+    elif value.op == "gather" and value.attr("kind") in _LONE and value.domain == Domain.DST:
+        output = Output(value.attr("kind"), value.args[0])
+    else:
+        output = Output("vertex", value)
+    program = EdgeProgram((output,))
+    return program, ir.inputs_of(output.value, *others), dict(zip(names, others, strict=True))
+
+
+_inputs_of: Callable[[Node], tuple[Node, ...]] = functools.lru_cache(maxsize=1024)(ir.inputs_of)
+
+
+def _shown(name: str) -> str:
+    """The name of an input as the caller of propagate knows it."""
+    name = name.split(".", 1)[1] if "." in name else name
+    return name[:-2] if name.endswith(("_i", "_j")) else name
+
+
+def _rows(value: Any) -> int | None:
+    return value.size(0) if isinstance(value, Tensor) and value.dim() > 0 else None
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    if a is b:
+        return True
+    # Without gradients an expression holds detached tensors: the same memory is the same value.
+    return not (a.requires_grad and torch.is_grad_enabled()) and not b.requires_grad and a.numel() > 0 and \
+        (a.data_ptr(), a.shape, a.stride(), a.dtype) == (b.data_ptr(), b.shape, b.stride(), b.dtype)
+
+
+def _from_sparse(conv: Any, matrix: Any, kwargs: Mapping[str, Any], names: Sequence[str]) -> tuple[Graph, Any]:
+    """A sparse matrix as graph and values, where message() computes what PyG computes on the matrix."""
+    is_torch = isinstance(matrix, Tensor)
+    if conv._message_and_aggregate_forward_pre_hooks or conv._message_and_aggregate_forward_hooks:
+        raise NotFusable(["message_and_aggregate has hooks"])
+    same = _SAME_ON_SPARSE if is_torch else _SAME_ON_SPARSE_TENSOR
+    if conv.fuse and type(conv).message_and_aggregate not in same:
+        raise NotFusable([f"message_and_aggregate on a {'torch.sparse' if is_torch else 'SparseTensor'} adjacency"])
+    if is_torch and matrix.layout == torch.sparse_csc:
+        raise NotFusable(["torch.sparse_csc adjacency"])
+    if is_torch:
+        graph, value = Graph.from_any(matrix, return_value=True)
+    else:
+        graph, value = graph_of(matrix), matrix.storage.value()
+    kwargs = dict(kwargs)
+    # PyG fills the first of these that a method asks for.
+    name = next((n for n in ("edge_weight", "edge_attr", "edge_type") if n in names), None)
+    if name is not None and kwargs.get(name) is None:
+        kwargs[name] = None if name == "edge_attr" and value is not None and value.dim() == 1 else value
+    return graph, kwargs

@@ -1,0 +1,157 @@
+"""What the ``forward`` of a fused class does beside PyG's: it finds our preparation functions, and names bad arguments.
+
+PyG's code stays as it is; a copy of the function sees other globals, and a wrapper looks at results and errors.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_fullgraph.errors import LayerInputError, PygFullgraphError, RowCountError
+from pyg_fullgraph.nn.lazy import as_plain
+from pyg_fullgraph.nn.preparation import REPLACEMENTS
+from pyg_fullgraph.saga.trace import rebind
+
+__all__ = ["install_forward"]
+
+# Argument of forward -> attributes of a layer that say how many features it has.
+_WIDTHS: Mapping[str, tuple[str, ...]] = {
+    "x": ("in_channels", "channels"),
+    "edge_attr": ("edge_dim", "in_edge_channels", "dim"),
+}
+
+
+def install_forward(cls: Any) -> None:
+    """Let ``forward`` and the methods beside it see our functions where they name PyG's preparation functions."""
+    changed, original = False, cls.forward
+    for name in dir(cls):
+        function = inspect.getattr_static(cls, name)
+        if isinstance(function, types.FunctionType) and _names_replaced(function) and not name.startswith("__"):
+            setattr(cls, name, rebind(function, REPLACEMENTS))
+            changed = True
+    # What goes from one call to the next may be lazy, which neither a user nor a compiled graph can hold.
+    is_lazy = changed or _implements(cls, "edge_update") or _stores(cls.message) or _stores(cls.aggregate)
+    if not getattr(cls.forward, "_is_fullgraph", False):
+        cls.forward = _wrapped(cls.forward, original, is_lazy)
+
+
+def _implements(cls: Any, method: str) -> bool:
+    return not getattr(getattr(cls, method, None), "__isabstractmethod__", False)
+
+
+def _stores(function: Any) -> bool:
+    """Whether a method sets attributes: side results, which are computed when they are read."""
+    code = getattr(function, "__code__", None)
+    return code is not None and "STORE_ATTR" in {i.opname for i in dis.get_instructions(code)}
+
+
+def _names_replaced(function: types.FunctionType) -> bool:
+    space = function.__globals__
+    for name in _global_names(function.__code__):
+        value = space.get(name)
+        if isinstance(value, types.FunctionType) and value in REPLACEMENTS:
+            return True
+    return False
+
+
+def _global_names(code: types.CodeType) -> set[str]:
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _global_names(constant)
+    return names
+
+
+def _wrapped(forward: Any, original: Any, is_lazy: bool) -> Any:
+    """``forward`` that never hands out lazy tensors or graphs, and whose errors say which argument is wrong.
+
+    TorchScript compiles the source of ``original`` with the globals of the result: PyG's code with PyG's functions.
+    """
+    is_compiling = torch.compiler.is_compiling
+
+    def explained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return as_plain(forward(self, *args, **kwargs)) if is_lazy else forward(self, *args, **kwargs)
+        except (RuntimeError, RowCountError) as error:
+            _explain(self, original, args, kwargs, error)
+            raise
+
+    apart = torch.compiler.disable(explained)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_lazy:
+            return apart(self, *args, **kwargs)
+        return forward(self, *args, **kwargs) if is_compiling() else explained(self, *args, **kwargs)
+
+    function = types.FunctionType(call.__code__, original.__globals__, forward.__name__, None, call.__closure__)
+    functools.update_wrapper(function, original)
+    function._is_fullgraph = True
+    return function
+
+
+# --- errors that name the argument ------------------------------------------------------------------------------
+
+
+def _explain(layer: Any, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> None:
+    """Raise a better error than ``error`` where the arguments tell what is wrong; else add to it what was given."""
+    try:
+        given = inspect.signature(forward).bind(layer, *args, **kwargs).arguments
+    except TypeError:
+        return
+    given = dict(list(given.items())[1:])
+    if isinstance(error, RowCountError):
+        # Layers hand on what they made of x under another name.
+        name = next((k for k, t in _tensors(given) if t.dim() > 0 and t.size(0) == error.got), None)
+        if error.name not in given and name is not None:
+            raise RowCountError(name, error.num_rows, error.per, error.got) from error
+    if isinstance(error, PygFullgraphError):
+        return
+    for name, side, value in _sides(given):
+        for attribute in _WIDTHS.get(name, ()):
+            wanted = getattr(layer, attribute, None)
+            wanted = wanted[side] if isinstance(wanted, (tuple, list)) and len(wanted) == 2 else wanted
+            if isinstance(wanted, int) and wanted > 0 and value.dim() > 0 and value.size(-1) != wanted and not (
+                    name == "edge_attr" and wanted == 1 and value.dim() == 1):
+                raise LayerInputError(name, f"to have {wanted} features, which is {attribute} of {layer}",
+                                      f"shape {list(value.shape)}") from error
+    made_of: Any = next((p for p in layer.parameters() if p.is_floating_point()), None)
+    for name, _, value in _sides(given) if made_of is not None else ():
+        if value.is_floating_point() and value.device != made_of.device:
+            raise LayerInputError(name, f"on device {made_of.device}, like the parameters of {layer}",
+                                  value.device) from error
+        if value.is_floating_point() and value.dtype != made_of.dtype and "dtype" in str(error):
+            raise LayerInputError(name, f"to be of {made_of.dtype}, like the parameters of {layer}",
+                                  value.dtype) from error
+    _add_note(error, f"in {layer} with " + ", ".join(f"{k}: {_short(t)}" for k, t in _tensors(given)))
+
+
+def _add_note(error: Exception, note: str) -> None:
+    if hasattr(error, "add_note"):
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+    elif error.args and note not in str(error.args[0]):  # Python 3.10
+        error.args = (f"{error.args[0]}\n{note}", *error.args[1:])
+
+
+def _sides(given: Mapping[str, Any]) -> Iterator[tuple[str, int, Tensor]]:
+    """Argument name, which of a pair (0 where it is none), tensor."""
+    for name, value in given.items():
+        for side, part in enumerate(value if isinstance(value, (tuple, list)) else (value,)):
+            if isinstance(part, Tensor):
+                yield name, side, part
+
+
+def _tensors(given: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    return ((name, value) for name, _, value in _sides(given))
+
+
+def _short(value: Tensor) -> str:
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
