@@ -29,6 +29,9 @@ def apply(node: Node, args: Sequence[Tensor], like: Tensor | None = None) -> Ten
     if node.op == "const":
         assert like is not None
         return torch.full(node.shape, node.attr("value"), dtype=like.dtype, device=like.device)
+    if node.op == "float":
+        assert like is not None
+        return args[0].to(like.dtype)
     if kind == "pointwise":
         function = ir.OPS[node.op].torch
         assert function is not None
@@ -57,7 +60,7 @@ def apply(node: Node, args: Sequence[Tensor], like: Tensor | None = None) -> Ten
     if node.op == "mm":
         return x.to(args[1].dtype) @ args[1]
     if node.op == "lookup":
-        return x.index_select(0, args[1])
+        return x.index_select(0, args[1].long())
     raise ValueError(f"No evaluation rule for operation {node.op!r}")
 
 

@@ -87,6 +87,15 @@ OPS: Mapping[str, Op] = _table(
     Op("log1p", "pointwise", torch.log1p, "device.log1p({0})"),
     Op("erf", "pointwise", torch.erf, "tl.erf({0})"),
     Op("floor", "pointwise", torch.floor, "tl.floor({0})"),
+    Op("tan", "pointwise", torch.tan),
+    Op("asin", "pointwise", torch.asin),
+    Op("acos", "pointwise", torch.acos),
+    Op("atan", "pointwise", torch.atan),
+    Op("sinh", "pointwise", torch.sinh),
+    Op("cosh", "pointwise", torch.cosh),
+    Op("asinh", "pointwise", torch.asinh),
+    Op("acosh", "pointwise", torch.acosh),
+    Op("atanh", "pointwise", torch.atanh),
     Op("sin", "pointwise", torch.sin, "tl.sin({0})"),
     Op("cos", "pointwise", torch.cos, "tl.cos({0})"),
     Op("relu", "pointwise", torch.relu, "tl.maximum({0}, 0.0, tl.PropagateNan.ALL)"),
@@ -107,6 +116,7 @@ OPS: Mapping[str, Op] = _table(
     Op("not", "pointwise", torch.logical_not, "(~{0})"),
     Op("where", "pointwise", torch.where, "tl.where({0}, {1}, {2})", (1, 2)),
     Op("stop", "pointwise", torch.Tensor.detach, "{0}"),
+    Op("float", "pointwise", torch.Tensor.float, "{0}.to(tl.float32)"),
     Op("view", "layout"),
     Op("permute", "layout"),
     Op("expand", "layout"),
@@ -334,8 +344,8 @@ def reduce_features(op: str, node: Node, dims: Iterable[int], keepdim: bool = Fa
 
 
 def mm(x: Node, weight: Node) -> Node:
-    """``x @ weight`` with ``x`` ``[rows, K]`` and ``weight`` ``[K, M]`` a parameter expression."""
-    return Node("mm", (x, weight), (weight.shape[1],), join(x, weight))
+    """``x @ weight`` with ``x`` ``[rows, K]``, or a parameter ``[P, K]``, and ``weight`` ``[K, M]`` a parameter."""
+    return Node("mm", (x, weight), (*x.shape[:-1], weight.shape[1]), join(x, weight))
 
 
 def lookup(table: Node, index: Node) -> Node:

@@ -1,32 +1,36 @@
-"""From a PyG method to IR: the one module of the compiler that knows PyG.
+"""From PyG methods to IR: the one module of the compiler that knows PyG.
 
-``message`` or ``edge_update`` runs once on fake tensors under ``make_fx`` with only the edge dimension symbolic; the
-ATen graph that comes out is imported operation by operation by ``aten``.
+``message`` and ``aggregate``, or ``edge_update``, run once on fake tensors under ``make_fx``, with only the number of
+edges and that of nodes symbolic; the ATen graph that comes out is imported operation by operation by ``aten``.
 """
 
 from __future__ import annotations
 
 import threading
 import types
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.fx.traceback as fx_traceback
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
-from torch_geometric.nn import MessagePassing, aggr
-from torch_geometric.utils import softmax as pyg_softmax
+from torch.utils._pytree import tree_map_only
 
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.saga import ir
-from pyg_fullgraph.saga.aten import DECOMPOSITIONS, EDGE_HINT, INDEX, Importer, dropout_mask, edge_softmax, fake_rows
+from pyg_fullgraph.saga.aten import DECOMPOSITIONS, Importer, dropout_mask, fake_rows
+from pyg_fullgraph.saga.forms import EDGE_HINT, INDEX, NUM_TARGETS, form
+from pyg_fullgraph.saga.idioms import recognize
 from pyg_fullgraph.saga.ir import Domain, Node
+from pyg_fullgraph.saga.refusal import at, current_line, is_inside, line_of
 
 #: Markers for PyG's special arguments, beside :data:`INDEX`.
 SIZE_I, SIZE_J = "<size_i>", "<size_j>"
@@ -44,28 +48,71 @@ class ArgSpec:
     integer: bool = False
 
 
-class _Tracing(TorchFunctionMode):
-    """Replaces dropout by a mask that the compiler can replay."""
+@dataclass(frozen=True)
+class Traced:
+    """What one call of a layer's methods computes.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
+    Attributes:
+        value: Of ``propagate`` the result of ``aggregate``, an expression over destinations made of gathers; of
+            ``edge_update`` the edge value.
+        side: Edge expressions that the methods leave on the layer, by attribute.
+    """
 
-    def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if function is F.dropout or function is torch.dropout:
-            names = ("input", "p", "training", "inplace") if function is F.dropout else ("input", "p", "train")
-            call = {**dict(zip(names, args, strict=False)), **kwargs}
-            x, p = call["input"], call.get("p", 0.5)
-            if not call.get("training", call.get("train", True)) or p == 0:
-                return x
-            self.count += 1
-            if call.get("inplace"):
-                raise NotFusable(["writes in place (dropout)"])
-            return x * dropout_mask(x, self.count - 1, p)
-        if not torch.is_grad_enabled():
-            raise NotFusable(["computes a part without gradients"])
-        return function(*args, **kwargs)
+    value: Node
+    side: Mapping[str, Node] = field(default_factory=dict)
+
+
+def trace_propagate(conv: torch.nn.Module, message_args: Mapping[str, Any],
+                    aggregate_args: Mapping[str, Any]) -> Traced:
+    """Trace ``message`` and ``aggregate`` of a layer together.
+
+    Args:
+        conv: The layer; its parameters and buffers become inputs ``param.<qualified name>``.
+        message_args: Arguments of ``message`` by name: :class:`ArgSpec` for tensors, :data:`INDEX`, :data:`SIZE_I`,
+            :data:`SIZE_J`, or any constant.
+        aggregate_args: Those of ``aggregate`` beside the messages.
+
+    Raises:
+        NotFusable: With the reason and its place in the source.
+    """
+    both = {f"message.{k}": v for k, v in message_args.items()}
+    for key, value in aggregate_args.items():
+        known = message_args.get(key)
+        shared = isinstance(value, ArgSpec) and value == known and value.name is None
+        both[f"aggregate.{key}"] = replace(value, name=f"message.{key}") if shared else value
+
+    def call(layer: Any, args: Mapping[str, Any]) -> Any:
+        message = type(layer).message(layer, **_prefixed("message.", args))
+        return type(layer).aggregate(layer, message, **_prefixed("aggregate.", args))
+
+    traced = _Trace(conv, "message", both).run(call)
+    if not traced.is_target_rows:
+        raise NotFusable([f"{type(conv).__name__}.aggregate returns something that has not one row per target node"])
+    return Traced(traced.value, traced.side)
+
+
+def trace_edge_update(conv: torch.nn.Module, args: Mapping[str, Any]) -> Traced:
+    """Trace ``edge_update`` of a layer; arguments as those of :func:`trace_propagate`."""
+    return _trace_alone(conv, "edge_update", args)
+
+
+def trace_method(conv: torch.nn.Module, method: str, args: Mapping[str, Any]) -> tuple[Node, ...]:
+    """Trace ``message`` or ``edge_update`` alone; the value per edge."""
+    return (_trace_alone(conv, method, args).value,)
+
+
+def _trace_alone(conv: torch.nn.Module, method: str, args: Mapping[str, Any]) -> Traced:
+    def call(layer: Any, values: Mapping[str, Any]) -> Any:
+        return getattr(type(layer), method)(layer, **_prefixed(f"{method}.", values))
+
+    traced = _Trace(conv, method, {f"{method}.{k}": v for k, v in args.items()}).run(call)
+    if not traced.is_edge_rows:
+        raise NotFusable([f"{type(conv).__name__}.{method} returns something that has not one row per edge"])
+    return Traced(traced.value, traced.side)
+
+
+def _prefixed(prefix: str, args: Mapping[str, Any]) -> dict[str, Any]:
+    return {k.removeprefix(prefix): v for k, v in args.items() if k.startswith(prefix)}
 
 
 def rebind(function: Callable, replacements: Mapping[Any, Any]) -> Callable:
@@ -91,132 +138,242 @@ def rebind(function: Callable, replacements: Mapping[Any, Any]) -> Callable:
     return copy
 
 
-@dataclass(frozen=True)
-class Traced:
-    """What one call of a layer's methods computes.
+_DROPOUTS = (F.dropout, torch.dropout, torch.dropout_)
+_OTHER_DROPOUTS = (F.alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout)
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
-    Attributes:
-        value: Of ``propagate`` the result of ``aggregate``, an expression over destinations made of gathers; of
-            ``edge_update`` the edge value.
-        side: Edge expressions that the methods leave on the layer, by attribute.
+
+class _Watch(TorchFunctionMode):
+    """Sees every torch function that a method calls.
+
+    Notes the line each one is called from, stops gradients where the method computes without them, and replaces what
+    a trace of values cannot show: dropout, and the number of target nodes read off the index.
     """
 
-    value: Node
-    side: Mapping[str, Node] = field(default_factory=dict)
+    def __init__(self, indices: list[Tensor]) -> None:
+        super().__init__()
+        self.indices = indices
+        self.largest: list[Tensor] = []
+        self.count = 0
+
+    def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        line = current_line()
+        fx_traceback.set_stack_trace([line or " "])
+        if is_inside(_APPLY):
+            raise NotFusable([at("calls a torch.autograd.Function, whose derivative is not traced", line)])
+        if function in _DROPOUTS:
+            out = self._dropout(function, args, kwargs)
+        elif function in _OTHER_DROPOUTS and kwargs.get("training", True) and kwargs.get("p", 0.5) != 0:
+            raise NotFusable([at("draws random numbers other than dropout", line)])
+        else:
+            out = self._number_of_targets(function, args, kwargs)
+            out = function(*args, **kwargs) if out is None else out
+        if not torch.is_grad_enabled():
+            out = self._without_gradient(function, args, out, line)
+        return out
+
+    def _dropout(self, function: Any, args: Any, kwargs: Any) -> Tensor:
+        names = ("input", "p", "training", "inplace") if function is F.dropout else ("input", "p", "train")
+        call = {**dict(zip(names, args, strict=False)), **kwargs}
+        x, p = call["input"], call.get("p", 0.5)
+        if not call.get("training", call.get("train", True)) or p == 0:
+            return x
+        self.count += 1
+        mask = dropout_mask(x, self.count - 1, p)
+        return x.mul_(mask) if call.get("inplace") or function is torch.dropout_ else x * mask
+
+    def _number_of_targets(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """``index.max()``, and the number in it: PyG's way to tell how many nodes there are."""
+        if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
+            return None
+        if function in (Tensor.max, torch.max, Tensor.amax, torch.amax) and any(args[0] is i for i in self.indices):
+            out = function(args[0])
+            self.largest.append(out)
+            return out
+        if function in (Tensor.item, Tensor.__int__, Tensor.__index__) and any(args[0] is m for m in self.largest):
+            return NUM_TARGETS - 1
+        return None
+
+    @staticmethod
+    def _without_gradient(function: Any, args: Any, out: Any, line: str) -> Any:
+        name = getattr(function, "__name__", "")
+        if name == "__setitem__":
+            raise NotFusable([at("writes into a tensor without gradients", line)])
+        if name.endswith("_") and not name.endswith("__") and args and out is args[0]:
+            return args[0].copy_(args[0].detach())
+        return tree_map_only(Tensor, lambda t: t.detach() if t.is_floating_point() else t, out)
 
 
-_KINDS = {aggr.SumAggregation: "sum", aggr.MeanAggregation: "mean", aggr.MaxAggregation: "max",
-          aggr.MinAggregation: "min"}
+class _Result:
+    """An imported trace: the value, what it has rows of, and what was left on the layer."""
+
+    def __init__(self, value: Node, side: Mapping[str, Node], rows: Any, importer: Importer, edges: Any) -> None:
+        self.value, self.side = value, side
+        self.is_target_rows = importer.is_targets(rows) and rows is not NUM_TARGETS
+        self.is_edge_rows = rows == edges
 
 
-def trace_propagate(conv: torch.nn.Module, message_args: Mapping[str, Any],
-                    aggregate_args: Mapping[str, Any]) -> Traced:
-    """Trace ``message`` and ``aggregate`` of a layer together."""
-    kind = _KINDS.get(type(conv.aggr_module))
-    if kind is None or type(conv).aggregate is not MessagePassing.aggregate:
-        raise NotFusable(["the aggregation is not sum, mean, max or min"])
-    value = trace_method(conv, "message", message_args)[0]
-    if kind == "min":
-        return Traced(ir.pointwise("neg", ir.gather("max", Domain.DST, ir.pointwise("neg", value))))
-    return Traced(ir.gather(kind, Domain.DST, value))
-
-
-def trace_edge_update(conv: torch.nn.Module, args: Mapping[str, Any]) -> Traced:
-    """Trace ``edge_update`` of a layer."""
-    return Traced(trace_method(conv, "edge_update", args)[0])
-
-
-def trace_method(conv: torch.nn.Module, method: str, args: Mapping[str, Any]) -> tuple[Node, ...]:
-    """Trace one method of a PyG layer.
+class _Trace:
+    """One trace of methods of a layer.
 
     Args:
-        conv: The layer; its parameters and buffers become inputs ``param.<qualified name>``.
-        method: ``message`` or ``edge_update``.
-        args: Its arguments by name: :class:`ArgSpec` for tensors, :data:`INDEX`, :data:`SIZE_I`, :data:`SIZE_J`, or
-            any constant.
+        conv: The layer.
+        method: Its name in refusals and in the names of dropout seeds.
+        args: Arguments, by their names with the method before them.
+    """
 
-    Returns:
-        One node per tensor that the method returns, without row dimension in its shape.
+    def __init__(self, conv: torch.nn.Module, method: str, args: Mapping[str, Any]) -> None:
+        self.conv, self.method, self.args = conv, method, args
+        self.mode = mode = FakeTensorMode(shape_env=ShapeEnv(duck_shape=True), allow_non_fake_inputs=True)
+        self.edges = _symbol(fake_rows(mode, "edges", ()))
+        self.targets = _symbol(fake_rows(mode, "targets", (), rows=EDGE_HINT + 2))
+        self.inputs: dict[str, Tensor] = {}
+        self.nodes: dict[str, Any] = {}
+        for key, spec in args.items():
+            if isinstance(spec, ArgSpec):
+                dtype = torch.long if spec.integer else torch.float32
+                self.inputs[key] = fake_rows(mode, key, spec.shape, dtype=dtype) if spec.domain else \
+                    mode.from_tensor(torch.empty(spec.shape, dtype=dtype), static_shapes=True)
+                self.nodes[key] = ir.input(spec.name or key, spec.domain, spec.shape, spec.integer)
+            elif isinstance(spec, str) and spec == INDEX:
+                self.inputs[key], self.nodes[key] = fake_rows(mode, key, (), dtype=torch.long), INDEX
+            elif isinstance(spec, str) and spec in (SIZE_I, SIZE_J):
+                # A size is read off a tensor of that many rows, so that arithmetic on it shows in the graph.
+                rows = EDGE_HINT + (2 if spec == SIZE_I else 4)
+                self.inputs[key], self.nodes[key] = fake_rows(mode, key, (), rows=rows), None
+
+    def run(self, call: Callable[[Any, Mapping[str, Any]], Any]) -> _Result:
+        """Trace ``call(layer, arguments)`` and import what it does."""
+        conv, mode = self.conv, self.mode
+        state = {**dict(conv.named_parameters()), **dict(conv.named_buffers())}
+        # Traced on fake CPU tensors, wherever the layer is and whatever its dtype.
+        fakes = {k: mode.from_tensor(torch.empty(v.shape, dtype=torch.float32 if v.is_floating_point() else v.dtype),
+                                     static_shapes=True) for k, v in state.items()}
+        params = [ir.input(f"param.{k}", Domain.PARAM, tuple(v.shape), not v.is_floating_point())
+                  for k, v in state.items()]
+        left: dict[str, Any] = {}
+        specs: list[str] = []
+
+        def call_methods_of_layer(p: dict[str, Tensor], t: dict[str, Tensor]) -> Any:
+            args = {**self.args, **t}
+            args.update({k: v.shape[0] for k, v in t.items() if self.args[k] in (SIZE_I, SIZE_J)})
+            indices = [v for k, v in t.items() if self.args[k] == INDEX]
+            with _reparametrize_module(conv, p), torch.enable_grad():
+                before = {m: dict(m.__dict__) for m in conv.modules()}
+                buffers = {m: dict(m._buffers) for m in conv.modules()}
+                with _Watch(indices):
+                    out = call(conv, args)
+                left.update(self._left_behind(before, buffers))
+            if not isinstance(out, Tensor):
+                raise NotFusable([f"{type(conv).__name__}.{self.method} returns something that is not a tensor"])
+            specs[:] = left
+            return [out, *left.values()]
+
+        with _restored(conv):
+            try:
+                with _LOCK, fx_traceback.preserve_node_meta():
+                    traced = make_fx(torch.func.functionalize(call_methods_of_layer, remove="mutations"),
+                                     decomposition_table=DECOMPOSITIONS, tracing_mode="symbolic",
+                                     _allow_non_fake_inputs=True)(fakes, self.inputs)
+            except NotFusable:
+                raise
+            except Exception as error:
+                raise NotFusable([self._reason(error)]) from error
+        return self._imported(traced, params, specs)
+
+    def _imported(self, traced: Any, params: list[Node], names: list[str]) -> _Result:
+        traced.graph.eliminate_dead_code()
+        importer = Importer(f"{self.method}.", targets=self.targets)
+        nodes = importer.run(traced.graph, [*params, *self.nodes.values()])
+        if self.mode.shape_env is not None and self.mode.shape_env.guards:
+            raise NotFusable([f"{type(self.conv).__name__}.{self.method} depends on the number of edges or nodes"])
+        kind = type(self.conv).__name__
+        if not all(isinstance(n, Node) for n in nodes):
+            raise NotFusable([f"{kind}.{self.method} returns something that depends on no edge or node"])
+        outputs = next(n for n in traced.graph.nodes if n.op == "output").args[0]
+        for name, out in zip(names, outputs[1:], strict=True):
+            if form(out).rows != self.edges or form(out).dim != 0 or form(out).fold != 1:
+                raise NotFusable([f"{kind}.{self.method} leaves '{name}' behind, which has not one row per edge"])
+        value, *side = recognize(nodes)
+        rows = form(outputs[0])
+        if rows.rows is not None and (rows.dim != 0 or rows.fold != 1):
+            raise NotFusable([f"{kind}.{self.method} returns something whose first dimension is not its rows"])
+        if not any(n.is_row for n in ir.inputs_of(value)):
+            raise NotFusable(["reads no data of nodes or edges"])
+        return _Result(value, dict(zip(names, side, strict=True)), rows.rows, importer, self.edges)
+
+    def _left_behind(self, before: Mapping[Any, dict], buffers: Mapping[Any, dict]) -> dict[str, Tensor]:
+        """Tensors that the methods set as attributes of the layer."""
+        found: dict[str, Tensor] = {}
+        kind = type(self.conv).__name__
+        for module, attributes in before.items():
+            if dict(module._buffers) != buffers[module] and any(
+                    module._buffers.get(k) is not v for k, v in buffers[module].items()):
+                raise NotFusable([f"{kind}.{self.method} replaces a buffer"])
+            for name, value in module.__dict__.items():
+                if name in attributes and (value is attributes[name] or _is_equal(value, attributes[name])):
+                    continue
+                if module is not self.conv or not isinstance(value, Tensor):
+                    raise NotFusable([f"{kind}.{self.method} sets '{name}' on a module"])
+                found[name] = value
+        return found
+
+    def _reason(self, error: BaseException) -> str:
+        what = f"{type(self.conv).__name__}.{self.method}"
+        root = error
+        while root.__cause__ is not None or root.__context__ is not None:
+            following = root.__cause__ or root.__context__
+            assert following is not None
+            root = following
+        for found in (error, root):
+            if isinstance(found, NotFusable):
+                return "; ".join(found.reasons)
+        place = line_of(root) or line_of(error)
+        if "autograd.Function" in str(error):
+            return at("calls a torch.autograd.Function, whose derivative is not traced", place)
+        if isinstance(error, GuardOnDataDependentSymNode) or isinstance(root, GuardOnDataDependentSymNode):
+            return at(f"{what} branches on values, or makes a tensor whose size depends on them", place)
+        text = str(error).strip().split("\n")[0][:300]
+        return at(f"{what} cannot be traced: {text}", place)
+
+
+def _symbol(rows: Tensor) -> Any:
+    """What stands for the number of rows."""
+    size: Any = rows.shape[0]
+    return size.node.expr
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    return isinstance(a, (int, float, str, bytes, bool, type(None))) and type(a) is type(b) and a == b
+
+
+@contextmanager
+def _restored(conv: torch.nn.Module) -> Iterator[None]:
+    """Leaves every module of ``conv`` as it was, whatever the methods set.
 
     Raises:
-        NotFusable: With every reason that was found.
+        NotFusable: A list, dict or set that the layer holds was changed.
     """
-    mode = FakeTensorMode(shape_env=ShapeEnv(duck_shape=True), allow_non_fake_inputs=True)
-    inputs: dict[str, Tensor] = {}
-    nodes: dict[str, Any] = {}
-    for key, spec in args.items():
-        if isinstance(spec, ArgSpec):
-            dtype = torch.long if spec.integer else torch.float32
-            inputs[key] = fake_rows(mode, key, spec.shape, dtype=dtype) if spec.domain else \
-                mode.from_tensor(torch.empty(spec.shape, dtype=dtype), static_shapes=True)
-            nodes[key] = ir.input(spec.name or f"{method}.{key}", spec.domain, spec.shape, spec.integer)
-        elif spec == INDEX:
-            inputs[key], nodes[key] = fake_rows(mode, key, (), dtype=torch.long), INDEX
-        elif spec in (SIZE_I, SIZE_J):
-            # A size is read off a tensor of that many rows, so that arithmetic on it shows in the graph.
-            inputs[key], nodes[key] = fake_rows(mode, key, (), rows=EDGE_HINT + (2 if spec == SIZE_I else 4)), None
-    state = {**dict(conv.named_parameters()), **dict(conv.named_buffers())}
-    # Traced on fake CPU tensors, wherever the layer is and whatever its dtype.
-    fakes = {k: mode.from_tensor(torch.empty(v.shape, dtype=torch.float32 if v.is_floating_point() else v.dtype),
-                                 static_shapes=True) for k, v in state.items()}
-    params = {k: ir.input(f"param.{k}", Domain.PARAM, tuple(v.shape), not v.is_floating_point())
-              for k, v in state.items()}
-    constants = {k: v for k, v in args.items() if k not in inputs}
-
-    def softmax(src: Tensor, index: Any = None, ptr: Any = None, num_nodes: Any = None, dim: int = 0) -> Tensor:
-        if dim not in (0, -src.dim()):
-            raise NotFusable(["softmax along another dimension than the edges"])
-        if not any(index is t for t in targets):
-            raise NotFusable(["softmax over groups of edges other than those of a target"])
-        return edge_softmax(src)
-
-    body = rebind(getattr(type(conv), method), {pyg_softmax: softmax})
-
-    targets: list[Tensor] = []
-
-    def function(p: dict[str, Tensor], t: dict[str, Tensor]) -> Any:
-        targets[:] = [v for k, v in t.items() if args[k] == INDEX]
-        call: dict[str, Any] = {k: v.shape[0] if args[k] in (SIZE_I, SIZE_J) else v for k, v in t.items()}
-        with _reparametrize_module(conv, p), torch.enable_grad(), _Tracing():
-            return body(conv, **call, **constants)
-
-    # message() may leave tensors behind (self._alpha): a trace must not.
     saved = {m: dict(m.__dict__) for m in conv.modules()}
+    held = [(v, v.copy()) for a in saved.values() for v in a.values() if type(v) in (list, dict, set)]
     try:
-        with _LOCK:
-            traced = make_fx(function, decomposition_table=DECOMPOSITIONS, tracing_mode="symbolic",
-                             _allow_non_fake_inputs=True)(fakes, inputs)
-    except NotFusable:
-        raise
-    except Exception as error:
-        raise NotFusable([f"{type(conv).__name__}.{method} cannot be traced: {error}"]) from error
+        yield
     finally:
         for module, attributes in saved.items():
             module.__dict__.clear()
             module.__dict__.update(attributes)
-    _refuse_hidden_effects(traced.graph)
-    traced.graph.eliminate_dead_code()
-    out = Importer(f"{method}.").run(traced.graph, [*params.values(), *nodes.values()])
-    if mode.shape_env.guards:
-        raise NotFusable(["depends on the number of edges or nodes"])
-    outputs = tuple(out) if isinstance(out, (tuple, list)) else (out,)
-    if not all(isinstance(o, Node) for o in outputs):
-        raise NotFusable([f"{type(conv).__name__}.{method} returns something that is not a tensor"])
-    read = [n for n in ir.inputs_of(*outputs) if n.is_row]
-    if any(n.is_integer for n in read):
-        raise NotFusable(["reads integer data of nodes or edges"])
-    if not read:
-        raise NotFusable(["reads no data of nodes or edges"])
-    return outputs
+        changed = [(v, old) for v, old in held if len(v) != len(old) or not _is_same(v, old)]
+        for value, old in changed:
+            value.clear()
+            value.extend(old) if isinstance(value, list) else value.update(old)
+    if changed:
+        raise NotFusable([f"{type(conv).__name__} keeps results in a {type(changed[0][0]).__name__} of its own"])
 
 
-def _refuse_hidden_effects(graph: torch.fx.Graph) -> None:
-    """Refuse what a graph of values does not show: stopped gradients, and writes into tensors."""
-    for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        name = getattr(node.target, "_opname", "")
-        if name == "detach":
-            raise NotFusable(["stops gradients with detach()"])
-        if name.endswith("_") and not name.startswith("_"):
-            raise NotFusable([f"writes in place ({name})"])
+def _is_same(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return all(k in b and b[k] is v for k, v in a.items())
+    if isinstance(a, list):
+        return all(x is y for x, y in zip(a, b, strict=True))
+    return all(x in b for x in a)

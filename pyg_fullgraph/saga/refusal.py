@@ -1,0 +1,64 @@
+"""Where in the source of a layer something was refused."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import traceback
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+#: Name of the function that calls the methods of a layer: what called it is not the layer's.
+BOUNDARY = "call_methods_of_layer"
+
+_SKIPPED = (str(Path(__file__).resolve().parents[1]), str(Path(torch.__file__).resolve().parent), "<")
+
+
+def current_line() -> str:
+    """The line of the layer that is running now, as ``file.py:42: source``; empty if there is none."""
+    return _line_of(_callers(sys._getframe(1)))
+
+
+def line_of(error: BaseException) -> str:
+    """The line of the layer that ``error`` came from; empty if there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return _line_of((f.filename, f.name, f.lineno or 0) for f in reversed(frames))
+
+
+def is_inside(code: object) -> bool:
+    """Whether a function with this code object is being called."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != BOUNDARY:
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def at(reason: str, line: str | None) -> str:
+    """``reason`` with its place."""
+    return f"{reason} ({line})" if line else reason
+
+
+def _callers(frame: FrameType | None) -> Iterator[tuple[str, str, int]]:
+    while frame is not None:
+        yield frame.f_code.co_filename, frame.f_code.co_name, frame.f_lineno
+        frame = frame.f_back
+
+
+def _line_of(frames: Iterable[tuple[str, str, int]]) -> str:
+    """The innermost frame of somebody's own code, else the innermost one of PyG's."""
+    within_pyg = ""
+    for path, name, number in frames:
+        if name == BOUNDARY:
+            break
+        if path.startswith(_SKIPPED):
+            continue
+        text = f"{Path(path).name}:{number}: {linecache.getline(path, number).strip()}".rstrip(": ")
+        if "torch_geometric" not in path:
+            return text
+        within_pyg = within_pyg or text
+    return within_pyg
