@@ -23,7 +23,8 @@ def run(checkout: Path, folders: list[str], report: Path, options: list[str]) ->
     python_path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "pytest", "-c", str(checkout / "pyproject.toml"), "--rootdir", str(checkout),
                "-o", "addopts=", "-m", "not rag and not dataset", "-p", "no:cacheprovider", "-q", "--tb=short",
-               "--disable-warnings", "--show-capture=no", "-p", "pyg_suite.plugin", "--suite-report", str(report), *options, *paths]
+               "--disable-warnings", "--show-capture=no", "-p", "pyg_suite.plugin", "--suite-report", str(report),
+               *options, *paths]
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(command, env={**os.environ, "PYTHONPATH": python_path}, check=False, cwd=folder)
     return json.loads(report.read_text())
