@@ -40,12 +40,23 @@ _LOCK = threading.Lock()
 
 @dataclass(frozen=True)
 class ArgSpec:
-    """One tensor argument of a traced method: its domain, feature shape, and the name of its input node."""
+    """One tensor argument of a traced method.
+
+    Attributes:
+        domain: Where its rows come from.
+        shape: Feature shape.
+        name: Name of its input node.
+        integer: Whether it holds integers; the input of truth values as well.
+        is_bool: Whether the method sees truth values.
+        dim: Position of the rows in the tensor that the method sees; the features are the other dimensions in order.
+    """
 
     domain: Domain
     shape: tuple[int, ...]
     name: str | None = None
     integer: bool = False
+    is_bool: bool = False
+    dim: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,10 +67,12 @@ class Traced:
         value: Of ``propagate`` the result of ``aggregate``, an expression over destinations made of gathers; of
             ``edge_update`` the edge value.
         side: Edge expressions that the methods leave on the layer, by attribute.
+        dim: Position of the rows in the tensor that the methods return.
     """
 
     value: Node
     side: Mapping[str, Node] = field(default_factory=dict)
+    dim: int = 0
 
 
 def trace_propagate(conv: torch.nn.Module, message_args: Mapping[str, Any],
@@ -88,7 +101,7 @@ def trace_propagate(conv: torch.nn.Module, message_args: Mapping[str, Any],
     traced = _Trace(conv, "message", both).run(call)
     if not traced.is_target_rows:
         raise NotFusable([f"{type(conv).__name__}.aggregate returns something that has not one row per target node"])
-    return Traced(traced.value, traced.side)
+    return Traced(traced.value, traced.side, traced.dim)
 
 
 def trace_edge_update(conv: torch.nn.Module, args: Mapping[str, Any]) -> Traced:
@@ -108,7 +121,7 @@ def _trace_alone(conv: torch.nn.Module, method: str, args: Mapping[str, Any]) ->
     traced = _Trace(conv, method, {f"{method}.{k}": v for k, v in args.items()}).run(call)
     if not traced.is_edge_rows:
         raise NotFusable([f"{type(conv).__name__}.{method} returns something that has not one row per edge"])
-    return Traced(traced.value, traced.side)
+    return Traced(traced.value, traced.side, traced.dim)
 
 
 def _prefixed(prefix: str, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -208,8 +221,9 @@ class _Watch(TorchFunctionMode):
 class _Result:
     """An imported trace: the value, what it has rows of, and what was left on the layer."""
 
-    def __init__(self, value: Node, side: Mapping[str, Node], rows: Any, importer: Importer, edges: Any) -> None:
-        self.value, self.side = value, side
+    def __init__(self, value: Node, side: Mapping[str, Node], rows: Any, importer: Importer, edges: Any,
+                 dim: int) -> None:
+        self.value, self.side, self.dim = value, side, dim
         self.is_target_rows = importer.is_targets(rows) and rows is not NUM_TARGETS
         self.is_edge_rows = rows == edges
 
@@ -232,10 +246,11 @@ class _Trace:
         self.nodes: dict[str, Any] = {}
         for key, spec in args.items():
             if isinstance(spec, ArgSpec):
-                dtype = torch.long if spec.integer else torch.float32
+                dtype = torch.bool if spec.is_bool else torch.long if spec.integer else torch.float32
                 self.inputs[key] = fake_rows(mode, key, spec.shape, dtype=dtype) if spec.domain else \
                     mode.from_tensor(torch.empty(spec.shape, dtype=dtype), static_shapes=True)
-                self.nodes[key] = ir.input(spec.name or key, spec.domain, spec.shape, spec.integer)
+                node = ir.input(spec.name or key, spec.domain, spec.shape, spec.integer or spec.is_bool)
+                self.nodes[key] = ir.pointwise("ne", node, 0.0) if spec.is_bool else node
             elif isinstance(spec, str) and spec == INDEX:
                 self.inputs[key], self.nodes[key] = fake_rows(mode, key, (), dtype=torch.long), INDEX
             elif isinstance(spec, str) and spec in (SIZE_I, SIZE_J):
@@ -258,6 +273,7 @@ class _Trace:
         def call_methods_of_layer(p: dict[str, Tensor], t: dict[str, Tensor]) -> Any:
             args = {**self.args, **t}
             args.update({k: v.shape[0] for k, v in t.items() if self.args[k] in (SIZE_I, SIZE_J)})
+            args.update({k: t[k].movedim(0, s.dim) for k, s in self.args.items() if isinstance(s, ArgSpec) and s.dim})
             indices = [v for k, v in t.items() if self.args[k] == INDEX]
             with _reparametrize_module(conv, p), torch.enable_grad():
                 before = {m: dict(m.__dict__) for m in conv.modules()}
@@ -297,11 +313,11 @@ class _Trace:
                 raise NotFusable([f"{kind}.{self.method} leaves '{name}' behind, which has not one row per edge"])
         value, *side = recognize(nodes)
         rows = form(outputs[0])
-        if rows.rows is not None and (rows.dim != 0 or rows.fold != 1):
-            raise NotFusable([f"{kind}.{self.method} returns something whose first dimension is not its rows"])
+        if rows.rows is not None and rows.fold != 1:
+            raise NotFusable([f"{kind}.{self.method} returns features as rows"])
         if not any(n.is_row for n in ir.inputs_of(value)):
             raise NotFusable(["reads no data of nodes or edges"])
-        return _Result(value, dict(zip(names, side, strict=True)), rows.rows, importer, self.edges)
+        return _Result(value, dict(zip(names, side, strict=True)), rows.rows, importer, self.edges, rows.dim)
 
     def _left_behind(self, before: Mapping[Any, dict], buffers: Mapping[Any, dict]) -> dict[str, Tensor]:
         """Tensors that the methods set as attributes of the layer."""
