@@ -401,7 +401,7 @@ def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tu
 
     def run_stage(stage: Stage, phase: EdgePhase) -> Sequence[Tensor]:
         for result, expression in stage.hoisted.items():
-            env[result] = _vertex(expression, env)
+            env[result] = _vertex(expression, env, like)
         return call(phase, graph, like, [env[n] for n in phase.inputs])
 
     for stage, phase, constant in zip(compiled.split.stages, compiled.phases, compiled.constant, strict=True):
@@ -414,7 +414,7 @@ def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tu
         env.update(zip(stage.results, made, strict=True))
     outputs = []
     for value in compiled.split.outputs:
-        result = _result(value, env, graph, like.dtype)
+        result = _result(value, env, graph, like)
         outputs.append(result.clone() if value in given else result)
         given.add(value)
     return tuple(outputs)
@@ -434,16 +434,16 @@ def _call(phase: EdgePhase, graph: Graph, like: Tensor, tensors: Sequence[Tensor
     return _own(phase.forward(graph, tensors, like, False)[0], tensors)
 
 
-def _vertex(expression: Node, env: Mapping[Node, Tensor]) -> Tensor:
+def _vertex(expression: Node, env: Mapping[Node, Tensor], like: Tensor) -> Tensor:
     inputs = ir.inputs_of(expression)
-    like = next((env[n] for n in inputs if n.is_row and env[n].is_floating_point()), env[inputs[0]])
+    like = next((env[n] for n in inputs if n.is_row and env[n].is_floating_point()), env[inputs[0]] if inputs else like)
     return interpret.evaluate([expression], lambda n, a: env[n], like)[0]
 
 
-def _result(value: Node, env: Mapping[Node, Tensor], graph: Graph, dtype: torch.dtype) -> Tensor:
+def _result(value: Node, env: Mapping[Node, Tensor], graph: Graph, like: Tensor) -> Tensor:
     """An output as a tensor; what vertex expressions computed in a wider dtype is rounded."""
-    made = env[value] if value in env else _vertex(value, env)
-    return made.to(dtype) if value.is_row else made.to(dtype).expand(graph.num_dst, *value.shape)
+    made = (env[value] if value in env else _vertex(value, env, like)).to(like.dtype)
+    return made if value.is_row else made.expand(graph.num_dst, *value.shape)
 
 
 def _merge_inputs(program: EdgeProgram, tensors: Mapping[str, Tensor]) -> EdgeProgram:

@@ -276,8 +276,14 @@ def pointwise(op: str, *args: Node | float) -> Node:
     nodes = [a if isinstance(a, Node) else const(a) for a in args]
     rank = max((len(n.shape) for n in nodes if n.is_row), default=None)
     if rank is not None:
-        nodes = [_drop_leading(n, rank) for n in nodes]
+        nodes = [_add_leading(_drop_leading(n, rank), rank) for n in nodes]
     return Node(op, nodes, broadcast_shape(*(n.shape for n in nodes)), join(*nodes))
+
+
+def _add_leading(node: Node, rank: int) -> Node:
+    # Tensors align to the right with their rows in front, so rows of fewer features need features of size 1.
+    missing = rank - len(node.shape)
+    return view(node, (*(1,) * missing, *node.shape)) if node.is_row and missing > 0 else node
 
 
 def _drop_leading(node: Node, rank: int) -> Node:
