@@ -1,7 +1,7 @@
 """Sweeps with plain torch: the CPU path, and the way to run dense edge work that no kernel holds.
 
 Edges are taken in chunks, in the order of the sweep, so that memory is bounded by the chunk and not by the graph;
-weighted sums of vertex rows go through torch's sparse matrix product and never make a message at all.
+weighted sums of vertex rows go through torch's sum of bags of rows and never make a message at all.
 """
 
 from __future__ import annotations
@@ -10,21 +10,22 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from pyg_fullgraph.graph import EdgeOrder
-from pyg_fullgraph.saga import interpret, ir
+from pyg_fullgraph.graph import EdgeOrder, HeadOrder
+from pyg_fullgraph.recipe import ONE_HOT_ROWS, Step, recipe_of
+from pyg_fullgraph.saga import interpret
 from pyg_fullgraph.saga.ir import Domain, Node
-from pyg_fullgraph.saga.passes import Sweep
-from triton_kernels import reference
+from pyg_fullgraph.saga.passes import STAGED, Sweep
+from triton_kernels import reference, segment
 
-#: Elements of one intermediate value per chunk: about the last-level cache on a CPU, enough to fill a GPU.
-CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
+#: Elements that the values of one chunk have together: about the last-level cache on a CPU; on a GPU enough to fill it,
+#: and 256 MiB in float32.
+CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
 #: Edges x features above which a CPU computes dot products of rows without gathering the rows.
 DOTS_ELEMENTS = 1 << 17
 
@@ -34,13 +35,21 @@ warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta 
 Leaf = Callable[[Node], Tensor]
 
 
+@dataclass(frozen=True)
+class Handed:
+    """Edge values on their way to a later sweep, in the order of the sweep that made them."""
+
+    value: Tensor
+    order: EdgeOrder
+
+
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """Half precision is storage only: arithmetic is in float32, float64 stays float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def run_sweep(sweep: Sweep, order: EdgeOrder, leaf: Leaf, like: Tensor,
-              exact: Container[Node] = ()) -> dict[Node, Tensor]:
+              exact: Container[Node] = ()) -> dict[Node, Any]:
     """Run one sweep.
 
     Args:
@@ -52,154 +61,9 @@ def run_sweep(sweep: Sweep, order: EdgeOrder, leaf: Leaf, like: Tensor,
 
     Returns:
         Result input -> tensor. ``lse`` is float32 (float64 for float64), ``argmax`` holds edge ids, -1 for empty rows.
+        What is handed to another sweep may be a :class:`Handed`, which the input of that sweep then is.
     """
     return _ChunkedSweep(sweep, order, leaf, like).run(exact)
-
-
-@dataclass(frozen=True)
-class _Step:
-    """One value per edge of a chunk: ``value = how(chunk, node, *values of args)``; ``dead`` is not needed after."""
-
-    node: Node
-    how: Callable[..., Tensor]
-    args: tuple[Node, ...]
-    dead: tuple[Node, ...] = ()
-
-
-class _Recipe:
-    """What does not depend on tensors, worked out once per sweep.
-
-    Attributes:
-        products: Gathers that are a sparse matrix times vertex features: ``(coefficient, vertex value, its shape)``.
-        roots: Edge expressions that are needed.
-        steps: How to get them.
-        width: Features of the widest value that a chunk holds.
-    """
-
-    def __init__(self, sweep: Sweep, dots_from: int) -> None:
-        self.rows, self.others = sweep.rows, Domain.EDGE & ~sweep.rows
-        self.dots_from = dots_from
-        self.products = {g: p for _, g in sweep.gathers if (p := self._as_product(g))}
-        roots = [e for _, e in sweep.edges]
-        #: Reductions over edges; a ``row`` is an expression over vertices that only rides along.
-        self.reductions = tuple(g for _, g in sweep.gathers)
-        for g in self.reductions:
-            scale, vertex, _ = self.products.get(g, (None, None, None))
-            roots += list(g.args) if vertex is None else [] if scale is None else [scale]
-        self.roots = tuple(dict.fromkeys(roots))
-        self.steps = self._schedule()
-        self.width = max((s.node.numel for s in self.steps if s.node.is_row), default=1)
-
-    def _as_product(self, gather: Node) -> tuple[Node | None, Node, tuple[int, ...]] | None:
-        if gather.attr("kind") not in ("sum", "mean") or gather.domain != self.rows:
-            return None
-        value = gather.args[0]
-        while value.op == "view":
-            value = value.args[0]
-        if value.domain == self.others:
-            return None, value, value.shape
-        if value.op != "mul" or not value.shape:
-            return None
-        for scale, rest in (value.args, value.args[::-1]):
-            flat = scale.numel == 1 or (len(scale.shape) == len(rest.shape) and scale.shape[-1] == 1)
-            if rest.domain == self.others and rest.shape == value.shape and flat:
-                return scale, rest, rest.shape
-        return None
-
-    def _schedule(self) -> tuple[_Step, ...]:
-        steps: dict[Node, _Step] = {}
-        waiting = [(r, False) for r in reversed(self.roots)]
-        while waiting:
-            node, is_ready = waiting.pop()
-            if node in steps:
-                continue
-            step = self._step(node)
-            if is_ready or not step.args:
-                steps[node] = step
-            else:
-                waiting += [(node, True), *((a, False) for a in step.args)]
-        last = {a: n for n, step in steps.items() for a in step.args}
-        dead: dict[Node, list[Node]] = {}
-        for value, user in last.items():
-            if value not in self.roots:
-                dead.setdefault(user, []).append(value)
-        return tuple(replace(s, dead=tuple(dead.get(n, ()))) for n, s in steps.items())
-
-    def _step(self, node: Node) -> _Step:
-        if node.domain == Domain.PARAM:
-            return _Step(node, _Chunk.lift_parameter, ())
-        if node.domain == self.others:
-            return _Step(node, _Chunk.lift_other, ())
-        if node.domain == self.rows:
-            return _Step(node, _Chunk.lift_row, ())
-        leaf = {"input": _Chunk.edge_input, "eid": _Chunk.edge_id, "dropout": _Chunk.dropout}.get(node.op)
-        if leaf is not None:
-            return _Step(node, leaf, ())
-        pair = self._as_dots(node)
-        if pair is not None and pair[0].shape[-1] >= self.dots_from:
-            return _Step(node, partial(_Chunk.dots, pair=pair), ())
-        native = _native_form(node)
-        if native is not None:
-            function, args = native
-            return _Step(node, lambda chunk, node, *values: function(*values), args)
-        return _Step(node, lambda chunk, node, *values: interpret.apply(node, values, chunk.sweep.like), node.args)
-
-    def _as_dots(self, node: Node) -> tuple[Node, Node] | None:
-        """``(row value, vertex value)`` if ``node`` is the dot product of the two over their last dimension."""
-        if node.op != "sum" or node.args[0].op != "mul" or node.attr("dims") != (len(node.args[0].shape) - 1,):
-            return None
-        for mine, other in (node.args[0].args, node.args[0].args[::-1]):
-            if mine.domain == self.rows and other.domain == self.others and mine.shape == other.shape:
-                return mine, other
-        return None
-
-
-@lru_cache(maxsize=4096)
-def _recipe_of(sweep: Sweep, dots_from: int) -> _Recipe:
-    return _Recipe(sweep, dots_from)
-
-
-def _native_form(node: Node) -> tuple[Callable[..., Tensor], tuple[Node, ...]] | None:
-    """A torch function that does the work of several operations, where there is one.
-
-    Selecting by a mask is twenty times slower on a CPU than arithmetic, so leaky rectifiers are worth finding.
-    """
-    if node.op == "where":
-        x = _rectified(node.args[0], node.shape)
-        slope = None if x is None or node.args[1] is not x else _constant_factor(node.args[2], x)
-        if slope is not None:
-            return partial(F.leaky_relu, negative_slope=slope), (x,)  # type: ignore[return-value]
-    if node.op == "add":
-        for kept, scaled in (node.args, node.args[::-1]):
-            grad = kept.args[1] if kept.op == "where" and ir.is_const(kept.args[2], 0.0) else None
-            x = None if grad is None else _rectified(kept.args[0], node.shape)
-            if grad is None or x is None or grad.shape != node.shape or not grad.is_row or scaled.op != "mul":
-                continue
-            for below in scaled.args:
-                is_rest = below.op == "where" and ir.is_const(below.args[1], 0.0) and below.args[2] is grad
-                slope = _constant_factor(scaled, below) if is_rest and below.args[0] is kept.args[0] else None
-                if slope is not None:
-                    return partial(_leaky_relu_backward, slope=slope), (grad, x)
-    return None
-
-
-def _leaky_relu_backward(grad: Tensor, x: Tensor, slope: float) -> Tensor:
-    return torch.ops.aten.leaky_relu_backward(grad, x, slope, False)
-
-
-def _rectified(mask: Node, shape: tuple[int, ...]) -> Node | None:
-    """``x`` if ``mask`` is ``x > 0``, with one value for each of ``shape``."""
-    is_sign = mask.op == "gt" and ir.is_const(mask.args[1], 0.0)
-    return mask.args[0] if is_sign and mask.args[0].is_row and mask.args[0].shape == shape else None
-
-
-def _constant_factor(node: Node, x: Node) -> float | None:
-    """``c`` if ``node`` is ``x * c``."""
-    if node.op == "mul" and node.shape == x.shape:
-        for value, factor in (node.args, node.args[::-1]):
-            if value is x and factor.op == "const":
-                return factor.attr("value")
-    return None
 
 
 class _ChunkedSweep:
@@ -207,9 +71,8 @@ class _ChunkedSweep:
         self.sweep, self.order, self.leaf = sweep, order, leaf
         self.out_dtype, self.device = like.dtype, like.device
         self.dtype = compute_dtype(like.dtype)
-        self.like = torch.empty((), dtype=self.dtype, device=self.device)
         self.shared: dict[object, Tensor] = {}  # parameter values and values of all vertices of the other side
-        self.recipe = _recipe_of(sweep, self._dots_from())
+        self.recipe = recipe_of(sweep, self._dots_from())
         self.state: dict[Node, list[Tensor]] = {}
 
     def _dots_from(self) -> int:
@@ -223,12 +86,19 @@ class _ChunkedSweep:
 
     def cast(self, value: Tensor) -> Tensor:
         """``value`` in the dtype that is computed in."""
-        return value.to(self.dtype) if value.is_floating_point() else value
+        return value if value.dtype == self.dtype or not value.is_floating_point() else value.to(self.dtype)
+
+    def evaluate(self, node: Node, leaf: Leaf) -> Tensor:
+        """A vertex or parameter expression."""
+        if node.op == "input":
+            return leaf(node)
+        like = torch.empty((), dtype=self.dtype, device=self.device)
+        return interpret.evaluate((node,), lambda n, args: leaf(n), like)[0]
 
     def vertex(self, node: Node) -> Tensor:
         """A parameter expression, or one over all vertices of the other side."""
         if node not in self.shared:
-            self.shared[node] = interpret.evaluate([node], lambda n, a: self.cast(self.leaf(n)), self.like)[0]
+            self.shared[node] = self.evaluate(node, lambda n: self.cast(self.leaf(n)))
         return self.shared[node]
 
     def heads(self, node: Node) -> Tensor:
@@ -241,119 +111,137 @@ class _ChunkedSweep:
 
     # --- chunks ---------------------------------------------------------------------------------------------------
 
-    def run(self, exact: Container[Node]) -> dict[Node, Tensor]:
+    def run(self, exact: Container[Node]) -> dict[Node, Any]:
         num_edges = self.order.num_edges
         step = max(CHUNK_ELEMENTS[self.device.type] // self.recipe.width, 1)
         dtypes = {r: self.dtype if r in exact else self.out_dtype for r, _ in (*self.sweep.gathers, *self.sweep.edges)}
-        edges = {r: self.like.new_empty((num_edges, *r.shape), dtype=dtypes[r]) for r, _ in self.sweep.edges}
+        edges: dict[Node, Any] = {}
         for first in range(0, num_edges, step):
             chunk = _Chunk(self, first, min(first + step, num_edges))
             values = chunk.evaluate()
             for g in self.recipe.reductions:
                 self._update(g, chunk, values)
             for result, e in self.sweep.edges:
-                chunk.write(edges[result], chunk.full(values[e], e).to(dtypes[result]))
+                value = chunk.full(values[e], e)
+                chunk.write(edges, result, value.to(dtypes[result]) if value.is_floating_point() else value)
+        for result, _ in self.sweep.edges if num_edges == 0 else ():
+            edges[result] = torch.empty((0, *result.shape), dtype=dtypes[result], device=self.device)
         results = {r: self._finish(g, dtypes[r]) for r, g in self.sweep.gathers}
         return {**results, **edges}
 
     def _start(self, g: Node) -> list[Tensor]:
+        """State of a gather, or of softmax weights, before the first chunk."""
         kind = g.attr("kind")
         rows = () if g.domain == Domain.PARAM else (self.order.num_rows,)
 
-        def filled(shape: tuple[int, ...], value: float) -> Tensor:
-            return torch.full((*rows, *shape), value, dtype=self.dtype, device=self.device)
+        def filled(value: float, dtype: torch.dtype = self.dtype) -> Tensor:
+            return torch.full((*rows, *g.shape), value, dtype=dtype, device=self.device)
 
-        if kind in ("sum", "mean", "outer"):
-            return [filled(self.recipe.products[g][2] if g in self.recipe.products else g.shape, 0.0)]
         if kind == "max":
-            return [filled(g.shape, -math.inf)]
+            return [filled(-math.inf)]
         if kind == "argmax":
-            ids = torch.full((*rows, *g.shape), -1, dtype=self.order.ptr.dtype, device=self.device)
-            return [filled(g.shape, -math.inf), ids]
-        return [filled(g.shape, -math.inf), filled(g.shape, 0.0)]
+            return [filled(-math.inf), filled(-1, self.order.ptr.dtype)]
+        if g.op == "weight":
+            return [filled(-math.inf), filled(0.0)]
+        return [filled(1.0 if kind == "mul" else 0.0)]
+
+    def before(self, g: Node) -> list[Tensor]:
+        """State of a gather that takes more than one chunk."""
+        if g not in self.state:
+            self.state[g] = self._start(g)
+        return self.state[g]
 
     def _update(self, g: Node, chunk: _Chunk, values: Mapping[Node, Tensor]) -> None:
         kind = g.attr("kind")
-        if g in self.recipe.products:
-            scale, vertex, _ = self.recipe.products[g]
-            self._add(g, chunk, chunk.product(None if scale is None else values[scale], scale, self.vertex(vertex)))
+        if kind == "lse":
+            return  # the weights keep what it needs
+        product = self.recipe.products.get(g)
+        if product is not None:
+            scale = None if product.scale is None else chunk.full(values[product.scale], product.scale)
+            part = chunk.product(scale, self.vertex(product.vertex)).reshape(-1, *g.shape)
+            self._add(g, chunk, part)
             return
-        args = [chunk.full(values[a], a) for a in g.args]
-        if kind == "outer":
-            self._add(g, chunk, args[0].t() @ args[1])
+        *before, value = [chunk.full(values[a], a) for a in (g.args[-1:] if g in self.recipe.softmaxes else g.args)]
+        if kind in ("max", "argmax"):
+            self._update_max(g, chunk, value)
+        elif kind == "mul":
+            self._multiply(g, chunk, chunk.segment_reduce(value, "prod", 1.0))
+        elif kind == "outer":
+            self._add(g, chunk, before[0].t() @ value)
+        elif kind == "index_sum":
+            self._add(g, chunk, index_sum(before[0], value, g.shape[0]))
         elif g.domain == Domain.PARAM:
-            self._add(g, chunk, args[0].sum(0))
-        elif kind in ("sum", "mean"):
-            self._add(g, chunk, chunk.segment_sum(args[0]))
-        elif kind == "lse":
-            self._update_lse(g, chunk, args[0])
+            self._add(g, chunk, value.sum(0))
         else:
-            self._update_max(g, chunk, args[0])
+            self._add(g, chunk, chunk.segment_sum(value))
 
     def _add(self, g: Node, chunk: _Chunk, part: Tensor) -> None:
         if chunk.is_whole:
             self.state[g] = [part]
             return
-        if g not in self.state:
-            self.state[g] = self._start(g)
-        total = self.state[g][0]
+        total = self.before(g)[0]
         if g.domain == Domain.PARAM:
             total += part
+        elif g in self.recipe.softmaxes:
+            softmax = self.recipe.softmaxes[g]
+            rows = total[chunk.rows]
+            rows.copy_(softmax.scale(rows, chunk.rescale[softmax.weight]).add_(part))
         else:
             total[chunk.rows] += part
 
-    def _update_lse(self, g: Node, chunk: _Chunk, value: Tensor) -> None:
-        fresh, before = chunk.segment_max(value), None
-        if not chunk.is_whole:
-            if g not in self.state:
-                self.state[g] = self._start(g)
-            before = [s[chunk.rows] for s in self.state[g]]
-            fresh = torch.maximum(before[0], fresh)
-        safe = fresh.masked_fill(fresh == -math.inf, 0.0)
-        total = chunk.segment_sum((value - safe.index_select(0, chunk.row)).exp_())
-        if before is None:
-            self.state[g] = [fresh, total]
+    def _multiply(self, g: Node, chunk: _Chunk, part: Tensor) -> None:
+        if chunk.is_whole:
+            self.state[g] = [part]
         else:
-            before[1].mul_((before[0] - safe).exp_()).add_(total)
-            before[0].copy_(fresh)
+            self.before(g)[0][chunk.rows] *= part
 
     def _update_max(self, g: Node, chunk: _Chunk, value: Tensor) -> None:
-        if g not in self.state:
-            self.state[g] = self._start(g)
-        state = self.state[g]
-        peak, fresh = state[0][chunk.rows], chunk.segment_max(value)
-        if g.attr("kind") == "argmax":
+        fresh = chunk.segment_reduce(value, "max", -math.inf)
+        is_arg = g.attr("kind") == "argmax"
+        if chunk.is_whole:
+            self.state[g] = [fresh, chunk.segment_argmax(value, fresh)] if is_arg else [fresh]
+            return
+        state = self.before(g)
+        peak = state[0][chunk.rows]
+        if is_arg:
             ids = state[1][chunk.rows]
             won = (fresh > peak) | (fresh.isnan() & ~peak.isnan()) | ((ids < 0) & (fresh == peak))
             ids.copy_(torch.where(won, chunk.segment_argmax(value, fresh), ids))
         peak.copy_(torch.maximum(peak, fresh))
 
     def _finish(self, g: Node, dtype: torch.dtype) -> Tensor:
-        kind, state = g.attr("kind"), self.state.pop(g, None) or self._start(g)
+        kind = g.attr("kind")
+        if kind == "lse":
+            peak, total = self.state.get(self.recipe.weights[g]) or self._start(self.recipe.weights[g])
+            return self._zero_empty_rows(total.log().add_(peak))
+        state = self.state.pop(g, None) or self._start(g)
         if kind == "argmax":
             return state[1]
-        if g.domain == Domain.PARAM:
-            return state[0].to(dtype)
-        out, ones = state[0].reshape(-1, *g.shape), (1,) * len(g.shape)
-        if kind == "lse":
-            return (out + state[1].log_()).masked_fill_((self.order.degree == 0).reshape(-1, *ones), 0.0)
-        if kind == "max":
-            out.masked_fill_((self.order.degree == 0).reshape(-1, *ones), 0.0)
+        out = state[0]
+        if g in self.recipe.softmaxes:
+            softmax = self.recipe.softmaxes[g]
+            total = (self.state.get(softmax.weight) or self._start(softmax.weight))[1]
+            out = softmax.scale(out, total.masked_fill(total == 0.0, 1.0), invert=True)
+        elif kind == "max":
+            self._zero_empty_rows(out)
         elif kind == "mean":
-            out.mul_(self.order.inv_degree(self.dtype).reshape(-1, *ones))
-        return out.to(dtype)
+            out = out * self.order.inv_degree(self.dtype).reshape(-1, *(1,) * len(g.shape))
+        return out if out.dtype == dtype else out.to(dtype)
+
+    def _zero_empty_rows(self, value: Tensor) -> Tensor:
+        return value.masked_fill_(self.order.is_empty.reshape(-1, *(1,) * (value.dim() - 1)), 0.0)
 
 
 class _Chunk:
-    """Positions ``first`` to ``stop`` of the sweep's order, with the rows they touch."""
+    """Positions ``first`` to ``stop`` of the sweep's order, and the rows they belong to."""
 
     def __init__(self, sweep: _ChunkedSweep, first: int, stop: int) -> None:
         order = sweep.order
         self.sweep, self.first, self.count = sweep, first, stop - first
         self.is_whole = self.count == order.num_edges
         self.is_in_order = order.eid is None
+        self.rescale: dict[Node, Tensor] = {}
         self._row: Tensor | None = None
-        self._ones: Tensor | None = None
         if self.is_whole:
             self.rows, self.num_rows = slice(None), order.num_rows
             self.other, self._eid, self.ptr = order.other, order.eid, order.ptr
@@ -369,11 +257,8 @@ class _Chunk:
     @property
     def row(self) -> Tensor:
         """Row of each edge, counted from the first row of the chunk."""
-        if self._row is None and self.is_whole:
-            self._row = self.sweep.order.row
-        elif self._row is None:
-            ids = torch.arange(self.num_rows, device=self.ptr.device)
-            self._row = torch.repeat_interleave(ids, self.ptr.diff(), output_size=self.count)
+        if self._row is None:
+            self._row = self.sweep.order.row if self.is_whole else segment.expand_rows(self.ptr, self.count)
         return self._row
 
     @property
@@ -383,11 +268,11 @@ class _Chunk:
         return self._eid
 
     @property
-    def ones(self) -> Tensor:
-        """A value for each edge that changes nothing."""
-        if self._ones is None:
-            self._ones = torch.ones(self.count, dtype=self.sweep.dtype, device=self.ptr.device)
-        return self._ones
+    def positions(self) -> Tensor:
+        """``0, 1, ...`` for each edge of the chunk, in the dtype of indices."""
+        if self.is_whole:
+            return self.sweep.order.positions
+        return torch.arange(self.count, dtype=self.ptr.dtype, device=self.ptr.device)
 
     # --- values ---------------------------------------------------------------------------------------------------
 
@@ -395,117 +280,202 @@ class _Chunk:
         """Values of the roots for the edges of the chunk; a vertex expression is lifted after it is computed."""
         values: dict[Node, Tensor] = {}
         for step in self.sweep.recipe.steps:
-            values[step.node] = step.how(self, step.node, *[values[a] for a in step.args])
+            args = [values[a] for a in step.args]
+            values[step.node] = step.extra(*args) if step.how == "compute" else getattr(self, step.how)(step, *args)
             for node in step.dead:
                 del values[node]
         return values
 
-    def lift_parameter(self, node: Node) -> Tensor:
-        return self.sweep.vertex(node)
+    def parameter(self, step: Step) -> Tensor:
+        return self.sweep.vertex(step.node)
 
-    def lift_other(self, node: Node) -> Tensor:
-        return self.sweep.vertex(node).index_select(0, self.other)
+    def of_other(self, step: Step) -> Tensor:
+        return self.sweep.vertex(step.node).index_select(0, self.other)
 
-    def lift_row(self, node: Node) -> Tensor:
-        return self.of_rows(node).index_select(0, self.row)
+    def of_row(self, step: Step) -> Tensor:
+        return self.of_rows(step.node).index_select(0, self.row)
 
     def of_rows(self, node: Node) -> Tensor:
         """An expression over the rows of the chunk."""
         sweep = self.sweep
+        if self.is_whole:
+            return sweep.evaluate(node, lambda n: sweep.cast(sweep.leaf(n)))
+        return sweep.evaluate(node, lambda n: sweep.cast(sweep.leaf(n)[self.rows] if n.is_row else sweep.leaf(n)))
 
-        def leaf(n: Node, args: list[Tensor]) -> Tensor:
-            value = sweep.leaf(n)
-            return sweep.cast(value[self.rows] if n.is_row and not self.is_whole else value)
-
-        return leaf(node, []) if node.op == "input" else interpret.evaluate([node], leaf, sweep.like)[0]
-
-    def edge_input(self, node: Node) -> Tensor:
-        value = self.sweep.leaf(node)
-        if not self.is_in_order:
+    def edge_input(self, step: Step) -> Tensor:
+        value = self.sweep.leaf(step.node)
+        if isinstance(value, Handed):
+            places = self.sweep.order.places_in(value.order)
+            value = value.value.index_select(0, places[self.first:self.first + self.count])
+        elif not self.is_in_order:
             value = value.index_select(0, self.eid)
         elif not self.is_whole:
             value = value[self.first:self.first + self.count]
         return self.sweep.cast(value)
 
-    def edge_id(self, node: Node) -> Tensor:
+    def edge_id(self, step: Step) -> Tensor:
         return self.eid
 
-    def dropout(self, node: Node) -> Tensor:
-        seed = self.sweep.leaf(node.args[0])
-        return reference.dropout_mask(seed, self.eid, node.shape, node.attr("p")).to(self.sweep.dtype)
+    def lift(self, step: Step, value: Tensor) -> Tensor:
+        return self.full(value, step.args[0])
 
-    def dots(self, node: Node, pair: tuple[Node, Node]) -> Tensor:
+    def dropout(self, step: Step) -> Tensor:
+        seed = self.sweep.leaf(step.node.args[0])
+        mask = reference.dropout_mask(seed, self.eid, step.node.shape, step.node.attr("p"))
+        return mask.to(self.sweep.dtype)
+
+    def weight(self, step: Step, logit: Tensor) -> Tensor:
+        """Softmax weights up to a factor per row, such that none overflows."""
+        logit = self.full(logit, step.args[0])
+        peak, sweep = self.segment_reduce(logit, "max", -math.inf), self.sweep
+        state = None
+        if not self.is_whole:
+            state = [s[self.rows] for s in sweep.before(step.node)]
+            peak = torch.maximum(state[0], peak)
+        shift = peak.masked_fill(peak == -math.inf, 0.0)
+        weight = (logit - shift.index_select(0, self.row)).exp_()
+        total = self.segment_sum(weight)
+        if state is None:
+            sweep.state[step.node] = [peak, total]
+        else:
+            self.rescale[step.node] = factor = (state[0] - shift).exp_()
+            state[1].mul_(factor).add_(total)
+            state[0].copy_(peak)
+        return weight
+
+    def dots(self, step: Step) -> Tensor:
         """Dot products of the values at both ends, without gathering either."""
-        rows, others = self.of_rows(pair[0]), self.sweep.heads(pair[1])
+        mine, other = step.extra
+        heads, width = mine.numel // mine.shape[-1], mine.shape[-1]
+        rows, others = self.of_rows(mine), self.sweep.vertex(other)
+        blocks = self.blocks(heads)
+        if blocks is not None and self.count <= self.num_rows * others.shape[0]:
+            values = torch.zeros(self.count * heads, dtype=rows.dtype)
+            matrix = _matrix(blocks.ptr, blocks.other, values, others.shape[0] * heads)
+            _dots_at(matrix, rows.reshape(-1, width), others.reshape(-1, width))
+            return values.index_select(0, blocks.place).reshape(self.count, *step.node.shape)
+        others = self.sweep.heads(other)
         rows = rows.reshape(self.num_rows, *others.shape[::2])
-        size = (self.num_rows, others.shape[1])
-        out = rows.new_empty((self.count, others.shape[0]))
-        if self.count > size[0] * size[1]:  # torch writes out of bounds where there are more edges than pairs
-            for part in torch.arange(self.count).split(max(CHUNK_ELEMENTS["cpu"] // pair[0].numel, 1)):
+        out = rows.new_empty((self.count, heads))
+        if self.count > self.num_rows * others.shape[1]:  # torch writes out of bounds where there are more edges
+            for part in torch.arange(self.count).split(max(CHUNK_ELEMENTS["cpu"] // mine.numel, 1)):
                 out[part] = (rows[self.row[part]] * others[:, self.other[part]].transpose(0, 1)).sum(-1)
-            return out.reshape(self.count, *node.shape)
+            return out.reshape(self.count, *step.node.shape)
         values = rows.new_empty(self.count)
-        matrix = self._matrix(self.other, values, size[1])
-        for h in range(others.shape[0]):
+        matrix = _matrix(self.ptr, self.other, values, others.shape[1])
+        for h in range(heads):
             values.zero_()  # beta=0 still multiplies what is there
-            torch.sparse.sampled_addmm(matrix, rows[:, h], others[h].t(), beta=0.0, out=matrix)
+            _dots_at(matrix, rows[:, h], others[h])
             out[:, h] = values
-        return out.reshape(self.count, *node.shape)
+        return out.reshape(self.count, *step.node.shape)
 
     def full(self, value: Tensor, node: Node) -> Tensor:
         """``value`` with one row per edge, also where it is the same for every edge."""
         return value.expand(self.count, *node.shape)
 
-    def write(self, target: Tensor, value: Tensor) -> None:
+    def write(self, results: dict[Node, Any], result: Node, value: Tensor) -> None:
         """Put one row per edge where it belongs in the user's order."""
+        order = self.sweep.order
+        if self.is_whole and order.inverse is not None:
+            if result.name.startswith(STAGED):
+                results[result] = Handed(value, order)
+            else:
+                results[result] = value if self.is_in_order else value.index_select(0, order.inverse)
+            return
+        if result not in results:
+            results[result] = value.new_empty((order.num_edges, *result.shape))
         if self.is_in_order:
-            target[self.first:self.first + self.count] = value
+            results[result][self.first:self.first + self.count] = value
         else:
-            target.index_copy_(0, self.eid.long(), value)
+            results[result].index_copy_(0, self.eid.long(), value)
 
     # --- sums -----------------------------------------------------------------------------------------------------
 
-    def product(self, scale: Tensor | None, node: Node | None, x: Tensor) -> Tensor:
-        """Sum of rows of ``x`` over the edges of each row, weighted by ``scale`` (per leading feature index)."""
-        if scale is None:
-            scale = self.ones
-        else:
-            scale = self.full(scale, node)  # type: ignore[arg-type]
-        scale = scale.reshape(self.count, -1)
-        heads = scale.shape[1]
-        columns = x.reshape(x.shape[0], heads, -1)
-        if heads == 1:
-            out = self._matrix(self.other, scale[:, 0].contiguous(), x.shape[0]) @ columns[:, 0]
-            return out.reshape(self.num_rows, *x.shape[1:])
-        out = x.new_empty((self.num_rows, *columns.shape[1:]))
-        values = scale.new_empty(self.count)
-        matrix = self._matrix(self.other, values, x.shape[0])  # one for all heads: it costs as much as a small product
-        for h in range(heads):
-            values.copy_(scale[:, h])
-            out[:, h] = matrix @ columns[:, h]
-        return out.reshape(self.num_rows, *x.shape[1:])
+    def blocks(self, heads: int) -> HeadOrder | None:
+        """Edges of the whole graph once per head, where there are few enough to keep."""
+        return self.sweep.order.heads(heads) if self.is_whole and heads > 1 else None
 
-    def _matrix(self, columns: Tensor, values: Tensor, num_columns: int) -> Tensor:
-        """Rows of the chunk by ``num_columns``; shares the memory of ``values``."""
-        size = (self.num_rows, num_columns)
-        return torch.sparse_csr_tensor(self.ptr, columns, values, size, check_invariants=False)
+    def product(self, scale: Tensor | None, x: Tensor) -> Tensor:
+        """Sum of rows of ``x`` over the edges of each row, weighted by ``scale`` (per leading feature index)."""
+        flat = None if scale is None else scale.reshape(self.count, -1)
+        heads = 1 if flat is None else flat.shape[1]
+        if flat is None or heads == 1:
+            values = None if flat is None else flat[:, 0].contiguous()
+            return sum_rows(x.reshape(x.shape[0], -1), self.other, self.ptr, values).reshape(-1, *x.shape[1:])
+        blocks = self.blocks(heads)
+        if blocks is not None:
+            columns = x.reshape(x.shape[0] * heads, -1)
+            out = sum_rows(columns, blocks.other, blocks.ptr, flat.reshape(-1).index_select(0, blocks.edge))
+            return out.reshape(-1, *x.shape[1:])
+        columns, flat = x.reshape(x.shape[0], heads, -1), flat.t().contiguous()
+        each = [sum_rows(columns[:, h], self.other, self.ptr, flat[h]) for h in range(heads)]
+        return torch.stack(each, 1).reshape(-1, *x.shape[1:])
 
     def segment_sum(self, value: Tensor) -> Tensor:
-        if value.device.type != "cpu":
-            return torch.segment_reduce(value.contiguous(), "sum", offsets=self.ptr.long(), axis=0, unsafe=True)
-        columns = torch.arange(self.count, dtype=self.ptr.dtype)
         flat = value.reshape(self.count, -1)
-        return (self._matrix(columns, self.ones, self.count) @ flat).reshape(-1, *value.shape[1:])
+        return sum_rows(flat, self.positions, self.ptr).reshape(-1, *value.shape[1:])
 
-    def segment_max(self, value: Tensor) -> Tensor:
-        return torch.segment_reduce(value.contiguous(), "max", offsets=self.ptr.long(), axis=0, unsafe=True,
-                                    initial=-math.inf)
+    def segment_reduce(self, value: Tensor, kind: str, initial: float) -> Tensor:
+        return torch.segment_reduce(value.contiguous(), kind, offsets=self.ptr.long(), axis=0, unsafe=True,
+                                    initial=initial)
 
     def segment_argmax(self, value: Tensor, peak: Tensor) -> Tensor:
-        """Smallest edge id among those that reach the maximum of their row."""
+        """Smallest edge id among those that reach the maximum of their row, -1 without edges."""
         shape = (-1, *(1,) * (value.dim() - 1))
         top = peak[self.row]
         far = torch.iinfo(self.ptr.dtype).max
         ids = torch.where((value == top) | value.isnan(), self.eid.to(self.ptr.dtype).reshape(shape), far)
         out = torch.full(peak.shape, far, dtype=self.ptr.dtype, device=value.device)
-        return out.scatter_reduce_(0, self.row.reshape(shape).expand_as(ids), ids, "amin")
+        out.scatter_reduce_(0, self.row.long().reshape(shape).expand_as(ids), ids, "amin")
+        return out.masked_fill_(out == far, -1)
+
+
+# --- fixed sums -------------------------------------------------------------------------------------------------
+
+
+def sum_rows(x: Tensor, index: Tensor, ptr: Tensor, scale: Tensor | None = None) -> Tensor:
+    """``out_r = sum_p scale_p * x[index_p]`` over the positions ``ptr[r] .. ptr[r + 1]``; in order, without messages.
+
+    Args:
+        x: ``[N, F]``, the features of a row side by side.
+        index: ``[P]``, rows of ``x``.
+        ptr: ``[R + 1]``, in the dtype of ``index``.
+        scale: ``[P]``, or None for ones.
+    """
+    num_rows = ptr.numel() - 1
+    if x.dtype == torch.float64 and x.device.type == "cpu":  # torch sums bags of float64 with one thread
+        scale = torch.ones_like(index, dtype=x.dtype) if scale is None else scale
+        return _matrix(ptr, index, scale, x.shape[0]) @ x
+    if x.numel() == 0 or index.numel() == 0 or num_rows == 0:
+        return x.new_zeros((num_rows, x.shape[1]))
+    x = x if x.shape[1] == 1 or x.stride(1) == 1 else x.contiguous()
+    return torch._embedding_bag_forward_only(x, index, ptr, False, 0, False, scale, True)[0]
+
+
+def index_sum(index: Tensor, value: Tensor, num_rows: int) -> Tensor:
+    """``out_t = sum_p value_p`` over the positions with ``index_p = t``; the same bits from run to run.
+
+    Args:
+        index: ``[P]`` integers.
+        value: ``[P, *shape]``.
+        num_rows: Rows of the result.
+    """
+    flat = value.reshape(value.shape[0], -1)
+    if num_rows <= ONE_HOT_ROWS:
+        rows = torch.arange(num_rows, device=index.device)
+        out = (index == rows[:, None]).to(flat.dtype) @ flat
+    else:
+        known, place = torch.sort(index, stable=True)
+        out = sum_rows(flat.contiguous(), place, segment.compress_rows(known.long(), num_rows))
+    return out.reshape(num_rows, *value.shape[1:])
+
+
+def _matrix(ptr: Tensor, columns: Tensor, values: Tensor, num_columns: int) -> Tensor:
+    """A sparse matrix that shares the memory of ``values``."""
+    size = (ptr.numel() - 1, num_columns)
+    return torch.sparse_csr_tensor(ptr, columns, values, size, check_invariants=False)
+
+
+def _dots_at(places: Tensor, x: Tensor, y: Tensor) -> None:
+    """Dot products of rows of ``x`` and ``y`` at the places of a sparse matrix of zeros, written into it."""
+    torch.sparse.sampled_addmm(places, x, y.t(), beta=0.0, out=places)

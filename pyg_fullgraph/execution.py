@@ -48,37 +48,27 @@ def run_plan(plan: Plan, incoming: EdgeOrder, outgoing: EdgeOrder | None, tensor
     """
     env = dict(tensors)
     stat_dtype = chunks.compute_dtype(like.dtype)
+    if ir.INV_DEGREE in plan.inputs:
+        env[ir.INV_DEGREE] = incoming.inv_degree(stat_dtype)
+    if ir.DEGREE in plan.inputs:
+        env[ir.DEGREE] = incoming.degree.to(stat_dtype)
 
-    def leaf(node: Node) -> Tensor:
-        if node is ir.INV_DEGREE:
-            return incoming.inv_degree(stat_dtype)
-        if node is ir.DEGREE:
-            return incoming.degree.to(stat_dtype)
-        return env[node]
+    def exact_leaf(node: Node, args: list[Tensor]) -> Tensor:
+        value = env[node]
+        return value.to(stat_dtype) if node.is_row and value.is_floating_point() else value
 
     # Vertex expressions cancel (softmax gradients do): they are computed in the dtype of the arithmetic.
     exact_like = like.to(stat_dtype)
-
-    def exact_leaf(node: Node) -> Tensor:
-        value = leaf(node)
-        return value.to(stat_dtype) if value.is_floating_point() and node.is_row else value
-
-    last_use = {n: k for k, s in enumerate(plan.steps) for n in _step_inputs(s)}
-    kept = {n for o in plan.outputs.values() for n in ir.inputs_of(o)} | set(tensors)
-    for k, step in enumerate(plan.steps):
+    for step, done in zip(plan.steps, plan.done, strict=True):
         if isinstance(step, Sweep):
             order = incoming if step.rows == Domain.DST else outgoing
             assert order is not None
-            env.update(run_sweep(step, order, leaf, like, plan.exact))
+            env.update(run_sweep(step, order, env.__getitem__, like, plan.exact))
         else:
-            env[step[0]] = interpret.evaluate([step[1]], lambda n, a: exact_leaf(n), exact_like)[0]
-        for node in [n for n in env if last_use.get(n, -1) <= k and n not in kept]:
+            env[step[0]] = interpret.evaluate((step[1],), exact_leaf, exact_like)[0]
+        for node in done:
             del env[node]
-    return interpret.evaluate(list(plan.outputs.values()), lambda n, a: leaf(n), like)
-
-
-def _step_inputs(step: tuple[Node, Node] | Sweep) -> tuple[Node, ...]:
-    return step.inputs if isinstance(step, Sweep) else ir.inputs_of(step[1])
+    return interpret.evaluate(tuple(plan.outputs.values()), lambda n, a: env[n], like)
 
 
 def run_sweep(sweep: Sweep, order: EdgeOrder, leaf: chunks.Leaf, like: Tensor,

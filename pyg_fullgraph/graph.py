@@ -81,6 +81,41 @@ class EdgeOrder:
         """Rows cut into pieces of at most ``max_piece`` edges, longest first by power of two; cached per bound."""
         return self._cached(("schedule", max_piece), lambda: segment.schedule_rows(self.ptr, max_piece))
 
+    @property
+    def is_empty(self) -> Tensor:
+        """[num_rows] whether a row has no edges."""
+        return self._cached("is_empty", lambda: self.degree == 0)
+
+    @property
+    def positions(self) -> Tensor:
+        """[E] ``0, 1, ...``; cached for small graphs only."""
+        return self._cached("positions", self._count) if self.num_edges <= _MAX_CACHED_ROWS else self._count()
+
+    @property
+    def inverse(self) -> Tensor | None:
+        """[E] position of each edge in the user's order; None where that takes too much memory."""
+        if self.num_edges > _MAX_CACHED_ROWS:
+            return None
+        return self._cached("inverse", lambda: segment.scatter_by(self.positions, self.eid))
+
+    def places_in(self, order: EdgeOrder) -> Tensor:
+        """[E] where each position of this order is in ``order``, of the same edges; for small graphs."""
+        known = self._cache.get("places")
+        if known is None or known[0]() is not order:
+            assert order.inverse is not None
+            places = order.inverse if self.eid is None else order.inverse.index_select(0, self.eid)
+            known = self._cache["places"] = (weakref.ref(order), places)
+        return known[1]
+
+    def heads(self, count: int) -> HeadOrder | None:
+        """The edges ``count`` times over, one row per row and head; None where that takes too much memory."""
+        if self.num_edges * count > _MAX_CACHED_ROWS:
+            return None
+        return self._cached(("heads", count), lambda: HeadOrder.of(self, count))
+
+    def _count(self) -> Tensor:
+        return torch.arange(self.num_edges, dtype=self.ptr.dtype, device=self.ptr.device)
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> EdgeOrder:
         """The same order on another device; what is cached is computed again there."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
@@ -108,6 +143,38 @@ class EdgeOrder:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_cache": {}}
+
+
+@dataclass(frozen=True, eq=False)
+class HeadOrder:
+    """The edges of an order once per head: row ``r * H + h`` has the edges of row r, to columns ``other * H + h``.
+
+    Values ``[E, H]`` and rows ``[N, H, F]`` are then those of one sparse matrix, as they lie in memory.
+
+    Attributes:
+        ptr: [num_rows * H + 1] positions of each row.
+        other: [E * H] column of each position.
+        edge: [E * H] where its value lies in ``[E, H]``.
+        place: [E * H] the inverse: position of each value.
+    """
+
+    ptr: Tensor
+    other: Tensor
+    edge: Tensor
+    place: Tensor
+
+    @staticmethod
+    def of(order: EdgeOrder, count: int) -> HeadOrder:
+        heads = torch.arange(count, dtype=order.ptr.dtype, device=order.ptr.device)
+        degree, row = order.degree, order.row
+        # Edge k of row r, which starts at ptr[r], is at ptr[r] * H + h * degree[r] + k for head h.
+        start = order.ptr[:-1].index_select(0, row)
+        place = (start * (count - 1) + order.positions)[:, None] + heads * degree.index_select(0, row)[:, None]
+        ptr = torch.cat([(order.ptr[:-1, None] * count + heads * degree[:, None]).flatten(), order.ptr[-1:] * count])
+        place = place.flatten()
+        edge = segment.scatter_by(torch.arange(place.numel(), dtype=place.dtype, device=place.device), place)
+        other = (order.other[:, None] * count + heads).flatten().index_select(0, edge)
+        return HeadOrder(ptr, other, edge, place)
 
 
 class Graph(Tensor):

@@ -7,7 +7,7 @@ import torch
 
 from oracle import check, program_of, random_case
 from programs import CASES
-from pyg_fullgraph import chunks
+from pyg_fullgraph import chunks, recipe
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain
@@ -42,22 +42,22 @@ def test_dot_products_without_gathering(name, elements):
 ], ids=["leaky", "leaky-swapped", "leaky-gradient", "other-value", "other-bound", "other-test",
         "other-gradient", "plain"])
 def test_leaky_rectifiers_are_found(expression, is_native):
-    assert (chunks._native_form(expression) is not None) == is_native
+    assert (recipe._native_form(expression) is not None) == is_native
     graph = Graph.from_edge_index(torch.tensor([[0, 1, 1, 0, 2, 2, 1, 0], [0, 0, 1, 1, 2, 0, 0, 0]]))
     values = {X: torch.randn(8, 3), Y: torch.randn(8, 3)}
     values[X][0], values[X][1, 0], values[Y][2] = 0.0, float("nan"), 0.0
     result = ir.input("r", EDGE, (3,))
     sweep = Sweep(DST, (), ((result, expression),))
     got = chunks.run_sweep(sweep, graph.incoming, values.__getitem__, values[X])[result]
-    with mock.patch.object(chunks, "_native_form", return_value=None):
-        chunks._recipe_of.cache_clear()
+    with mock.patch.object(recipe, "_native_form", return_value=None):
+        recipe.recipe_of.cache_clear()
         want = chunks.run_sweep(sweep, graph.incoming, values.__getitem__, values[X])[result]
-        chunks._recipe_of.cache_clear()
+        recipe.recipe_of.cache_clear()
     torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
 def test_what_only_vertices_see_is_bounded_by_the_chunk_too():
     # The maximum of a source's own features lifts them to every edge of a chunk.
     x = ir.input("x", SRC, (64,))
-    recipe = chunks._Recipe(Sweep(DST, ((ir.input("r", DST, (64,)), ir.gather("max", DST, x)),), ()), 1)
-    assert recipe.width == 64
+    made = recipe.Recipe(Sweep(DST, ((ir.input("r", DST, (64,)), ir.gather("max", DST, x)),), ()), 1)
+    assert made.width == 128

@@ -92,10 +92,6 @@ def test_plans_compute_the_program_with_any_pass_left_out(name, target, disable)
             env[result] = interpret.evaluate([step], lambda n, a: env[n], like)[0]
         made = plan({o.name: reduction(o) for o in parts.core.outputs}, target, disable)
         graph = Graph.from_edge_index(case.edge_index, case.size)
-        if any(n.op == "weight" for s in made.sweeps for n in ir.walk(*s.operands)):
-            assert target.online_softmax
-            assert "fuse" not in disable
-            return  # online softmax is for kernels; run in test_kernels
         got = run_plan(made, graph.incoming, graph.outgoing, {n: env[n] for n in parts.core.inputs}, like)
     env.update(zip(parts.results, got, strict=True))
     env[ir.DEGREE] = graph.incoming.degree.double()
@@ -199,15 +195,23 @@ def test_backward_is_one_sweep_per_side(name, rows):
     assert sorted(s.rows for s in backward.sweeps) == sorted(rows)
 
 
-@pytest.mark.parametrize("name", ["gatv2", "gatv2-edge-dropout"])
-def test_narrow_results_of_wide_work_are_handed_on_between_chunked_sweeps(name):
-    """Scores [E, H] of forward statistics are read by the sums that follow, not made again from [E, H, C]."""
-    forward, _ = plans(name, CHUNKS)
-    staged = [r for s in forward.sweeps for r, _ in s.edges]
-    assert len(forward.sweeps) == 2
-    assert [r.shape for r in staged] == [(3,)]
-    assert staged[0] in forward.sweeps[1].inputs
-    assert not any(n.op == "sum" for n in ir.walk(*forward.sweeps[1].operands))
+@pytest.mark.parametrize("name", ["gat", "gat-dropout", "gatv2", "gatv2-edge-dropout"])
+def test_narrow_values_are_handed_on_between_chunked_sweeps(name):
+    """Attention [E, H] and the gradient of its scores are read by the sweep over sources, not made again."""
+    _, backward = plans(name, CHUNKS)
+    first, second = backward.sweeps
+    staged = [r for r, _ in first.edges if r.name.startswith("%staged")]
+    assert [r.numel for r in staged] == [3, 3]
+    assert set(staged) <= set(second.inputs)
+    assert not any(n.op in ("exp", "sum") for n in ir.walk(*second.operands))
+    _, backward = plans(name, KERNELS)
+    assert not any(r.name.startswith("%staged") for s in backward.sweeps for r, _ in s.edges)
+
+
+def test_what_is_handed_on_is_not_made_from_what_is_handed_on_twice():
+    """A maximum of attention: scores go to the sweep that weighs, whose results a later one does not need."""
+    forward, _ = plans("gat-max", CHUNKS)
+    assert [[r.shape for r, _ in s.edges] for s in forward.sweeps] == [[(3,)], []]
 
 
 @TARGETS

@@ -7,6 +7,7 @@ way PyG does, one message per edge in memory, and is the oracle of the tests. Ne
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -73,11 +74,16 @@ def evaluate(roots: Sequence[Node], leaf: Callable[[Node, list[Tensor]], Tensor]
         like: A tensor whose dtype and device constants take.
     """
     values: dict[Node, Tensor] = {}
-    for node in ir.walk(*roots):
+    for node, is_leaf in _steps(tuple(roots)):
         args = [values[a] for a in node.args]
-        is_leaf = node.op != "const" and ir.OPS[node.op].kind in ("leaf", "gather")
         values[node] = leaf(node, args) if is_leaf else apply(node, args, like)
     return [values[r] for r in roots]
+
+
+@lru_cache(maxsize=4096)
+def _steps(roots: tuple[Node, ...]) -> tuple[tuple[Node, bool], ...]:
+    """The nodes under ``roots``, operands first, and whether the caller gives their values."""
+    return tuple((n, n.op != "const" and ir.OPS[n.op].kind in ("leaf", "gather")) for n in ir.walk(*roots))
 
 
 def run_reference(program: EdgeProgram, src: Tensor, dst: Tensor, num_dst: int, tensors: Mapping[str, Tensor],

@@ -18,6 +18,8 @@ from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output, pointwise
 
 #: Passes that ``disable`` can leave out, for ablations.
 PASSES = ("reorganize", "order", "fuse")
+#: Names of edge values that one sweep hands to another start like this.
+STAGED = "%staged."
 
 
 # --- canonicalize -----------------------------------------------------------------------------------------------
@@ -420,16 +422,16 @@ class Target:
     """What the executor can do in one pass.
 
     Attributes:
-        online_softmax: Softmax, weighting and sum in one pass over the edges (kernels); otherwise statistics first.
         stage: Keep narrow per-edge results (``[E, H]``) of one sweep for the next instead of recomputing them.
+        dense: Products of edge values with edge values, summed over all edges, ride along with other reductions.
     """
 
-    online_softmax: bool
     stage: bool
+    dense: bool
 
 
-KERNELS = Target(online_softmax=True, stage=False)
-CHUNKS = Target(online_softmax=False, stage=True)
+KERNELS = Target(stage=False, dense=False)
+CHUNKS = Target(stage=True, dense=True)
 
 
 @dataclass(frozen=True)
@@ -482,6 +484,18 @@ class Plan:
     steps: tuple[tuple[Node, Node] | Sweep, ...]
     outputs: Mapping[str, Node]
     exact: frozenset[Node] = frozenset()
+
+    @cached_property
+    def done(self) -> tuple[tuple[Node, ...], ...]:
+        """Per step the results of steps that nothing reads after it."""
+        made = [[r for r, _ in (*s.gathers, *s.edges)] if isinstance(s, Sweep) else [s[0]] for s in self.steps]
+        last = {n: k for k, nodes in enumerate(made) for n in nodes}
+        for k, step in enumerate(self.steps):
+            for n in step.inputs if isinstance(step, Sweep) else ir.inputs_of(step[1]):
+                if n in last:
+                    last[n] = k
+        kept = set(ir.inputs_of(*self.outputs.values()))
+        return tuple(tuple(n for n, at in last.items() if at == k and n not in kept) for k in range(len(self.steps)))
 
     @property
     def sweeps(self) -> tuple[Sweep, ...]:
@@ -550,11 +564,11 @@ def plan(outputs: Mapping[str, Node], target: Target, disable: Sequence[str] = (
         exact: Names of outputs that are wanted in the dtype of the arithmetic.
     """
     roots = canonicalize(outputs.values())
-    if target.online_softmax and "fuse" not in disable:
+    if "fuse" not in disable:
         roots = fuse(roots)
     roots = canonicalize(expand_softmax(roots))
     gathers = [n for n in ir.walk(*roots) if n.op == "gather"]
-    placed = _place(gathers, _levels(roots), [r for r in roots if r.domain == Domain.EDGE])
+    placed = _place(gathers, _levels(roots), [r for r in roots if r.domain == Domain.EDGE], target.dense)
 
     steps: list[tuple[Node, Node] | Sweep] = []
     known: dict[Node, Node] = {}
@@ -587,14 +601,16 @@ def plan(outputs: Mapping[str, Node], target: Target, disable: Sequence[str] = (
     return Plan(tuple(steps), results, frozenset(wanted | handed))
 
 
-def _place(gathers: Sequence[Node], level: Mapping[Node, int],
-           edges: Sequence[Node]) -> list[tuple[Domain, list[Node], list[Node]]]:
+def _place(gathers: Sequence[Node], level: Mapping[Node, int], edges: Sequence[Node],
+           with_dense: bool) -> list[tuple[Domain, list[Node], list[Node]]]:
     """Group gathers into sweeps: same side and level; results that nothing waits for join the latest sweep."""
     users = [*(a for g in gathers for a in g.args), *edges]
     needed = {n for n in ir.walk(*users) if n.op == "gather"}
     last: dict[Domain, int] = {}
     for g in gathers:
         last[g.domain] = max(last.get(g.domain, 0), level[g])
+    for e in edges:
+        last[Domain.DST] = max(last.get(Domain.DST, 0), level[e] + 1)
     groups: dict[tuple[int, int, Domain], tuple[list[Node], list[Node]]] = {}
 
     def group(at: int, rows: Domain, dense: bool = False) -> tuple[list[Node], list[Node]]:
@@ -605,35 +621,64 @@ def _place(gathers: Sequence[Node], level: Mapping[Node, int],
             group(level[g] if g in needed else last[g.domain], g.domain)[0].append(g)
     for g in gathers:
         if g.domain == Domain.PARAM:
-            dense = g.attr("kind") == "outer"
+            dense = g.attr("kind") == "outer" and not with_dense
             rows = next((r for r in (Domain.DST, Domain.SRC) if last.get(r, 0) >= level[g]), Domain.DST)
             group(max(level[g], last.get(rows, 0)), rows, dense)[0].append(g)
     for e in dict.fromkeys(edges):
-        group(max(level[e] + 1, last.get(Domain.DST, 0)), Domain.DST)[1].append(e)
+        group(last[Domain.DST], Domain.DST)[1].append(e)
     return [(key[2], *groups[key]) for key in sorted(groups, key=lambda k: (k[0], k[1]))]
 
 
 def _stage(steps: Sequence[tuple[Node, Node] | Sweep]) -> list[tuple[Node, Node] | Sweep]:
-    """Hand narrow results of wide edge work from one sweep to the later ones that need it."""
+    """Hand narrow edge values from one sweep to the later ones that would make them again."""
     out: list[tuple[Node, Node] | Sweep] = []
-    made: dict[Node, tuple[int, Node]] = {}  # narrow node -> (step that can make it, its stand-in)
+    made: dict[Node, int] = {}  # edge expression -> the first step that makes it
+    handed: dict[Node, Node] = {}  # edge expression -> its stand-in
     for step in steps:
         if not isinstance(step, Sweep):
             out.append(step)
             continue
-        known = {n: made[n][1] for n in ir.walk(*step.operands) if n in made}
-        swap = ir.substitute(step.operands, known)
-        used = set(ir.inputs_of(*swap))
-        for node, stand_in in known.items():
-            maker = out[made[node][0]]
-            assert isinstance(maker, Sweep)
-            if stand_in in used and all(stand_in is not r for r, _ in maker.edges):
-                out[made[node][0]] = Sweep(maker.rows, maker.gathers, (*maker.edges, (stand_in, node)))
-        for node in ir.walk(*step.operands):
-            narrow = node.op == "sum" and node.domain == Domain.EDGE and node.args[0].numel > node.numel
-            if narrow and node not in made:
-                made[node] = (len(out), ir.input(f"%staged.{node.digest[:8]}", Domain.EDGE, node.shape))
-        waiting = iter(swap)
+        for node in _worth_handing(step, made):
+            if node not in handed:
+                handed[node] = ir.input(f"{STAGED}{node.digest[:8]}", Domain.EDGE, node.shape)
+                maker = out[made[node]]
+                assert isinstance(maker, Sweep)
+                # What the maker is handed itself, it does not make again.
+                before = {n: s for n, s in handed.items() if made[n] < made[node]}
+                edge = (handed[node], ir.substitute(node, before))
+                out[made[node]] = Sweep(maker.rows, maker.gathers, (*maker.edges, edge))
+        waiting = iter(ir.substitute(step.operands, handed))
         gathers = tuple((r, g.rebuild([next(waiting) for _ in g.args])) for r, g in step.gathers)
+        for node in ir.walk(*step.operands):
+            if node.domain == Domain.EDGE:
+                made.setdefault(node, len(out))
         out.append(Sweep(step.rows, gathers, tuple((r, next(waiting)) for r, _ in step.edges)))
     return out
+
+
+#: Operations that must be saved for an edge value to be written and read again instead.
+_HANDED_OPS = 3
+
+
+def _worth_handing(step: Sweep, made: Mapping[Node, int]) -> list[Node]:
+    """The largest edge expressions of ``step`` that are made before, narrow and not cheap."""
+    rows = [*(n for n in step.inputs if n.domain in (Domain.SRC, Domain.DST)), *(r for r, _ in step.gathers)]
+    widest = max((n.numel for n in rows), default=0)
+    found: list[Node] = []
+    seen: set[Node] = set()
+    waiting = list(reversed(step.operands))
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        work = sum(n.op not in ("input", "const", "view") for n in ir.walk(node))
+        if node in made and 2 * node.numel <= widest and work >= _HANDED_OPS and not _is_mask(node):
+            found.append(node)
+        else:
+            waiting += reversed(node.args)
+    return found
+
+
+def _is_mask(node: Node) -> bool:
+    return node.op in ("gt", "ge", "lt", "le", "eq", "ne", "and", "or", "not")
