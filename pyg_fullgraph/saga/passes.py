@@ -291,12 +291,17 @@ def _sum_first(scale: Node | None, x: Node, weight: Node, constant: Container[No
 # --- hoist ------------------------------------------------------------------------------------------------------
 
 
+_TRUTHS = ("gt", "ge", "lt", "le", "eq", "ne", "and", "or", "not")
+
+
 def is_vertex_work(node: Node) -> bool:
     """Whether a vertex or parameter expression is better computed once per vertex than once per edge.
 
     Elementwise work stays in the kernel: it is free there, while a vertex pass would read and write features.
     """
     if node.op in ("input", "const") or node.domain == Domain.EDGE or node.op == "gather":
+        return False
+    if node.op in _TRUTHS:  # inputs are numbers
         return False
     if node.domain == Domain.PARAM:
         return True
