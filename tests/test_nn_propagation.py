@@ -240,13 +240,12 @@ def test_propagate_hooks_may_change_things():
 
 def test_propagate_pre_hooks_run_once_before_a_plain_run():
     _, fused = gated()
-    fused = Gated(pyg_nn.SumAggregation()).double()
     x, edge_attr = gated_inputs()
     calls = []
     fused.register_propagate_forward_pre_hook(lambda m, inputs: calls.append(1))
-    fused(torch.stack([x, x]), CASE.edge_index, edge_attr)
+    fused(x, CASE.edge_index, edge_attr, bias=torch.ones(3, dtype=torch.complex128))
     assert len(calls) == 1
-    assert reasons() == {"'x' with 3 dimensions has its nodes in dimension 1"}
+    assert reasons() == {"'bias' is a tensor of torch.complex128, torch.strided"}
 
 
 # Plain paths, with their reasons
@@ -356,21 +355,22 @@ class SideResult(fused_nn.MessagePassing):
         return out + self.kept.mean()
 
     def message(self, x_j):
-        self.kept = x_j
+        self.kept = 3 * x_j
         return x_j
 
 
-@pytest.mark.parametrize("kind, reason", [
-    (OwnAggregate, "the aggregation is not sum, mean, max or min"),
-    (SideResult, "leaves kept behind on the layer"),
-])
-def test_unusual_classes_run_plain(kind, reason):
+@pytest.mark.parametrize("kind", [OwnAggregate, SideResult])
+def test_own_aggregate_and_side_results(kind):
     x, _ = gated_inputs()
     src, dst = CASE.edge_index
     total = torch.zeros_like(x).index_add(0, dst, x[src])
-    expected = total + (1 if kind is OwnAggregate else x[src].mean())
-    assert_same([kind()(x, CASE.edge_index)], [expected])
-    assert reasons() == {reason}
+    expected = total + (1 if kind is OwnAggregate else 3 * x[src].mean())
+    layer = kind()
+    out = layer(x, CASE.edge_index)
+    assert_same([out], [expected])
+    assert_same(list(torch.autograd.grad(out.sin().sum(), x)), list(torch.autograd.grad(expected.sin().sum(), x)))
+    assert_fused(1)
+    copy.deepcopy(layer)
 
 
 def test_own_propagate_reaches_the_fused_one_through_super():

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch_geometric import nn as pyg_nn
 from torch_geometric.utils import is_sparse
 
-from pyg_fullgraph.errors import DeviceError, DtypeError, NotFusable, RowCountError
+from pyg_fullgraph.errors import DeviceError, DtypeError, ForwardModeError, NotFusable, RowCountError
 from pyg_fullgraph.graph import Graph, graph_of
 from pyg_fullgraph.nn.lazy import EdgeExpr
 from pyg_fullgraph.nn.preparation import check_edge_rows, is_derived, prepared_graph
@@ -54,7 +55,7 @@ class Call:
         tensors: inputs of the program by name.
         program: what to run.
         side: edge expressions that the methods leave on the layer, by attribute.
-        dtype: that of the result.
+        dtype, dim: dtype of the result, and the position of its rows.
     Raises:
         NotFusable: this call has to run plain.
         InputError: the arguments do not fit together; nothing has run.
@@ -114,14 +115,16 @@ class Call:
         return values
 
     def _set_size(self, slots: list[int | None], side: int, name: str, value: Tensor) -> None:
-        conv = self.conv
-        dim = conv.node_dim if conv.node_dim >= 0 else value.dim() + conv.node_dim
-        if dim != 0:
-            raise NotFusable([f"'{name}' with {value.dim()} dimensions has its nodes in dimension {dim}"])
-        known = slots[side]
-        if self.given is not None and known is not None and known != value.size(0):
-            raise RowCountError(name, known, ("source node", "destination node")[side], value.size(0))
-        conv._set_size(slots, side, value)
+        dim, known = self._dim(value), slots[side]
+        if not 0 <= dim < value.dim():
+            raise NotFusable([f"'{name}' has {value.dim()} dimensions and node_dim is {self.conv.node_dim}"])
+        if self.given is not None and known is not None and known != value.size(dim):
+            raise RowCountError(name, known, ("source node", "destination node")[side], value.size(dim))
+        self.conv._set_size(slots, side, value)
+
+    def _dim(self, value: Tensor) -> int:
+        """The dimension of the nodes."""
+        return self.conv.node_dim if self.conv.node_dim >= 0 else value.dim() + self.conv.node_dim
 
     def _classify(self, method: str, name: str, param: Any) -> Any:
         """What the tracer gets for one argument; tensors are noted under the name of their input."""
@@ -129,9 +132,11 @@ class Call:
             rows = self.rows[name]
             if rows is None:
                 return None
-            return self._tensor(name, name[:-2], rows, Domain.SRC if name[-1] == "j" else Domain.DST)
+            return self._tensor(name, rows, Domain.SRC if name[-1] == "j" else Domain.DST, self._dim(rows))
         if name in _SPECIAL:
             return _SPECIAL[name]
+        if name == "edge_index_j":
+            return self._tensor(name, torch.arange(self.graph.num_src, device=self.graph.device), Domain.SRC)
         if name in self.conv.special_args:
             raise NotFusable([f"{method} reads '{name}'"])
         value = self.kwargs.get(name, param.default)
@@ -151,24 +156,31 @@ class Call:
             return value
         if name in _PER_EDGE and not (value.dim() == 0 or value.size(0) == 1):
             check_edge_rows(name, value, self.graph)
-        is_edge = value.dim() > 0 and value.size(0) == self.graph.num_edges
-        return self._tensor(name, name, value, Domain.EDGE if is_edge else Domain.PARAM)
+        # By its size, never by its name: one row per edge where PyG has them, in front or beside the nodes' dimension.
+        dim = next((d for d in (0, self._dim(value)) if 0 <= d < value.dim() and
+                    value.size(d) == self.graph.num_edges), None)
+        return self._tensor(name, value, Domain.PARAM if dim is None else Domain.EDGE, dim or 0)
 
-    def _tensor(self, name: str, shown: str, value: Tensor, domain: Domain) -> ArgSpec:
-        if value.layout != torch.strided or value.is_complex() or value.dtype == torch.bool:
-            raise NotFusable([f"'{shown}' is a tensor of {value.dtype}, {value.layout}"])
+    def _tensor(self, name: str, value: Tensor, domain: Domain, dim: int = 0) -> ArgSpec:
+        if value.layout != torch.strided or value.is_complex():
+            raise NotFusable([f"'{_shown(name)}' is a tensor of {value.dtype}, {value.layout}"])
         if value.is_floating_point() and value.dtype not in _FLOATS:
-            raise NotFusable([f"'{shown}' is a tensor of {value.dtype}"])
+            raise NotFusable([f"'{_shown(name)}' is a tensor of {value.dtype}"])
+        is_bool = value.dtype == torch.bool
+        value = value.to(torch.int32) if is_bool else value
+        value = value.movedim(dim, 0).contiguous() if dim else value
         shape = tuple(value.shape) if domain == Domain.PARAM else tuple(value.shape[1:])
         key = f"{self.methods[0]}.{name}"
         self.tensors[key] = value
-        return ArgSpec(domain, shape, key, not value.is_floating_point())
+        return ArgSpec(domain, shape, key, not value.is_floating_point(), is_bool, dim)
 
     def _clashes(self, expr: EdgeExpr) -> bool:
         return any(k in self.tensors and self.tensors[k] is not t for k, t in expr.tensors.items())
 
     def _check_tensors(self) -> None:
-        """One device, and the floating dtype that all tensors have in common."""
+        """One device, no forward-mode tangents, and the floating dtype that all tensors have in common."""
+        if any(forward_ad.unpack_dual(t).tangent is not None for t in self.tensors.values()):
+            raise ForwardModeError()
         floating = []
         for key, value in self.tensors.items():
             if value.device != self.graph.device:
@@ -182,12 +194,8 @@ class Call:
     def _trace(self) -> None:
         """Find the program, with its parameters among :attr:`tensors`."""
         found = traced(self.conv, self.function, self.args)
-        self._check_side(found)
         known = tuple({**{place: expr.node for place, expr in self.exprs.items()}, **self._aliases()}.items())
         program, inputs, side = _compose(found.value, tuple(found.side.items()), known, self.function == "propagate")
-        value, dim = program.outputs[0].value, self.conv.node_dim
-        if self.function == "propagate" and dim != 0 and dim + len(value.shape) + 1 != 0:
-            raise NotFusable([f"results of {len(value.shape) + 1} dimensions with node_dim={dim}"])
         used = {n: self.tensors[n.name] for n in inputs if n.name in self.tensors}
         for node in inputs:
             if node.name.startswith("param."):
@@ -195,16 +203,11 @@ class Call:
             elif node not in used and node.is_integer:
                 # Drawn here, so that an expression gives the same values each time it is computed.
                 used[node] = torch.randint(2**63 - 1, (1,), device=self.graph.device)
+        if not any(t.is_floating_point() for t in used.values()):
+            raise NotFusable(["reads no data of nodes or edges"])
         self._settle_dtype(used)
-        self.program, self.side = program, side
+        self.program, self.side, self.dim = program, side, found.dim
         self.tensors = {n.name: self._cast(used[n]) for n in inputs if n in used}
-
-    def _check_side(self, found: Any) -> None:
-        import dis
-        stored = {i.argval for m in self.methods for i in dis.get_instructions(getattr(type(self.conv), m).__code__)
-                  if i.opname == "STORE_ATTR"} - set(found.side)
-        if stored:
-            raise NotFusable([f"leaves {', '.join(sorted(stored))} behind on the layer"])
 
     def _settle_dtype(self, used: Mapping[Node, Tensor]) -> None:
         """Where not all floating tensors are of one dtype, find the one that PyG's result has.
@@ -245,7 +248,7 @@ class Call:
         for expr in self.exprs.values():
             inputs = _inputs_of(expr.node)
             for spec in specs:
-                if spec.integer or spec.domain == Domain.EDGE:
+                if spec.integer or spec.domain == Domain.EDGE or spec.dim:
                     continue
                 value = self.tensors[spec.name or ""]
                 for node in inputs:
@@ -255,6 +258,11 @@ class Call:
         return out
 
     # What comes after
+
+    def result(self, out: Tensor) -> Tensor:
+        """What PyG's methods return, from what the program does."""
+        out = out.to(self.dtype)
+        return out.movedim(0, self.dim).contiguous() if self.dim else out
 
     def side_results(self) -> dict[str, EdgeExpr]:
         """What the methods leave on the layer, computed when something reads it."""
@@ -285,9 +293,10 @@ class Call:
         if value is None:
             return None
         domain = Domain.SRC if name[-1] == "j" else Domain.DST
-        if not value.is_floating_point():
+        dim = self._dim(value)
+        if not value.is_floating_point() or dim:
             index = self.edge_index[int((name[-1] == "j") == self.is_reversed)]
-            return value.index_select(0, index)
+            return value.index_select(dim, index)
         key = f"update.{name}"
         return EdgeExpr(ir.input(key, domain, tuple(value.shape[1:])), {key: value}, self.graph)
 
@@ -346,6 +355,7 @@ def _from_sparse(conv: Any, matrix: Any, kwargs: Mapping[str, Any], names: Seque
     kwargs = dict(kwargs)
     # PyG fills the first of these that a method asks for.
     name = next((n for n in ("edge_weight", "edge_attr", "edge_type") if n in names), None)
-    if name is not None and kwargs.get(name) is None:
+    # A product with the matrix itself never looks at what was given beside it.
+    if name is not None and (conv.fuse or kwargs.get(name) is None):
         kwargs[name] = None if name == "edge_attr" and value is not None and value.dim() == 1 else value
     return graph, kwargs

@@ -115,7 +115,7 @@ class FusedMixin(_Layer):
         (out,) = run(call.program, call.graph, call.tensors)
         for name, value in call.side_results().items():
             setattr(self, name, value)
-        out = self.update(out.to(call.dtype), **call.update_arguments())
+        out = self.update(call.result(out), **call.update_arguments())
         for hook in self._propagate_forward_hooks.values():
             changed = hook(self, (edge_index, call.size, kwargs), out)
             out = out if changed is None else changed
@@ -135,6 +135,9 @@ class FusedMixin(_Layer):
         debug.record(self, "edge_updater", call.program, call.graph)
         for name, value in call.side_results().items():
             setattr(self, name, value)
+        if call.dim:
+            (out,) = run(call.program, call.graph, call.tensors)
+            return call.result(out)
         out = EdgeExpr(call.program.outputs[0].value, call.tensors, call.graph)
         # Sparse matrices take coefficients as their values, so they get a tensor.
         return out.materialize() if is_sparse(edge_index) else out
