@@ -88,7 +88,7 @@ def _rows(size: Any) -> tuple[Any, int]:
     factor, rest = expr.as_coeff_Mul()
     if rest.is_Symbol and factor.is_Integer:
         return rest, int(factor)
-    raise NotFusable(["makes a tensor whose size depends on the number of edges"])
+    raise NotFusable(["depends on the number of edges or nodes"])
 
 
 def is_rowwise(fx: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import os
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
@@ -14,7 +15,7 @@ import torch
 #: Name of the function that calls the methods of a layer: what called it is not the layer's.
 BOUNDARY = "call_methods_of_layer"
 
-_SKIPPED = (str(Path(__file__).resolve().parents[1]), str(Path(torch.__file__).resolve().parent), "<")
+_SKIPPED = (*(f"{Path(p).resolve()}{os.sep}" for p in (Path(__file__).parents[1], Path(torch.__file__).parent)), "<")
 
 
 def current_line() -> str:
@@ -40,7 +41,7 @@ def is_inside(code: object) -> bool:
 
 def at(reason: str, line: str | None) -> str:
     """``reason`` with its place."""
-    return f"{reason} ({line})" if line else reason
+    return f"{reason} ({line.strip()})" if line and line.strip() else reason
 
 
 def _callers(frame: FrameType | None) -> Iterator[tuple[str, str, int]]:
@@ -50,8 +51,8 @@ def _callers(frame: FrameType | None) -> Iterator[tuple[str, str, int]]:
 
 
 def _line_of(frames: Iterable[tuple[str, str, int]]) -> str:
-    """The innermost frame of somebody's own code, else the innermost one of PyG's."""
-    within_pyg = ""
+    """The innermost frame of somebody's own code, else that of one of PyG's layers, else of PyG."""
+    within_layer = within_pyg = ""
     for path, name, number in frames:
         if name == BOUNDARY:
             break
@@ -60,5 +61,7 @@ def _line_of(frames: Iterable[tuple[str, str, int]]) -> str:
         text = f"{Path(path).name}:{number}: {linecache.getline(path, number).strip()}".rstrip(": ")
         if "torch_geometric" not in path:
             return text
+        if f"{os.sep}conv{os.sep}" in path:
+            within_layer = within_layer or text
         within_pyg = within_pyg or text
-    return within_pyg
+    return within_layer or within_pyg
