@@ -151,3 +151,21 @@ def test_propagate_has_pygs_signature_in_a_file():
     assert layer.propagate.__module__.endswith("message_passing")
     layer.explain = False
     assert layer.propagate.__module__.endswith("GATConv_propagate")
+
+
+def test_a_class_without_source():
+    """Typed at a prompt, or made by exec."""
+    text = """class Typed(Base):
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_j):
+        return 2 * x_j
+"""
+    x, edge_index = torch.randn(3, 2), torch.tensor([[0, 1, 1], [1, 2, 0]])
+    results = []
+    for base in (pyg_nn.MessagePassing, fused_nn.MessagePassing):
+        space = {"Base": base, "__name__": __name__}
+        exec(text, space)
+        results.append(space["Typed"]()(x, edge_index))
+    torch.testing.assert_close(*results)

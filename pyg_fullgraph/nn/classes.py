@@ -76,7 +76,9 @@ def install(conv: PyGMessagePassing, build: Callable[[], None]) -> None:
     # argument types of propagate are in the other.
     sources: dict[str, str] = {}
     for base in cls.__mro__:
-        sources[base.__name__] = sources.get(base.__name__, "") + _source(base)
+        source = _source(base)
+        if source is not None:
+            sources[base.__name__] = sources.get(base.__name__, "") + source
     before = conv.inspector._source_dict
     conv.inspector._source_dict = {**before, **sources}
     build()
@@ -90,16 +92,19 @@ def install(conv: PyGMessagePassing, build: Callable[[], None]) -> None:
     cls._fullgraph_installed = tuple(methods)
 
 
-def _source(cls: type) -> str:
-    """Source of a class for PyG's Inspector; nothing for those that cannot tell the arguments of propagate."""
+def _source(cls: type) -> str | None:
+    """Source of a class for PyG's Inspector, empty if it cannot tell the arguments of propagate; None if there is none.
+
+    A class typed at a prompt has none; PyG then keeps its generic functions, which take any arguments.
+    """
     if cls in (object, torch.nn.Module, PyGMessagePassing) or "_fullgraph_base" in vars(cls):
         return ""
     if cls.__module__ in (f"{__package__}", f"{__package__}.propagation"):
         return ""
     try:
         return inspect.getsource(cls)
-    except (OSError, TypeError):  # a class typed at a prompt; PyG then finds no types either
-        return ""
+    except (OSError, TypeError):
+        return None
 
 
 # --- generated functions ----------------------------------------------------------------------------------------
