@@ -319,6 +319,9 @@ class _Chunk:
     def lift(self, step: Step, value: Tensor) -> Tensor:
         return self.full(value, step.args[0])
 
+    def float(self, step: Step, value: Tensor) -> Tensor:
+        return value.to(self.sweep.dtype)
+
     def dropout(self, step: Step) -> Tensor:
         seed = self.sweep.leaf(step.node.args[0])
         mask = reference.dropout_mask(seed, self.eid, step.node.shape, step.node.attr("p"))
