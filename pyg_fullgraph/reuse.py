@@ -17,7 +17,7 @@ from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.memo import state_of
 from pyg_fullgraph.saga.ir import EdgeProgram, Node
 
-__all__ = ["constant_inputs", "kept", "reuse_constants"]
+__all__ = ["constant_inputs", "kept", "reuse_constants", "was_seen"]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _enabled = True
@@ -50,18 +50,20 @@ def constant_inputs(program: EdgeProgram, graph: Graph, env: Mapping[Node, Tenso
     """Inputs of ``program`` that hold the same unchanged tensors as when it last ran on ``graph``."""
     if not _enabled or torch.compiler.is_compiling():
         return frozenset()
-    found = []
-    seen = graph.memo.setdefault(("seen", program.digest), {})
-    for node, value in env.items():
-        if value.requires_grad or not value.is_floating_point() or type(value) not in _PLAIN or value.is_inference():
-            continue
-        known = seen.get(node.name)
-        if known is not None and known.holds_for([value]):
-            found.append(node)
-        else:
-            name = node.name
-            seen[name] = _Kept([value], lambda name=name: seen.pop(name, None))  # type: ignore[misc]
-    return frozenset(found)
+    return frozenset(node for node, value in env.items() if value.is_floating_point()
+                     and was_seen(graph, (program.digest, node.name), value))
+
+
+def was_seen(graph: Graph, place: object, value: Tensor) -> bool:
+    """Whether ``value``, unchanged and without gradient, is what came at ``place`` the last time."""
+    if not _enabled or value.requires_grad or type(value) not in _PLAIN or value.is_inference():
+        return False
+    seen = graph.memo.setdefault("seen", {})
+    known = seen.get(place)
+    if known is not None and known.holds_for([value]):
+        return True
+    seen[place] = _Kept([value], lambda: seen.pop(place, None))
+    return False
 
 
 def kept(graph: Graph, key: str, tensors: Sequence[Tensor], make: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:

@@ -19,7 +19,8 @@ from torch_geometric.utils import is_sparse
 
 from pyg_fullgraph.errors import DeviceError, DtypeError, ForwardModeError, NotFusable, RowCountError
 from pyg_fullgraph.graph import Graph, graph_of
-from pyg_fullgraph.nn.lazy import EdgeExpr
+from pyg_fullgraph.nn.lazy import EdgeExpr, as_plain
+from pyg_fullgraph.nn.order import LinearExpr
 from pyg_fullgraph.nn.preparation import check_edge_rows, is_derived, prepared_graph
 from pyg_fullgraph.nn.tracing import METHODS, attribute, result_dtype, traced
 from pyg_fullgraph.saga import ir
@@ -86,7 +87,7 @@ class Call:
         graph = prepared_graph(edge_index, (wanted[0], wanted[1]))
         self.graph = graph.reverse() if self.is_reversed else graph
         self.tensors: dict[str, Tensor] = {}
-        self.exprs: dict[Node, EdgeExpr] = {}
+        self.exprs: dict[Node, EdgeExpr | LinearExpr] = {}
         self.args = [{n: self._classify(m, n, p) for n, p in conv.inspector.get_param_dict(m).items()}
                      for m in self.methods]
         self._check_tensors()
@@ -132,6 +133,12 @@ class Call:
             rows = self.rows[name]
             if rows is None:
                 return None
+            place = f"{self.methods[0]}.{name}"
+            if isinstance(rows, LinearExpr) and name[-1] == "j" and f"{name[:-2]}_i" not in self.rows and \
+                    self._dim(rows) == 0 and rows.write_out(self.conv, self.graph, place):
+                self.exprs[ir.input(place, Domain.SRC, tuple(rows.shape[1:]))] = rows
+                self.tensors.update(rows.tensors)
+                return ArgSpec(Domain.SRC, tuple(rows.shape[1:]), place)
             return self._tensor(name, rows, Domain.SRC if name[-1] == "j" else Domain.DST, self._dim(rows))
         if name in _SPECIAL:
             return _SPECIAL[name]
@@ -162,6 +169,7 @@ class Call:
         return self._tensor(name, value, Domain.PARAM if dim is None else Domain.EDGE, dim or 0)
 
     def _tensor(self, name: str, value: Tensor, domain: Domain, dim: int = 0) -> ArgSpec:
+        value = as_plain(value)
         if value.layout != torch.strided or value.is_complex():
             raise NotFusable([f"'{_shown(name)}' is a tensor of {value.dtype}, {value.layout}"])
         if value.is_floating_point() and value.dtype not in _FLOATS:
@@ -244,7 +252,8 @@ class Call:
     def _aliases(self) -> dict[Node, Node]:
         """Arguments that an edge expression reads already: one input, read once and with one gradient."""
         out = {}
-        specs = [spec for args in self.args for spec in args.values() if isinstance(spec, ArgSpec) and spec.name]
+        specs = [spec for args in self.args for spec in args.values()
+                 if isinstance(spec, ArgSpec) and spec.name in self.tensors]
         for expr in self.exprs.values():
             inputs = _inputs_of(expr.node)
             for spec in specs:
@@ -258,6 +267,11 @@ class Call:
         return out
 
     # What comes after
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the result of the program is the result of PyG's methods as it is."""
+        return self.dim == 0 and self.dtype == self.computed
 
     def result(self, out: Tensor) -> Tensor:
         """What PyG's methods return, from what the program does."""
@@ -289,7 +303,7 @@ class Call:
         return out
 
     def _lifted(self, name: str) -> Tensor | None:
-        value = self.rows[name]
+        value = as_plain(self.rows[name])
         if value is None:
             return None
         domain = Domain.SRC if name[-1] == "j" else Domain.DST

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pyg_fullgraph.errors import LayerInputError, PygFullgraphError, RowCountError
+from pyg_fullgraph.nn import compiled, order
 from pyg_fullgraph.nn.lazy import as_plain
 from pyg_fullgraph.nn.preparation import REPLACEMENTS
 from pyg_fullgraph.saga.trace import rebind
@@ -75,11 +76,20 @@ def _wrapped(forward: Any, original: Any, is_lazy: bool) -> Any:
 
     TorchScript compiles the source of ``original`` with the globals of the result: PyG's code with PyG's functions.
     """
-    is_compiling = torch.compiler.is_compiling
+    # The globals of what is returned are PyG's, so what it names of ours is bound here.
+    is_compiling, takes, can_fuse, as_operator = \
+        torch.compiler.is_compiling, compiled.takes, compiled.can_fuse, compiled.call
 
     def explained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        is_open = order.is_open(self)
         try:
-            return as_plain(forward(self, *args, **kwargs)) if is_lazy else forward(self, *args, **kwargs)
+            if is_open:
+                opened = [order.opened(a) for a in args], {k: order.opened(v) for k, v in kwargs.items()}
+                out = forward(self, *opened[0], **opened[1])
+                order.settle(self)
+            else:
+                out = forward(self, *args, **kwargs)
+            return as_plain(out) if is_lazy or is_open else out
         except (RuntimeError, RowCountError) as error:
             _explain(self, original, args, kwargs, error)
             raise
@@ -87,9 +97,11 @@ def _wrapped(forward: Any, original: Any, is_lazy: bool) -> Any:
     apart = torch.compiler.disable(explained)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_lazy:
-            return apart(self, *args, **kwargs)
-        return forward(self, *args, **kwargs) if is_compiling() else explained(self, *args, **kwargs)
+        if is_compiling():
+            if takes((args, tuple(kwargs.values()))) and can_fuse(self):
+                return as_operator(self, explained, args, kwargs)
+            return apart(self, *args, **kwargs) if is_lazy else forward(self, *args, **kwargs)
+        return explained(self, *args, **kwargs)
 
     function = types.FunctionType(call.__code__, original.__globals__, forward.__name__, None, call.__closure__)
     functools.update_wrapper(function, original)

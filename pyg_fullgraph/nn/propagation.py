@@ -18,7 +18,7 @@ from torch_geometric.utils import is_sparse
 
 from pyg_fullgraph import debug
 from pyg_fullgraph.errors import NotFusable
-from pyg_fullgraph.nn import classes
+from pyg_fullgraph.nn import classes, order
 from pyg_fullgraph.nn.arguments import Call
 from pyg_fullgraph.nn.lazy import EdgeExpr, run
 from pyg_fullgraph.nn.tracing import METHODS
@@ -97,6 +97,10 @@ class FusedMixin(_Layer):
 
     propagate._is_fullgraph = edge_updater._is_fullgraph = True
 
+    def _fullgraph_refusals(self):
+        """Asked where a compiler chooses between this layer's operator and PyG's code."""
+        return _own_refusals(self)
+
     @torch.compiler.disable
     def _fullgraph_propagate(self, edge_index, size, kwargs):
         reasons = [*_own_refusals(self), *_momentary_refusals(self, "propagate")]
@@ -111,6 +115,10 @@ class FusedMixin(_Layer):
             call = Call(self, "propagate", edge_index, size, kwargs)
         except NotFusable as error:
             return _run_plain(self, "propagate", edge_index, size, kwargs, error.reasons, has_run_hooks)
+        if order.is_open(self) and not call.side and call.is_plain:
+            later = order.sum_later(self, call.program, call.graph, call.tensors)
+            if later is not None:
+                return later
         debug.record(self, "propagate", call.program, call.graph)
         (out,) = run(call.program, call.graph, call.tensors)
         for name, value in call.side_results().items():

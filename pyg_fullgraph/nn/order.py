@@ -1,0 +1,231 @@
+"""Linear maps around propagate, kept open until it is known on which side of the sum over edges they are cheaper.
+
+PyG's layers fix the order: GCNConv multiplies first, SAGEConv sums first. ``A (x W)`` is ``(A x) W``, so here the
+product before a propagate, and a sum that goes straight into a product, are lazy tensors; the compiler's pass
+``order_products`` then decides by the widths (MG-GCN 4.4) and by what is constant (:mod:`pyg_fullgraph.reuse`).
+
+Only forwards written in PyG are treated so: they write to nothing between the calls. A layer where nothing came of it
+in its first calls is left alone from then on.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Module
+from torch_geometric.nn.conv import MessagePassing as PyGMessagePassing
+
+from pyg_fullgraph import debug, reuse
+from pyg_fullgraph.graph import Graph
+from pyg_fullgraph.nn.lazy import LazyTensor, run
+from pyg_fullgraph.saga import ir
+from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output
+
+__all__ = ["LinearExpr", "SummedExpr", "is_open", "opened", "settle", "sum_later"]
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+#: Layers where keeping linear maps open was of use, and the number of calls of those where it was not so far.
+_useful: weakref.WeakSet[Module] = weakref.WeakSet()
+_tries: weakref.WeakKeyDictionary[Module, int] = weakref.WeakKeyDictionary()
+#: What is constant is known when it comes for the second time.
+MAX_TRIES = 3
+
+
+def is_open(layer: Any) -> bool:
+    """Whether the linear maps of ``layer`` are kept open in this call."""
+    if _tries.get(layer, 0) >= MAX_TRIES or layer.explain or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
+    if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+        return False
+    return getattr(type(layer).forward, "__module__", "").startswith("torch_geometric.")
+
+
+def opened(value: Any) -> Any:
+    """An argument of forward, with node features as something whose linear map may be postponed."""
+    if type(value) in _PLAIN and value.dim() == 2 and value.is_floating_point():
+        return Features(value)
+    if type(value) is tuple:
+        return tuple(opened(v) for v in value)
+    return value
+
+
+def settle(layer: Module) -> None:
+    """Count a call from which nothing came; one from which something did makes up for them."""
+    _tries[layer] = 0 if layer in _useful else _tries.get(layer, 0) + 1
+
+
+def sum_later(layer: Any, program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> Tensor | None:
+    """The result of a propagate, not computed yet, where a product after it could as well come before it."""
+    hooks = layer._propagate_forward_hooks or type(layer).update is not PyGMessagePassing.update
+    return None if hooks or not SummedExpr.suits(program) else SummedExpr(layer, program, graph, tensors)
+
+
+class _Open(LazyTensor):
+    """A lazy tensor with one value, computed under the gradient mode in which it was made."""
+
+    _value: Tensor | None
+    _has_grad_mode: bool
+
+    @staticmethod
+    def _make(cls: type, like: Tensor, shape: tuple[int, ...]) -> Any:
+        self = LazyTensor.__new__(cls, shape, like.dtype, like.device)
+        self._value, self._has_grad_mode = None, torch.is_grad_enabled()
+        return self
+
+    def materialize(self) -> Tensor:
+        if self._value is None:
+            with torch.set_grad_enabled(self._has_grad_mode):
+                self._value = self.compute()
+        return self._value
+
+    def compute(self) -> Tensor:
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear and isinstance(args[0], (Features, SummedExpr)) and not kwargs:
+            weight, bias = args[1], args[2] if len(args) > 2 else None
+            made = args[0].linear(weight, bias) if type(weight) in _PLAIN and weight.dim() == 2 else None
+            if made is not None:
+                return made
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class Features(_Open):
+    """Node features ``[N, K]`` as they came."""
+
+    @staticmethod
+    def __new__(cls, value: Tensor) -> Features:
+        self = _Open._make(cls, value, tuple(value.shape))
+        self._value = value
+        return self
+
+    def __init__(self, value: Tensor) -> None:
+        """See the class."""
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> LinearExpr | None:
+        x = self.materialize()
+        return LinearExpr(x, weight, bias) if weight.dtype == x.dtype and weight.shape[1] == x.shape[1] else None
+
+
+class LinearExpr(_Open):
+    """``x W^T + b`` for each node, ``[N, M]``, not computed yet."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    node: Node
+    tensors: dict[str, Tensor]
+
+    @staticmethod
+    def __new__(cls, x: Tensor, weight: Tensor, bias: Tensor | None) -> LinearExpr:
+        self = _Open._make(cls, x, (x.shape[0], weight.shape[0]))
+        self.x, self.weight, self.bias = x, weight, bias
+        return self
+
+    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        """See the class."""
+
+    def compute(self) -> Tensor:
+        return F.linear(self.x, self.weight, self.bias)
+
+    def write_out(self, layer: Module, graph: Graph, place: str) -> bool:
+        """Whether it may pay to sum first; then :attr:`node` is the product as a source expression of :attr:`tensors`.
+
+        Args:
+            layer: Whose propagate asks.
+            graph: What it runs on.
+            place: Prefix of the names of the tensors.
+        """
+        is_constant = reuse.was_seen(graph, ("linear", id(self.weight)), self.x)
+        if self._value is not None or not (self.weight.shape[1] < self.weight.shape[0] or is_constant):
+            return False
+        _useful.add(layer)
+        self.tensors = {f"{place}.features": self.x, f"{place}.weight": self.weight}
+        x = ir.input(f"{place}.features", Domain.SRC, self.x.shape[1:])
+        node = _product(x, self.weight, f"{place}.weight")
+        if self.bias is not None:
+            self.tensors[f"{place}.bias"] = self.bias
+            node = ir.pointwise("add", node, ir.input(f"{place}.bias", Domain.PARAM, tuple(self.bias.shape)))
+        self.node = node
+        return True
+
+
+class SummedExpr(_Open):
+    """The result of a propagate ``[N, K]``, a sum or mean of vertex rows, not computed yet."""
+
+    program: EdgeProgram
+    graph: Graph
+    tensors: Mapping[str, Tensor]
+    layer: Module
+
+    @staticmethod
+    def __new__(cls, layer: Module, program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> SummedExpr:
+        like = next(t for t in tensors.values() if t.is_floating_point())
+        self = _Open._make(cls, like, (graph.num_dst, *program.outputs[0].value.shape))
+        self.layer, self.program, self.graph, self.tensors = layer, program, graph, tensors
+        return self
+
+    def __init__(self, layer: Module, program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> None:
+        """See the class."""
+
+    @staticmethod
+    def suits(program: EdgeProgram) -> bool:
+        """Whether a product after the one result of ``program`` could as well come before it."""
+        (output,) = program.outputs
+        value = output.value
+        if output.kind not in ("sum", "mean") or len(value.shape) != 1:
+            return False
+        parts = value.args if value.op == "mul" else (value,)
+        return any(p.domain == Domain.SRC and p.shape == value.shape for p in parts)
+
+    def compute(self) -> Tensor:
+        return self.run(self.program, self.tensors)
+
+    def run(self, program: EdgeProgram, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The result of ``program``, counted as a fused propagate of the layer."""
+        debug.record(self.layer, "propagate", program, self.graph)
+        return run(program, self.graph, tensors)[0]
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> LinearOfSum | None:
+        narrows = weight.dtype == self.dtype and weight.shape[0] < weight.shape[1] == self.shape[1]
+        return LinearOfSum(self, weight, bias) if narrows and self._value is None else None
+
+
+class LinearOfSum(_Open):
+    """``(sum over edges) W^T + b``, not computed yet; the product comes first unless the sum itself is asked for."""
+
+    summed: SummedExpr
+    weight: Tensor
+    bias: Tensor | None
+
+    @staticmethod
+    def __new__(cls, summed: SummedExpr, weight: Tensor, bias: Tensor | None) -> LinearOfSum:
+        self = _Open._make(cls, weight, (summed.shape[0], weight.shape[0]))
+        self.summed, self.weight, self.bias = summed, weight, bias
+        return self
+
+    def __init__(self, summed: SummedExpr, weight: Tensor, bias: Tensor | None) -> None:
+        """See the class."""
+
+    def compute(self) -> Tensor:
+        summed = self.summed
+        # This object, the name above and the argument of getrefcount; more means that the sum is wanted as well.
+        if summed._value is not None or sys.getrefcount(summed) > 3:
+            return F.linear(summed.materialize(), self.weight, self.bias)
+        _useful.add(summed.layer)
+        (output,) = summed.program.outputs
+        value = _product(ir.gather(output.kind, Domain.DST, output.value), self.weight, "after.weight")
+        program = EdgeProgram((Output("vertex", value),))
+        out = summed.run(program, {**summed.tensors, "after.weight": self.weight})
+        return out if self.bias is None else out + self.bias
+
+
+def _product(x: Node, weight: Tensor, name: str) -> Node:
+    return ir.mm(x, ir.permute(ir.input(name, Domain.PARAM, tuple(weight.shape)), (1, 0)))
