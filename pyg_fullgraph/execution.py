@@ -22,6 +22,8 @@ from triton_kernels import launch
 
 #: Most edges of one piece of a row.
 MAX_PIECE = 1024
+#: Most programs that each hold a sum over edges, and most elements that they write for one parameter together.
+MAX_WORKERS, WORKER_ELEMENTS = 2112, 1 << 23
 
 
 def target_of(device: torch.device) -> Target:
@@ -95,14 +97,16 @@ def _launch_sweep(sweep: Sweep, kernel: codegen.KernelSource, order: EdgeOrder, 
     device, stat_dtype = like.device, chunks.compute_dtype(like.dtype)
     kinds = {r: g.attr("kind") for r, g in sweep.gathers}
 
+    schedule = order.schedule(MAX_PIECE)
+    num_workers = _num_workers(kernel, schedule.num_pieces)
+
     def result(node: Node) -> Tensor:
-        rows = order.num_edges if node.domain == Domain.EDGE else order.num_rows
+        rows = {Domain.EDGE: order.num_edges, Domain.PARAM: num_workers}.get(node.domain, order.num_rows)
         is_statistic = kinds.get(node) == "lse" or node.domain == Domain.PARAM or node in exact
         dtype = order.ptr.dtype if node.is_integer else stat_dtype if is_statistic else like.dtype
         return torch.empty((rows, *node.shape), dtype=dtype, device=device)
 
     results = {b.node: result(b.node) for b in kernel.outputs}
-    schedule = order.schedule(MAX_PIECE)
     inputs: list[Any] = []
     for buffer in kernel.inputs:
         value = leaf(buffer.node)
@@ -117,20 +121,27 @@ def _launch_sweep(sweep: Sweep, kernel: codegen.KernelSource, order: EdgeOrder, 
     ids = tl.int32 if order.ptr.dtype == torch.int32 else tl.int64
     constants = {"FLOAT": floats, "ID": ids, "UNSET": torch.iinfo(order.ptr.dtype).max}
     mean_degree = order.num_edges / max(order.num_rows, 1)
-    block_e = min(kernel.block_e, codegen.next_power_of_2(max(math.ceil(mean_degree), 4)))
+    block_e = max(min(kernel.block_e, codegen.next_power_of_2(max(math.ceil(mean_degree), 4))), kernel.min_block_e)
     num_warps = kernel.num_warps(block_e)
     eid = order.ptr if order.eid is None else order.eid
     out = list(results.values())
-    launch.launch(kernel.source, "sweep_kernel", schedule.num_pieces * kernel.num_tiles,
+    workers = [num_workers] if kernel.totals else []
+    launch.launch(kernel.source, kernel.name, num_workers * kernel.num_tiles,
                   [order.other, eid, schedule.piece_row, schedule.piece_start, schedule.piece_end, schedule.piece_slot,
-                   schedule.num_pieces, *inputs, *out, *workspace],
+                   schedule.num_pieces, *workers, *inputs, *out, *workspace],
                   {"BLOCK_E": block_e, "HAS_EID": order.eid is not None, **constants}, num_warps, device)
     if kernel.has_merge:
-        launch.launch(kernel.source, "merge_kernel", schedule.num_split * kernel.num_tiles,
+        launch.launch(kernel.source, kernel.merge_name, schedule.num_split * kernel.num_tiles,
                       [schedule.split_row, schedule.split_ptr, order.ptr, schedule.num_split,
-                       *out[:len(sweep.gathers)], *workspace], constants, num_warps, device)
-    # A parameter's gradient leaves the kernel as one row per vertex.
+                       *(results[b.node] for b in kernel.rows), *workspace], constants, num_warps, device)
+    # A parameter's gradient leaves the kernel as one row per program.
     return {n: t.sum(0).to(like.dtype) if n.domain == Domain.PARAM else t for n, t in results.items()}
+
+
+def _num_workers(kernel: codegen.KernelSource, num_pieces: int) -> int:
+    """Programs per feature tile: one per piece, or a fixed number if each writes a row of its own in the end."""
+    widest = max((b.node.numel for b in kernel.totals), default=0)
+    return min(num_pieces, max(min(MAX_WORKERS, WORKER_ELEMENTS // widest), 1)) if widest else num_pieces
 
 
 def _contiguous_rows(value: Tensor, run: int, pitch: int) -> Tensor:

@@ -25,7 +25,7 @@ from pyg_fullgraph.execution import kernel_of
 from pyg_fullgraph.saga.codegen import KernelSource
 from pyg_fullgraph.saga.ir import EdgeProgram
 from pyg_fullgraph.saga.passes import KERNELS, Sweep, split
-from tests.programs import CASES
+from tests.programs import CASES, MORE_CASES
 from triton_kernels import launch
 
 
@@ -46,7 +46,7 @@ def compile_kernel(kernel: KernelSource, name: str, dtype: str = "fp32", index: 
     stat = "fp64" if dtype == "fp64" else "fp32"
     for arg in function.arg_names:
         buffer = buffers.get(arg.removesuffix("_ptr").removesuffix("_stride"))
-        if arg.endswith("_stride") or arg in ("num_pieces", "num_split"):
+        if arg.endswith("_stride") or arg in ("num_pieces", "num_split", "num_workers"):
             signature[arg] = "i32"
         elif buffer is not None:
             is_seed = buffer.integer and not buffer.node.is_row
@@ -81,17 +81,16 @@ def compile_kernel(kernel: KernelSource, name: str, dtype: str = "fp32", index: 
 
 def main(names: list[str]) -> None:
     results: dict[str, Any] = {}
-    for name in names or list(CASES):
+    for name in names or [*CASES, *MORE_CASES]:
         case, dtype, index = [*name.split(":"), *("", "fp32", "i32")[name.count(":") + 1:]]
         lanes = {"fp64": 2, "fp32": 4}.get(dtype, 8)
-        for k, sweep in enumerate(sweeps_of(CASES[case]())):
+        for k, sweep in enumerate(sweeps_of((CASES | MORE_CASES)[case]())):
             kernel = kernel_of(sweep, lanes)
             if not isinstance(kernel, KernelSource):
                 results[f"{name}/{k}"] = {"refused": kernel.reasons}
                 continue
-            for part in ("sweep_kernel", "merge_kernel"):
-                if part == "sweep_kernel" or kernel.has_merge:
-                    results[f"{name}/{k}/{part}"] = compile_kernel(kernel, part, dtype, index)
+            for part in (kernel.name, *([kernel.merge_name] if kernel.has_merge else [])):
+                results[f"{name}/{k}/{part}"] = compile_kernel(kernel, part, dtype, index)
     print(json.dumps(results, indent=1))
 
 

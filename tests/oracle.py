@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from programs import CASES, make_tensors
+from programs import CASES, MORE_CASES, make_tensors
 from pyg_fullgraph.autograd import run
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.saga.interpret import run_reference
@@ -27,7 +27,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-3, tor
 @functools.cache
 def program_of(name: str) -> EdgeProgram:
     """The program of a case, traced once per session."""
-    return CASES[name]()
+    return (CASES | MORE_CASES)[name]()
 
 
 def random_case(num_src: int, num_dst: int, num_edges: int, seed: int = 0) -> Case:

@@ -119,6 +119,52 @@ def bare_edges() -> EdgeProgram:
     return EdgeProgram((Output("sum", value), Output("mean", v, "mean")))
 
 
+def several_reducers() -> EdgeProgram:
+    """Every reducer in one pass, as in PNA."""
+    x, y = ir.input("x", SRC, (WIDTH,)), ir.input("y", DST, (WIDTH,))
+    value = ir.pointwise("tanh", ir.pointwise("add", x, y))
+    square = ir.pointwise("mul", value, value)
+    return EdgeProgram((*(Output(k, value, k) for k in ("sum", "mean", "max", "min")), Output("sum", square, "square")))
+
+
+def products() -> EdgeProgram:
+    """Products over edges."""
+    value = ir.pointwise("add", 1.5, ir.pointwise("tanh", ir.input("x", SRC, (WIDTH,))))
+    return EdgeProgram((Output("mul", ir.pointwise("mul", value, ir.input("y", DST, (WIDTH,)))),))
+
+
+def joined() -> EdgeProgram:
+    """Features cut and joined per edge: towers of joined end points, edge data used in parts."""
+    x, y, w = ir.input("x", SRC, (2, 3)), ir.input("y", DST, (2, 3)), ir.input("w", EDGE, (5,))
+    both = ir.pointwise("tanh", ir.cat([x, y, ir.pointwise("mul", x, y)], 1))
+    towers = [ir.view(ir.slice_(both, 0, k, k + 1), (9,)) for k in range(2)]
+    weights = [ir.input(f"weight{k}", Domain.PARAM, (9, 4)) for k in range(2)]
+    out = ir.cat([ir.view(ir.mm(t, m), (1, 4)) for t, m in zip(towers, weights, strict=True)], 0)
+    scaled = ir.pointwise("mul", out, ir.view(ir.slice_(w, 0, 0, 4), (1, 4)))
+    return EdgeProgram((Output("sum", scaled), Output("max", ir.cat([ir.view(out, (8,)), w], 0), "top"),
+                        Output("edge", ir.pointwise("sin", ir.slice_(w, 0, 2, 5)), "some")))
+
+
+def series() -> EdgeProgram:
+    """Functions that are series near zero, and the others that few layers need."""
+    x, y = ir.input("x", SRC, (WIDTH,)), ir.input("y", DST, (WIDTH,))
+    value = ir.pointwise("mul", x, y)
+    terms = [ir.pointwise("expm1", ir.pointwise("tanh", value)), ir.pointwise("log1p", ir.pointwise("abs", value)),
+             ir.pointwise("erf", value), ir.pointwise("mul", ir.pointwise("floor", x), value),
+             ir.pointwise("mul", ir.pointwise("stop", y), x)]
+    return EdgeProgram(tuple(Output("sum", t, t.op + str(k)) for k, t in enumerate(terms)))
+
+
+def integer_data() -> EdgeProgram:
+    """Types of edges and vertices, compared, counted with, and looked up."""
+    x, kind, label = ir.input("x", SRC, (WIDTH,)), ir.input("kind", EDGE, (), True), ir.input("label", SRC, (2,), True)
+    chosen = ir.pointwise("where", ir.view(ir.pointwise("eq", kind, 1.0), (1,)), x, ir.pointwise("neg", x))
+    row = ir.lookup(ir.input("table", Domain.PARAM, (3, WIDTH)), kind)
+    same = ir.pointwise("ge", label, ir.view(ir.input("mine", DST, (), True), (1,)))
+    count = ir.pointwise("add", ir.pointwise("mul", label, 2.0), ir.pointwise("where", same, 1.0, 0.5))
+    return EdgeProgram((Output("sum", ir.pointwise("mul", chosen, row)), Output("max", count, "count")))
+
+
 LAYERS: dict[str, Layer] = {
     "gcn": Layer(lambda: pyg.GCNConv(4, WIDTH), "sum", dict(x_j=spec(SRC, WIDTH), edge_weight=spec(EDGE))),
     **{f"sage-{k}": Layer(lambda: pyg.SAGEConv(4, WIDTH), k, dict(x_j=spec(SRC, WIDTH)))
@@ -148,6 +194,20 @@ CASES: dict[str, Callable[[], EdgeProgram]] = {
 }
 
 
+#: For kernels: what comes beside the layers of the main job.
+MORE_CASES: dict[str, Callable[[], EdgeProgram]] = {
+    "several": several_reducers,
+    "products": products,
+    "joined": joined,
+    "series": series,
+    "integers": integer_data,
+    "edge-mlp-wide": edge_conv("mean", lambda: nn.Linear(8, 40), nn.Tanh, lambda: nn.Linear(40, 24)),
+    "edge-mlp-deep": edge_conv("sum", lambda: nn.Linear(8, 20), nn.Tanh, lambda: nn.Linear(20, 20), nn.Tanh,
+                               lambda: nn.Linear(20, 17)),
+    "gatv2-edge-wide": gatv2(edge_dim=16),
+}
+
+
 def make_tensors(program: EdgeProgram, num_src: int, num_dst: int, num_edges: int, dtype: torch.dtype,
                  device: str = "cpu", seed: int = 0) -> dict[str, Tensor]:
     """Random inputs of ``program``; floating ones require gradients."""
@@ -156,7 +216,9 @@ def make_tensors(program: EdgeProgram, num_src: int, num_dst: int, num_edges: in
     out = {}
     for node in program.inputs:
         if node.is_integer:
-            out[node.name] = torch.tensor([12345 + seed], device=device)
+            number = (torch.randint(3, (*rows[node.domain], *node.shape), generator=generator) if node.is_row else
+                      torch.tensor([12345 + seed]))
+            out[node.name] = number.to(device)
             continue
         value = torch.randn(*rows.get(node.domain, ()), *node.shape, generator=generator, dtype=torch.float64)
         out[node.name] = value.to(device=device, dtype=dtype).requires_grad_()

@@ -15,12 +15,13 @@ import torch
 
 import zoo
 from oracle import check, gradients, program_of, random_case
-from programs import CASES, EDGE, SRC, make_tensors
+from programs import CASES, EDGE, MORE_CASES, SRC, make_tensors
 from pyg_fullgraph import chunks, execution
 from pyg_fullgraph.autograd import run
 from pyg_fullgraph.execution import interpreted
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.saga import ir
+from pyg_fullgraph.saga.codegen import KernelSource
 from pyg_fullgraph.saga.ir import EdgeProgram, Output
 from triton_kernels import reference, segment
 
@@ -70,13 +71,14 @@ def poisoned(monkeypatch):
 
 @pytest.fixture
 def only_kernels(monkeypatch):
-    """No sweep falls back to chunks, but the one kind that is meant to: products of edge values over all edges."""
+    """No sweep falls back to chunks, but what is meant to: gradients of tables, and wide products in float64."""
     run_in_chunks = chunks.run_sweep
 
-    def refuse(sweep, *args):
+    def refuse(sweep, order, leaf, like, *args):
         kinds = {g.attr("kind") for _, g in sweep.gathers}
-        assert kinds == {"outer"}, f"{sweep} ran in chunks: {execution.kernel_of(sweep)}"
-        return run_in_chunks(sweep, *args)
+        is_wide = like.dtype == torch.float64 and isinstance(execution.kernel_of(sweep, 4), KernelSource)
+        assert kinds == {"index_sum"} or is_wide, f"{sweep} ran in chunks: {execution.kernel_of(sweep)}"
+        return run_in_chunks(sweep, order, leaf, like, *args)
 
     monkeypatch.setattr(chunks, "run_sweep", refuse)
 
@@ -87,7 +89,7 @@ def graph_for(device: str) -> zoo.Case:
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *MORE_CASES])
 def test_results_and_gradients(name, variant, device, monkeypatch, only_kernels):
     dtype, max_piece, is_long = VARIANTS[variant]
     monkeypatch.setattr(execution, "MAX_PIECE", max_piece)
@@ -121,6 +123,57 @@ def test_extremes_of_what_is_not_finite(kind, max_piece, device, monkeypatch):
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@pytest.mark.parametrize("max_piece", [2, 1024])
+def test_a_maximum_without_its_argument(max_piece, device, monkeypatch):
+    """Without gradients: NaN wins, minus infinity stays, empty rows are 0."""
+    monkeypatch.setattr(execution, "MAX_PIECE", max_piece)
+    edges = [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1), (1, 1), (2, 1), (3, 2), (3, 2), (3, 2), (1, 3), (4, 3)]
+    graph = Graph.from_edge_index(torch.tensor(edges, device=device).t(), (5, 5))
+    x = torch.tensor([[-INFINITY], [1.0], [NAN], [-INFINITY], [3.0]], device=device)
+    (out,) = run(EdgeProgram((Output("max", ir.input("x", SRC, (1,))),)), graph, {"x": x})
+    assert out.flatten().tolist() == pytest.approx([NAN, NAN, -INFINITY, 3.0, 0.0], nan_ok=True)
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+def test_series_are_accurate_near_zero(device):
+    """Relative to the result, where a difference of numbers near one would have no digits left."""
+    x = torch.cat([torch.logspace(-30, -0.05, 60), -torch.logspace(-30, -0.05, 60), torch.linspace(1, 20, 40)])
+    graph = Graph.from_edge_index(torch.arange(160, device=device).expand(2, -1), (160, 160))
+    node = ir.input("x", SRC, (1,))
+    program = EdgeProgram(tuple(Output("sum", ir.pointwise(op, node), op) for op in ("expm1", "log1p", "tanh", "erf")))
+    got = run(program, graph, {"x": x[:, None].to(device)})
+    want = [f(x.double()) for f in (torch.expm1, torch.log1p, torch.tanh, torch.erf)]
+    for output, g, w in zip(program.outputs, got, want, strict=True):
+        assert ((g[:, 0].cpu().double() - w) / w).abs().max() < 3e-6, output.name
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+def test_large_ids_are_compared_as_integers(device):
+    """2**24 and 2**24 + 1 are one number in float32."""
+    ids = torch.tensor([2**24, 2**24 + 1, 2**40 + 1], device=device)
+    graph = Graph.from_edge_index(torch.tensor([[0, 1, 2, 1], [0, 0, 0, 1]], device=device), (3, 2))
+    kind, own = ir.input("kind", SRC, (), True), ir.input("own", ir.Domain.DST, (), True)
+    one, x = ir.input("one", SRC, ()), torch.ones(3, device=device)
+    program = EdgeProgram((Output("sum", ir.pointwise("where", ir.pointwise("eq", kind, own), one, 0.0)),
+                           Output("sum", ir.pointwise("where", ir.pointwise("gt", kind, 2.0**24), one, 0.0), "more")))
+    same, more = run(program, graph, {"kind": ids, "own": ids[1:], "one": x})
+    assert same.tolist() == [1.0, 0.0]
+    assert more.tolist() == [2.0, 1.0]
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+def test_truth_values_as_inputs(device):
+    graph = Graph.from_edge_index(torch.tensor([[0, 1, 2], [0, 0, 1]], device=device), (3, 2))
+    flag, x = ir.input("flag", EDGE, (), True), ir.input("x", SRC, ())
+    program = EdgeProgram((Output("sum", ir.pointwise("where", flag, x, 0.0)),
+                           Output("sum", ir.pointwise("mul", flag, x), "scaled"),
+                           Output("sum", ir.pointwise("where", ir.pointwise("not", flag), x, 0.0), "rest")))
+    truths, numbers = torch.tensor([True, False, True], device=device), torch.tensor([1.0, 2.0, 4.0], device=device)
+    out = run(program, graph, {"flag": truths, "x": numbers})
+    assert [o.tolist() for o in out] == [[1.0, 4.0], [1.0, 4.0], [2.0, 0.0]]
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
 def test_dropout_masks_are_the_references(device):
     """Bit by bit, whatever the order of the edges: the mask depends on seed, edge id and feature."""
     case = random_case(19, 17, 90)
@@ -139,7 +192,7 @@ def test_dropout_masks_are_the_references(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["gat", "gatv2-edge-dropout", "sage-max", "gmm", "edge-mlp"])
+@pytest.mark.parametrize("name", ["gat", "gatv2-edge-dropout", "sage-max", "gmm", "edge-mlp-deep", "several"])
 def test_twenty_runs_are_bit_identical(name, monkeypatch):
     monkeypatch.setattr(execution, "MAX_PIECE", 64)
     case, program = graph_for("cuda"), program_of(name)
@@ -217,7 +270,7 @@ def test_edges_beyond_two_billion_elements():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *MORE_CASES])
 def test_half_precision_on_a_gpu(name):
     check(program_of(name), graph_for("cuda"), torch.float16, "cuda")
 

@@ -23,6 +23,8 @@ LAYERS = (
     "pyg_fullgraph.graph",
     "pyg_fullgraph.saga.ir",
     "pyg_fullgraph.saga.axes",
+    "pyg_fullgraph.saga.features",
+    "pyg_fullgraph.saga.reducers",
     "pyg_fullgraph.saga.interpret",
     "pyg_fullgraph.saga.refusal",
     "pyg_fullgraph.saga.forms",

@@ -16,6 +16,26 @@ def tanh(x):
 
 
 @triton.jit
+def expm1(x):
+    """``exp(x) - 1``; a series near zero, where the difference would cancel."""
+    near = 1.0 + x * (1.0 / 16.0)
+    for k in tl.static_range(14):
+        near = 1.0 + x * near * (1.0 / (15 - k))
+    return tl.where(tl.abs(x) < 0.5, x * near, tl.exp(x) - 1.0)
+
+
+@triton.jit
+def log1p(x):
+    """``log(1 + x)``; near zero the series of ``2 atanh(x / (2 + x))``."""
+    ratio = x / (2.0 + x)
+    square = ratio * ratio
+    near = square * 0.0 + 1.0 / 21.0
+    for k in tl.static_range(10):
+        near = 1.0 / (19 - 2 * k) + square * near
+    return tl.where(tl.abs(x) < 0.25, 2.0 * ratio * near, tl.log(1.0 + x))
+
+
+@triton.jit
 def power(x, y):
     """``x ** y`` for a positive base, and for negative bases with an even or odd whole exponent."""
     size = tl.exp(y * tl.log(tl.abs(x)))
@@ -59,3 +79,23 @@ def lane_max(value, ids, UNSET: tl.constexpr):
     peak = tl.max(tl.where(is_nan, float("-inf"), value), axis=0, keep_dims=True)
     hit = tl.where(has_nan, is_nan, value == peak)
     return tl.where(has_nan, float("nan"), peak), tl.min(tl.where(hit, ids, UNSET), axis=0, keep_dims=True)
+
+
+@triton.jit
+def lane_peak(value):
+    """Maximum over the lanes (axis 0); a NaN wins, as in torch."""
+    is_nan = value != value
+    has_nan = tl.max(is_nan.to(tl.int32), axis=0, keep_dims=True) > 0
+    peak = tl.max(tl.where(is_nan, float("-inf"), value), axis=0, keep_dims=True)
+    return tl.where(has_nan, float("nan"), peak)
+
+
+@triton.jit
+def _times(a, b):
+    return a * b
+
+
+@triton.jit
+def lane_product(value):
+    """Product over the lanes (axis 0)."""
+    return tl.reduce(value, 0, _times, keep_dims=True)

@@ -1,9 +1,12 @@
-"""The two kernel bodies, with holes for what the compiler generates.
+"""The kernel bodies, with holes for what the compiler generates.
 
-``LOOP``, with ``RESULT`` after it unless only edge values are written: one program takes one piece of one row (a row is
-a vertex, a piece a bounded run of its edges) and one tile of its features. BLOCK_E edges are in flight; each lane of
-the tile keeps its own partial result, so the loop needs no communication, and lanes are merged once at the end. A piece
-that is a whole row writes the result, a piece of a cut row writes its carry to a workspace slot.
+``PIECE`` takes one piece of one row (a row is a vertex, a piece a bounded run of its edges) and one tile of its
+features. BLOCK_E edges are in flight; each lane of the tile keeps its own partial result, so the loop needs no
+communication, and lanes are merged once at the end (``RESULT``, unless only edge values are written). A piece that is a
+whole row writes the result, a piece of a cut row writes its carry to a workspace slot.
+
+``ONE_PIECE`` is a kernel with one program per piece. ``WORKERS`` has a fixed number of programs that take every
+``num_workers``-th piece and hold sums over all edges: gradients of parameters, which leave as one row per program.
 
 ``MERGE``: one program takes one cut row and merges its slots in edge order, so results do not depend on timing.
 
@@ -18,30 +21,49 @@ import triton.language as tl
 from triton_kernels import device
 '''
 
-LOOP = '''
+ONE_PIECE = '''
 
 @triton.jit
 def {name}({params}):
     pid = tl.program_id(0).to(tl.int64)
     piece = pid % num_pieces
 {tiles}
-    row = tl.load(piece_row_ptr + piece).to(tl.int64)
-    start = tl.load(piece_start_ptr + piece)
-    end = tl.load(piece_end_ptr + piece)
-    slot = tl.load(piece_slot_ptr + piece).to(tl.int64)
+{once}
+{piece}
+'''
+
+WORKERS = '''
+
+@triton.jit
+def {name}({params}):
+    pid = tl.program_id(0).to(tl.int64)
+    worker = pid % num_workers
+{tiles}
+{once}
+    for piece in range(worker, num_pieces, num_workers):
+{piece}
+{totals}
+'''
+
+PIECE = '''\
+row = tl.load(piece_row_ptr + piece).to(tl.int64)
+start = tl.load(piece_start_ptr + piece)
+end = tl.load(piece_end_ptr + piece)
+slot = tl.load(piece_slot_ptr + piece).to(tl.int64)
 {before}
-    for base in range(start, end, BLOCK_E):
-        position = base + tl.arange(0, BLOCK_E)
-        alive = position < end
-        live = alive{lanes}
+for base in range(start, end, BLOCK_E):
+    position = base + tl.arange(0, BLOCK_E)
+    alive = position < end
+    live = alive{lanes}
 {loop}
 '''
 
-RESULT = '''{after}
-    if slot < 0:
-        count = (end - start).to(FLOAT)
+RESULT = '''\
+{after}
+if slot < 0:
+    count = (end - start).to(FLOAT)
 {finish}
-    else:
+else:
 {spill}
 '''
 

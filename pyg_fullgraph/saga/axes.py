@@ -106,8 +106,10 @@ class AxisMap:
             return [d if d else self._fresh(s) for d, s in zip(old, node.shape, strict=True)]
         if kind == "reduce":
             return [d for k, d in enumerate(args[0]) if k not in node.attr("dims")]
-        if self._opaque:
+        if self._opaque or node.op == "mm":
             return [self._fresh(s) for s in node.shape]
+        if node.op == "lookup":
+            return args[0][len(args[0]) - len(node.shape):]
         raise NotFusable([f"{node.op} over features does not fit a tile"])
 
 

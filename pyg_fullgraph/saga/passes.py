@@ -12,7 +12,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from pyg_fullgraph.saga import ir
+from pyg_fullgraph.saga import features, ir
 from pyg_fullgraph.saga.adjoint import scales_linearly, softmax_from
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output, pointwise
 
@@ -377,6 +377,7 @@ def split(program: EdgeProgram, disable: Sequence[str] = (), constant: Container
         roots = reorganize(roots)
     if "order" not in disable:
         roots = order_products(roots, constant)
+    roots = canonicalize(features.split_features(roots))
     names = {r: o.name for r, o in zip(reversed(roots), reversed(program.outputs), strict=True)}
     places = {r: k for k, r in enumerate(dict.fromkeys(roots))}
     levels = _levels(roots)
@@ -571,9 +572,10 @@ def plan(outputs: Mapping[str, Node], target: Target, disable: Sequence[str] = (
     roots = canonicalize(outputs.values())
     if "fuse" not in disable:
         roots = fuse(roots)
-    roots = canonicalize(expand_softmax(roots))
+    roots = canonicalize(features.split_features(expand_softmax(roots)))
     gathers = [n for n in ir.walk(*roots) if n.op == "gather"]
-    placed = _place(gathers, _levels(roots), [r for r in roots if r.domain == Domain.EDGE], target.dense)
+    placed = _place(gathers, _levels(roots), [p for r in roots if r.domain == Domain.EDGE for p in features.parts(r)],
+                    target.dense)
 
     steps: list[tuple[Node, Node] | Sweep] = []
     known: dict[Node, Node] = {}
@@ -599,7 +601,7 @@ def plan(outputs: Mapping[str, Node], target: Target, disable: Sequence[str] = (
         steps.append(Sweep(rows, tuple(pairs), tuple(written)))
     if target.stage:
         steps = _stage(steps)
-    finals = [edge_results[r] if r in edge_results else ir.substitute(r, known) for r in roots]
+    finals = [features.rejoin(r, edge_results) if r.domain == Domain.EDGE else ir.substitute(r, known) for r in roots]
     results = dict(zip(outputs, finals, strict=True))
     wanted = {n for name in exact for n in ir.inputs_of(results[name])}
     handed = {r for s in steps if isinstance(s, Sweep) for r, _ in s.edges} - set(edge_results.values())
@@ -626,7 +628,7 @@ def _place(gathers: Sequence[Node], level: Mapping[Node, int], edges: Sequence[N
             group(level[g] if g in needed else last[g.domain], g.domain)[0].append(g)
     for g in gathers:
         if g.domain == Domain.PARAM:
-            dense = g.attr("kind") == "outer" and not with_dense
+            dense = g.attr("kind") in ("outer", "index_sum") and not with_dense
             rows = next((r for r in (Domain.DST, Domain.SRC) if last.get(r, 0) >= level[g]), Domain.DST)
             group(max(level[g], last.get(rows, 0)), rows, dense)[0].append(g)
     for e in dict.fromkeys(edges):

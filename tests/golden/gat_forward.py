@@ -7,18 +7,18 @@ from triton_kernels import device
 
 
 @triton.jit
-def sweep_kernel(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_end_ptr, piece_slot_ptr, num_pieces, in0_ptr, in0_stride, in1_ptr, in1_stride, in2_ptr, in2_stride, out0_ptr, out1_ptr, ws0_ptr, ws1_ptr, ws2_ptr, BLOCK_E: tl.constexpr, HAS_EID: tl.constexpr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr):
+def softmax_sum_lse_by_dst_977711(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_end_ptr, piece_slot_ptr, num_pieces, in0_ptr, in0_stride, in1_ptr, in1_stride, in2_ptr, in2_stride, out0_ptr, out1_ptr, ws0_ptr, ws1_ptr, ws2_ptr, BLOCK_E: tl.constexpr, HAS_EID: tl.constexpr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr):
     pid = tl.program_id(0).to(tl.int64)
     piece = pid % num_pieces
     f0 = (tl.arange(0, 4))[None, :, None]
     f1 = (tl.arange(0, 8))[None, None, :]
+    v3 = tl.full([1, 1, 1], 0.0, FLOAT)
+    v5 = tl.full([1, 1, 1], 0.2, FLOAT)
     row = tl.load(piece_row_ptr + piece).to(tl.int64)
     start = tl.load(piece_start_ptr + piece)
     end = tl.load(piece_end_ptr + piece)
     slot = tl.load(piece_slot_ptr + piece).to(tl.int64)
     v1 = tl.load(in1_ptr + row * in1_stride + f0, mask=(f0 < 3), other=0).to(FLOAT)
-    v3 = tl.full([1, 1, 1], 0.0, FLOAT)
-    v5 = tl.full([1, 1, 1], 0.2, FLOAT)
     peak0 = tl.full([BLOCK_E, 4, 1], float("-inf"), FLOAT)
     total0 = tl.full([BLOCK_E, 4, 1], 0.0, FLOAT)
     acc0_0 = tl.full([BLOCK_E, 4, 8], 0.0, FLOAT)
@@ -61,7 +61,7 @@ def sweep_kernel(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_end_p
 
 
 @triton.jit
-def merge_kernel(split_row_ptr, split_ptr_ptr, row_ptr_ptr, num_split, out0_ptr, out1_ptr, ws0_ptr, ws1_ptr, ws2_ptr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr):
+def merge_softmax_sum_lse_by_dst_977711(split_row_ptr, split_ptr_ptr, row_ptr_ptr, num_split, out0_ptr, out1_ptr, ws0_ptr, ws1_ptr, ws2_ptr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr):
     pid = tl.program_id(0).to(tl.int64)
     split = pid % num_split
     f0 = (tl.arange(0, 4))[None, :, None]

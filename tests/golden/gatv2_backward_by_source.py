@@ -7,19 +7,19 @@ from triton_kernels import device
 
 
 @triton.jit
-def sweep_kernel(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_end_ptr, piece_slot_ptr, num_pieces, in0_ptr, in0_stride, in1_ptr, in1_stride, in2_ptr, in2_stride, in3_ptr, in4_ptr, in4_stride, in5_ptr, in5_stride, out0_ptr, ws0_ptr, BLOCK_E: tl.constexpr, HAS_EID: tl.constexpr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr):
+def sum_by_src_71df09(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_end_ptr, piece_slot_ptr, num_pieces, in0_ptr, in0_stride, in1_ptr, in1_stride, in2_ptr, in2_stride, in3_ptr, in4_ptr, in4_stride, in5_ptr, in5_stride, out0_ptr, ws0_ptr, BLOCK_E: tl.constexpr, HAS_EID: tl.constexpr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr):
     pid = tl.program_id(0).to(tl.int64)
     piece = pid % num_pieces
     f0 = (tl.arange(0, 4))[None, :, None]
     f1 = (tl.arange(0, 8))[None, None, :]
+    v4 = tl.full([1, 1, 1], 0.0, FLOAT)
+    v6 = tl.full([1, 1, 1], 0.2, FLOAT)
+    v9 = tl.load(in3_ptr + f0 * 5 + f1, mask=(f0 < 3) & (f1 < 5), other=0).to(FLOAT)
     row = tl.load(piece_row_ptr + piece).to(tl.int64)
     start = tl.load(piece_start_ptr + piece)
     end = tl.load(piece_end_ptr + piece)
     slot = tl.load(piece_slot_ptr + piece).to(tl.int64)
     v2 = tl.load(in2_ptr + row * in2_stride + f0 * 5 + f1, mask=(f0 < 3) & (f1 < 5), other=0).to(FLOAT)
-    v4 = tl.full([1, 1, 1], 0.0, FLOAT)
-    v6 = tl.full([1, 1, 1], 0.2, FLOAT)
-    v9 = tl.load(in3_ptr + f0 * 5 + f1, mask=(f0 < 3) & (f1 < 5), other=0).to(FLOAT)
     sum0 = tl.full([BLOCK_E, 4, 8], 0.0, FLOAT)
     ahead = start + tl.arange(0, BLOCK_E)
     next_other = tl.load(other_ptr + ahead, mask=ahead < end, other=0)
@@ -62,7 +62,7 @@ def sweep_kernel(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_end_p
 
 
 @triton.jit
-def merge_kernel(split_row_ptr, split_ptr_ptr, row_ptr_ptr, num_split, out0_ptr, ws0_ptr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr):
+def merge_sum_by_src_71df09(split_row_ptr, split_ptr_ptr, row_ptr_ptr, num_split, out0_ptr, ws0_ptr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr):
     pid = tl.program_id(0).to(tl.int64)
     split = pid % num_split
     f0 = (tl.arange(0, 4))[None, :, None]

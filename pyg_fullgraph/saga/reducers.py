@@ -1,0 +1,237 @@
+"""Reductions over edges as text: how a carry starts, takes a block of edges, merges and finishes.
+
+Contract: partial results merge to the whole, so that lanes of a tile, pieces of a row and programs can each hold one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from pyg_fullgraph.saga.ir import Domain, Node
+
+
+class Emitter(Protocol):
+    """What a reducer asks of the generator."""
+
+    lines: list[str]
+
+    def number(self, node: Node) -> str:
+        """The value of ``node`` as a floating point tile, after adding the lines that compute it."""
+
+    def matrix(self, node: Node) -> str:
+        """The same as a matrix of edges by features, zero outside of what there is."""
+
+    def edge_ids(self) -> str:
+        """The name of the edge ids of the block."""
+
+    def bind_weight(self, logit: Node, name: str) -> None:
+        """Let ``weight(logit)`` mean ``name`` from here on."""
+
+
+@dataclass
+class Carry:
+    """One array carried through the loop; ``node`` gives its axes."""
+
+    name: str
+    node: Node
+    start: str
+    integer: bool = False
+
+
+@dataclass
+class Reducer:
+    """One reduction: its carries, and its results as expressions over merged carries."""
+
+    carries: list[Carry] = field(default_factory=list)
+    stores: list[tuple[Node, str]] = field(default_factory=list)
+
+    def update(self, gen: Emitter) -> list[str]:
+        """Lines that take the block of edges in flight."""
+        raise NotImplementedError
+
+    def merge_lanes(self) -> list[str]:
+        """Lines that merge the lanes of each carry."""
+        raise NotImplementedError
+
+    def merge_piece(self) -> list[str]:
+        """Lines that merge ``new_<carry>`` into the carries."""
+        raise NotImplementedError
+
+
+class Sum(Reducer):
+    """Sum of one value; a mean of it divides the same carry."""
+
+    def __init__(self, k: int, value: Node, results: Sequence[tuple[str, Node]]) -> None:
+        self.value, self.name = value, f"sum{k}"
+        text = {"sum": self.name, "mean": f"{self.name} / tl.maximum(count, 1.0)"}
+        super().__init__([Carry(self.name, results[0][1], "0.0")], [(r, text[kind]) for kind, r in results])
+
+    def update(self, gen: Emitter) -> list[str]:
+        return [f"{self.name} += tl.where(live, {gen.number(self.value)}, 0.0)"]
+
+    def merge_lanes(self) -> list[str]:
+        return [f"{self.name} = tl.sum({self.name}, axis=0, keep_dims=True)"]
+
+    def merge_piece(self) -> list[str]:
+        return [f"{self.name} += new_{self.name}"]
+
+
+class Outer(Reducer):
+    """``a^T b``, summed over edges: a product on tensor cores per block, with one carry for all lanes."""
+
+    def __init__(self, k: int, left: Node, right: Node, result: Node, precision: str) -> None:
+        self.left, self.right, self.precision, self.name = left, right, precision, f"outer{k}"
+        super().__init__([Carry(self.name, result, "0.0")], [(result, self.name)])
+
+    def update(self, gen: Emitter) -> list[str]:
+        left, right = gen.matrix(self.left), gen.matrix(self.right)
+        return [f'{self.name} = tl.dot(tl.trans({left}), {right}, {self.name}, input_precision="{self.precision}")']
+
+    def merge_lanes(self) -> list[str]:
+        return []
+
+
+class Product(Reducer):
+    """Product of one value; 1 for a row without edges."""
+
+    def __init__(self, k: int, value: Node, result: Node) -> None:
+        self.value, self.name = value, f"product{k}"
+        super().__init__([Carry(self.name, result, "1.0")], [(result, self.name)])
+
+    def update(self, gen: Emitter) -> list[str]:
+        return [f"{self.name} *= tl.where(live, {gen.number(self.value)}, 1.0)"]
+
+    def merge_lanes(self) -> list[str]:
+        return [f"{self.name} = device.lane_product({self.name})"]
+
+    def merge_piece(self) -> list[str]:
+        return [f"{self.name} *= new_{self.name}"]
+
+
+class Peak(Reducer):
+    """Maximum without its argument; NaN wins."""
+
+    def __init__(self, k: int, value: Node, result: Node) -> None:
+        self.value, self.name = value, f"max{k}"
+        super().__init__([Carry(self.name, result, 'float("-inf")')],
+                         [(result, f"tl.where(count > 0, {self.name}, 0.0)")])
+
+    def update(self, gen: Emitter) -> list[str]:
+        value = f'tl.where(live, {gen.number(self.value)}, float("-inf"))'
+        return [f"{self.name} = tl.maximum({self.name}, {value}, tl.PropagateNan.ALL)"]
+
+    def merge_lanes(self) -> list[str]:
+        return [f"{self.name} = device.lane_peak({self.name})"]
+
+    def merge_piece(self) -> list[str]:
+        return [f"{self.name} = tl.maximum({self.name}, new_{self.name}, tl.PropagateNan.ALL)"]
+
+
+class ArgPeak(Reducer):
+    """Maximum and the smallest edge id that reaches it; NaN wins."""
+
+    def __init__(self, k: int, value: Node, results: Sequence[tuple[str, Node]]) -> None:
+        self.value, self.peak, self.ids = value, f"max{k}", f"arg{k}"
+        carries = [Carry(self.peak, results[0][1], 'float("-inf")'),
+                   Carry(self.ids, results[0][1], "UNSET", integer=True)]
+        text = {"max": f"tl.where(count > 0, {self.peak}, 0.0)", "argmax": f"tl.where(count > 0, {self.ids}, -1)"}
+        super().__init__(carries, [(r, text[kind]) for kind, r in results])
+
+    def update(self, gen: Emitter) -> list[str]:
+        value, ids = gen.number(self.value), gen.edge_ids()
+        fresh = f"fresh_{self.peak}"
+        # The first edge of a row is taken even at minus infinity, so that every row with edges has an argument.
+        return [f"{fresh} = {value}", *self._take(fresh, ids, "live & ")]
+
+    def _take(self, value: str, ids: str, condition: str = "") -> list[str]:
+        # Not "at most the peak" is true of a larger value and of NaN.
+        take, larger = f"take_{self.peak}", f"(~({value} <= {self.peak}) & ({self.peak} == {self.peak}))"
+        return [f"{take} = {condition}(({self.ids} == UNSET) | {larger})",
+                f"{self.peak} = tl.where({take}, {value}, {self.peak})",
+                f"{self.ids} = tl.where({take}, {ids}, {self.ids})"]
+
+    def merge_lanes(self) -> list[str]:
+        return [f"{self.peak}, {self.ids} = device.lane_max({self.peak}, {self.ids}, UNSET)"]
+
+    def merge_piece(self) -> list[str]:
+        return self._take(f"new_{self.peak}", f"new_{self.ids}")
+
+
+class Softmax(Reducer):
+    """Online softmax: running maximum, denominator and weighted sums (the flash-attention recurrence)."""
+
+    def __init__(self, k: int, logit: Node, sums: Sequence[tuple[Node, Node]], stats: Sequence[Node]) -> None:
+        self.logit, self.sums = logit, sums
+        self.peak, self.total, self.scale = f"peak{k}", f"total{k}", f"scale{k}"
+        self.weight = f"weight{k}"
+        self.names = [f"acc{k}_{i}" for i in range(len(sums))]
+        carries = [Carry(self.peak, logit, 'float("-inf")'), Carry(self.total, logit, "0.0"),
+                   *(Carry(n, result, "0.0") for n, (result, _) in zip(self.names, sums, strict=True))]
+        stores = [(result, f"{n} / tl.where({self.total} == 0, 1.0, {self.total})")
+                  for n, (result, _) in zip(self.names, sums, strict=True)]
+        stores += [(stat, f"device.log_sum_exp({self.peak}, {self.total})") for stat in stats]
+        super().__init__(carries, stores)
+
+    def update(self, gen: Emitter) -> list[str]:
+        logit = gen.number(self.logit)
+        gen.lines += [
+            f"logit_{self.peak} = tl.where(live, {logit}, float(\"-inf\"))",
+            f"top_{self.peak} = tl.maximum({self.peak}, logit_{self.peak})",
+            f"shift_{self.peak} = device.finite_or_zero(top_{self.peak})",
+            f"{self.scale} = tl.exp({self.peak} - shift_{self.peak})",
+            f"{self.weight} = tl.exp(logit_{self.peak} - shift_{self.peak})",
+            f"{self.total} = {self.total} * {self.scale} + {self.weight}",
+            f"{self.peak} = top_{self.peak}",
+        ]
+        gen.bind_weight(self.logit, self.weight)
+        lines = []
+        for name, (_, value) in zip(self.names, self.sums, strict=True):
+            lines.append(f"{name} = {name} * {self.scale} + tl.where(live, {gen.number(value)}, 0.0)")
+        return lines
+
+    def merge_lanes(self) -> list[str]:
+        lines = [f"top_{self.peak} = tl.max({self.peak}, axis=0, keep_dims=True)",
+                 f"{self.scale} = tl.exp({self.peak} - device.finite_or_zero(top_{self.peak}))"]
+        lines += [f"{n} = tl.sum({n} * {self.scale}, axis=0, keep_dims=True)" for n in [self.total, *self.names]]
+        return [*lines, f"{self.peak} = top_{self.peak}"]
+
+    def merge_piece(self) -> list[str]:
+        top = f"top_{self.peak}"
+        lines = [f"{top} = tl.maximum({self.peak}, new_{self.peak})",
+                 f"shift = device.finite_or_zero({top})",
+                 f"old_scale = tl.exp({self.peak} - shift)",
+                 f"new_scale = tl.exp(new_{self.peak} - shift)"]
+        lines += [f"{n} = {n} * old_scale + new_{n} * new_scale" for n in [self.total, *self.names]]
+        return [*lines, f"{self.peak} = {top}"]
+
+
+def reducers_of(gathers: Sequence[tuple[Node, Node]], precision: str) -> list[Reducer]:
+    """One reducer per value that is reduced, for all results that it can give; softmax last, its weights come late."""
+    sums: dict[tuple[Domain, Node], list[tuple[str, Node]]] = {}
+    peaks: dict[Node, list[tuple[str, Node]]] = {}
+    softmax: dict[Node, tuple[list[tuple[Node, Node]], list[Node]]] = {}
+    out: list[Reducer] = []
+    for result, g in gathers:
+        kind = g.attr("kind")
+        if kind in ("sum", "mean"):
+            sums.setdefault((result.domain, g.args[0]), []).append((kind, result))
+        elif kind in ("max", "argmax"):
+            peaks.setdefault(g.args[0], []).append((kind, result))
+        elif kind == "mul":
+            out.append(Product(len(out), g.args[0], result))
+        elif kind == "outer":
+            out.append(Outer(len(out), g.args[0], g.args[1], result, precision))
+        else:
+            values, stats = softmax.setdefault(g.args[0], ([], []))
+            if kind == "lse":
+                stats.append(result)
+            else:
+                values.append((result, g.args[1]))
+    out += [Sum(len(out) + k, value, results) for k, ((_, value), results) in enumerate(sums.items())]
+    for k, (value, results) in enumerate(peaks.items()):
+        has_ids = any(kind == "argmax" for kind, _ in results)
+        out.append(ArgPeak(k, value, results) if has_ids else Peak(k, value, results[0][1]))
+    out += [Softmax(k, logit, *parts) for k, (logit, parts) in enumerate(softmax.items())]
+    return out
