@@ -9,6 +9,7 @@ import torch
 import torch_geometric.nn as pyg_nn
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch_geometric import EdgeIndex
 from torch_geometric.data import Data
 from torch_geometric.utils import add_self_loops, degree
@@ -454,9 +455,105 @@ def test_repr_says_the_sizes():
 )
 def test_from_edge_index_refuses(edge_index, num_nodes, error, message, device):
     with pytest.raises(error) as caught:
-        Graph.from_edge_index(torch.tensor(edge_index, device=device), num_nodes)
+        Graph.from_edge_index(torch.tensor(edge_index, device=device), num_nodes, validate=True)
     assert isinstance(caught.value, errors.PygFullgraphError)
     assert message in str(caught.value)
+
+
+# Without waiting for a GPU
+
+
+class WhatIsRun(TorchDispatchMode):
+    """Counts sorts, and names the operations for which the host would wait for a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.waits, self.sorts = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = func._schema.name.removeprefix("aten::")
+        self.sorts += name in ("sort", "argsort", "msort", "topk")
+        is_read = name in ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select")
+        masks = name in ("index", "index_put", "index_put_") and any(
+            i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+        spreads = func is torch.ops.aten.repeat_interleave.Tensor and kwargs.get("output_size") is None
+        if is_read or masks or spreads or "unique" in name or "bincount" in name or "histc" in name:
+            self.waits.append(str(func))
+        return func(*args, **kwargs)
+
+
+def prepare(edge_index: torch.Tensor, size: tuple[int, int]) -> Graph:
+    """All that a training step asks a new graph for."""
+    built = Graph.from_edge_index(edge_index, size)
+    for order in (built.incoming, built.outgoing):
+        order.schedule(4)
+        order.inv_degree()
+    return built
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(segment, "may_wait", lambda device, num_edges: False)
+
+
+@pytest.mark.parametrize("case", zoo.ALL, ids=str)
+def test_a_new_graph_costs_two_sorts_and_no_wait(case, as_on_a_gpu, monkeypatch):
+    def read(tensor):
+        pytest.fail("the host reads a tensor")
+
+    edge_index = case.edge_index.clone()
+    with WhatIsRun() as seen, monkeypatch.context() as patch:
+        for name in ("tolist", "item", "numpy", "__bool__", "__int__", "__index__", "__float__"):
+            patch.setattr(torch.Tensor, name, read)
+        built = prepare(edge_index, case.size)
+    assert seen.waits == []
+    assert seen.sorts <= 2
+    check_graph(built, case.edge_index, case.size)
+
+
+def test_what_waits_is_seen():
+    with WhatIsRun() as seen:
+        prepare(zoo.hub().edge_index, zoo.hub().size)
+        torch.arange(3)[torch.tensor([True, False, True])]
+        torch.repeat_interleave(torch.tensor([1, 2]))
+    assert len(seen.waits) >= 3
+
+
+@pytest.mark.parametrize("edge_index, role", [([[0, 3], [1, 1]], "source"), ([[0, 1], [1, -1]], "destination")])
+def test_ids_are_checked_without_waiting(edge_index, role, as_on_a_gpu):
+    with pytest.raises(RuntimeError, match=f"Expected every {role} id in 'edge_index' to be at least 0 and below 3"):
+        Graph.from_edge_index(torch.tensor(edge_index), 3)
+    with pytest.raises(errors.IndexRangeError):
+        Graph.from_edge_index(torch.tensor(edge_index), 3, validate=True)
+
+
+@pytest.mark.parametrize("sort_order", ["row", "col"])
+def test_from_pyg_edge_index_without_waiting(sort_order, as_on_a_gpu):
+    case = zoo.hub()
+    edge_index = case.edge_index[:, case.edge_index[0 if sort_order == "row" else 1].argsort(stable=True)].contiguous()
+    theirs = EdgeIndex(edge_index, sparse_size=case.size, sort_order=sort_order).fill_cache_()
+    with WhatIsRun() as seen:
+        built = Graph.from_any(theirs)
+    assert seen.waits == []
+    check_graph(built, edge_index, case.size)
+    with pytest.raises(RuntimeError, match="Expected 'edge_index' to be sorted by row, as it says"):
+        Graph.from_any(EdgeIndex([[0, 2, 1], [1, 0, 2]], sparse_size=(3, 3), sort_order="row"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_edges", [0, 5, 20_000])
+def test_a_new_graph_on_a_gpu_is_not_waited_for(num_edges):
+    edge_index = torch.randint(500, (2, num_edges), device="cuda")
+    edge_index[1, num_edges // 2:] = 7
+    prepare(edge_index.clone(), (500, 500))  # what is set up on first use may wait
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        built = prepare(edge_index, (500, 500))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    check_graph(built, edge_index, (500, 500))
 
 
 def test_errors_survive_pickling():

@@ -1,6 +1,7 @@
 """Compressed rows and the row schedule against plain Python."""
 
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
@@ -66,10 +67,11 @@ def test_index_dtype_changes_at_the_int32_limit():
     assert segment.index_dtype(5, 2**31) == torch.int64
 
 
-def check_schedule(degree: list[int], max_piece: int, device: str | torch.device = "cpu") -> None:
+def check_schedule(degree: list[int], max_piece: int, waits: bool, device: str | torch.device = "cpu") -> None:
     """The definition of a schedule, piece by piece."""
     ptr = torch.tensor([0, *torch.tensor(degree, dtype=torch.int64).cumsum(0).tolist()], dtype=torch.int32)
-    schedule = segment.schedule_rows(ptr.to(device), max_piece)
+    with mock.patch.object(segment, "may_wait", return_value=waits):
+        schedule = segment.schedule_rows(ptr.to(device), max_piece, sum(degree))
     ptr_list = ptr.tolist()
     row, start, end, slot = (
         t.tolist() for t in (schedule.piece_row, schedule.piece_start, schedule.piece_end, schedule.piece_slot)
@@ -77,14 +79,29 @@ def check_schedule(degree: list[int], max_piece: int, device: str | torch.device
     split_row, split_ptr = schedule.split_row.tolist(), schedule.split_ptr.tolist()
     assert schedule.num_pieces == len(row) == len(start) == len(end) == len(slot)
     assert schedule.num_split == len(split_row) == len(split_ptr) - 1
-    assert schedule.num_slots == split_ptr[-1] == sum(s >= 0 for s in slot)
+    num_split, num_slots = sum(d > max_piece for d in degree), split_ptr[-1]
+    if waits:
+        assert (schedule.num_split, schedule.num_slots) == (num_split, num_slots)
+    else:
+        assert schedule.num_split >= num_split
+        assert len(degree) == 0 or schedule.num_slots > num_slots
+
+    # Beyond the bounds: pieces that loop over nothing and write to a slot of their own, cut rows that merge nothing.
+    last = schedule.num_slots - 1
+    pads = sum(s == last and last >= num_slots for s in slot)
+    assert pads == 0 or not waits
+    num_pieces = len(row) - pads
+    assert all(start[k] == end[k] and slot[k] == last for k in range(num_pieces, len(row)))
+    assert split_ptr[num_split:] == [num_slots] * (schedule.num_split - num_split + 1)
+    row, start, end, slot = row[:num_pieces], start[:num_pieces], end[:num_pieces], slot[:num_pieces]
+    assert sum(s >= 0 for s in slot) == num_slots
 
     length = [e - s for s, e in zip(start, end, strict=True)]
     assert all(0 <= n <= max_piece for n in length)
     # Longest first by power of two, ties in row order and then in edge order.
     keys = [(-n.bit_length(), r, s) for n, r, s in zip(length, row, start, strict=True)]
     assert keys == sorted(keys)
-    assert split_row == [r for r, d in enumerate(degree) if d > max_piece]
+    assert split_row[:num_split] == [r for r, d in enumerate(degree) if d > max_piece]
 
     pieces = sorted(zip(row, start, end, slot, strict=True))
     for r in range(len(degree)):
@@ -106,27 +123,29 @@ def check_schedule(degree: list[int], max_piece: int, device: str | torch.device
     "degree", [[], [0], [0, 0, 0], [5], [4], [1, 0, 9, 4, 0], [0, 12, 12, 3, 8, 1, 0]], ids=lambda d: f"degrees{d}"
 )
 @pytest.mark.parametrize("max_piece", [1, 4, 1000])
-def test_schedule_rows_by_definition(degree, max_piece, device):
-    check_schedule(degree, max_piece, device)
+@pytest.mark.parametrize("waits", [True, False])
+def test_schedule_rows_by_definition(degree, max_piece, waits, device):
+    check_schedule(degree, max_piece, waits, device)
 
 
-@settings(max_examples=150, deadline=None)
-@given(degree=st.lists(st.integers(0, 30), max_size=20), max_piece=st.integers(1, 35))
-def test_schedule_rows_on_random_degrees(degree, max_piece):
-    check_schedule(degree, max_piece)
+@settings(max_examples=300, deadline=None)
+@given(degree=st.lists(st.integers(0, 30), max_size=20), max_piece=st.integers(1, 35), waits=st.booleans())
+def test_schedule_rows_on_random_degrees(degree, max_piece, waits):
+    check_schedule(degree, max_piece, waits)
 
 
 def test_schedule_rows_takes_the_largest_bound_without_overflow():
-    check_schedule([3, 0, 5], 2**31 - 1)
+    check_schedule([3, 0, 5], 2**31 - 1, waits=True)
+    check_schedule([3, 0, 5], 2**31 - 1, waits=False)
 
 
 def test_schedule_rows_refuses_an_empty_piece():
     with pytest.raises(ValueError, match="'max_piece' to be positive"):
-        segment.schedule_rows(torch.tensor([0, 1]), 0)
+        segment.schedule_rows(torch.tensor([0, 1]), 0, 1)
 
 
 def test_schedule_rows_keeps_the_index_dtype():
-    schedule = segment.schedule_rows(torch.tensor([0, 5, 6]), 2)
+    schedule = segment.schedule_rows(torch.tensor([0, 5, 6]), 2, 6)
     assert schedule.piece_row.dtype == schedule.split_ptr.dtype == torch.int64
     assert schedule.piece_slot.dtype == torch.int32
 

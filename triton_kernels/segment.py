@@ -13,6 +13,14 @@ from torch import Tensor
 
 # Counts up to this number are indexed with int32. A variable, so that tests can reach the int64 path on small graphs.
 INT32_MAX = 2**31 - 1
+# Edges up to which a GPU prepares a graph without the host waiting for it: mini-batches come one after the other, while
+# a large graph is prepared once and gains from sizes that are exact.
+ASYNC_EDGES = 1 << 22
+
+
+def may_wait(device: torch.device, num_edges: int) -> bool:
+    """Whether the host may read what is computed from ``num_edges`` edges: on a CPU, or where waiting is cheap."""
+    return device.type == "cpu" or num_edges > ASYNC_EDGES
 
 
 def index_dtype(*counts: int) -> torch.dtype:
@@ -46,11 +54,11 @@ def build_csr(row: Tensor, other: Tensor, num_rows: int) -> tuple[Tensor, Tensor
         num_rows: R, may be 0 when E is 0.
 
     Returns: ``(ptr [R + 1], other [E], eid [E] or None)`` in the dtype of ``row``. ``eid`` is the original position of
-        each edge and ascends within a row; it is None where the input is sorted already, and ``other`` is then the
-        input itself.
+        each edge and ascends within a row; it is None where the input is seen to be sorted already (if the host may
+        wait, see :func:`may_wait`), and ``other`` is then the input itself.
     Cost: a stable sort of E keys; on CUDA a peak of 32 bytes per edge above int32 inputs (torch 2.11).
     """
-    if is_sorted(row):
+    if may_wait(row.device, row.numel()) and is_sorted(row):
         return compress_rows(row, num_rows), other, None
     sorted_row, order = torch.sort(row, stable=True)
     ptr = compress_rows(sorted_row, num_rows)
@@ -98,6 +106,9 @@ class RowSchedule:
     row write partial results into workspace slots, which are then merged in edge order, so that the result does not
     depend on timing.
 
+    Where the host did not wait for the counts, they are upper bounds. Pieces beyond are empty and have the last slot,
+    which belongs to no row; cut rows beyond have no slots.
+
     Attributes:
         piece_row: [P] row of each piece.
         piece_start, piece_end: [P] its half-open range of positions; empty for a row without edges.
@@ -119,7 +130,7 @@ class RowSchedule:
     num_split: int
 
 
-def schedule_rows(ptr: Tensor, max_piece: int) -> RowSchedule:
+def schedule_rows(ptr: Tensor, max_piece: int, num_edges: int) -> RowSchedule:
     """Cut the rows of ``ptr`` [R + 1] into pieces of at most ``max_piece`` entries, longest first.
 
     Lengths are compared by their power of two, and pieces of one power keep the order of their rows: rows with nearby
@@ -128,46 +139,80 @@ def schedule_rows(ptr: Tensor, max_piece: int) -> RowSchedule:
     Every row has at least one piece, so that kernels write the result of rows without entries too. A row that is cut
     gets pieces of nearly equal length.
 
+    Args:
+        ptr: row pointer.
+        max_piece: M, at least one.
+        num_edges: E, the last entry of ``ptr``.
+
     Raises: ValueError if ``max_piece`` is below one.
-    Cost: a stable sort of P keys, where R <= P <= R + E / max_piece; two host synchronisations.
+    Cost: ordering P keys, where R <= P <= R + E / M; on a CPU and for large graphs a sort and one host
+        synchronisation, else a prefix sum.
     Source: sorting by length is the longest-processing-time rule for the makespan of a list schedule.
     """
     if max_piece < 1:
         raise ValueError(f"Expected 'max_piece' to be positive (got {max_piece})")
-    num_rows, dtype = ptr.numel() - 1, ptr.dtype
+    num_rows, device = ptr.numel() - 1, ptr.device
     degree = degrees(ptr).long()
     num_parts = torch.div(degree + (max_piece - 1), max_piece, rounding_mode="floor").clamp_(min=1)
-    part_ptr = torch.zeros(num_rows + 1, dtype=torch.int64, device=ptr.device)
-    torch.cumsum(num_parts, 0, out=part_ptr[1:])
-    num_pieces = int(part_ptr[-1])
+    is_cut = num_parts > 1
+    num_cut = torch.cumsum(is_cut, 0)
+    part_ptr, slot_ptr = _starts(num_parts), _starts(num_parts * is_cut)
+    waits = may_wait(device, num_edges)
+    if num_rows == 0:
+        num_pieces = num_slots = num_split = 0
+    elif waits:
+        num_pieces, num_slots, num_split = torch.stack([part_ptr[-1], slot_ptr[-1], num_cut[-1]]).tolist()
+    else:
+        # A row of d entries is cut into at most 1 + (d - 1) // M parts.
+        num_split = num_edges // (max_piece + 1)
+        num_pieces, num_slots = num_rows + num_edges // max_piece, num_edges // max_piece + num_split + 1
 
-    rows = torch.arange(num_rows, dtype=torch.int64, device=ptr.device)
-    row = torch.repeat_interleave(rows, num_parts, output_size=num_pieces)
-    part = torch.arange(num_pieces, device=ptr.device) - part_ptr[row]
+    piece = torch.arange(num_pieces, device=device)
+    row = torch.searchsorted(part_ptr[1:], piece, right=True).clamp_(max=max(num_rows - 1, 0))
+    part, row_degree, row_parts = piece - part_ptr[row], degree[row], num_parts[row]
+    is_real = part < row_parts
     # Part k of n covers [floor(k * d / n), floor((k + 1) * d / n)) of the row: lengths differ by at most one.
-    row_start, row_degree, row_parts = ptr[row].long(), degree[row], num_parts[row]
+    row_start = ptr[row].long()
     start = row_start + torch.div(part * row_degree, row_parts, rounding_mode="floor")
     end = row_start + torch.div((part + 1) * row_degree, row_parts, rounding_mode="floor")
-    is_split = row_parts > 1
-    slot = torch.where(is_split, torch.cumsum(is_split, 0) - 1, -1)
+    end = torch.where(is_real, end, start)
+    slot = torch.where(is_real, torch.where(row_parts > 1, slot_ptr[row] + part, -1), num_slots - 1)
 
-    power = torch.frexp((end - start).double()).exponent
-    order = torch.sort(power, descending=True, stable=True).indices
-    split_row = torch.nonzero(num_parts > 1).squeeze(1)
-    num_split = split_row.numel()
-    split_ptr = torch.zeros(num_split + 1, dtype=torch.int64, device=ptr.device)
-    torch.cumsum(num_parts[split_row], 0, out=split_ptr[1:])
-    # Uncut rows have one piece each, so the number of slots needs no third synchronisation.
-    num_slots = num_pieces - (num_rows - num_split)
+    order = _longest_first(end - start, min(max_piece, num_edges), waits)
+    rank = torch.where(is_cut, num_cut - 1, num_split)
+    split_row = torch.zeros(num_split + 1, dtype=ptr.dtype, device=device)
+    split_row.scatter_(0, rank, torch.arange(num_rows, dtype=ptr.dtype, device=device))
+    split_ptr = slot_ptr[-1].to(ptr.dtype).repeat(num_split + 1)
+    split_ptr.scatter_(0, rank, torch.where(is_cut, slot_ptr[:-1], slot_ptr[-1]).to(ptr.dtype))
     return RowSchedule(
-        piece_row=row[order].to(dtype),
-        piece_start=start[order].to(dtype),
-        piece_end=end[order].to(dtype),
+        piece_row=row[order].to(ptr.dtype),
+        piece_start=start[order].to(ptr.dtype),
+        piece_end=end[order].to(ptr.dtype),
         piece_slot=slot[order].to(torch.int32),
-        split_row=split_row.to(dtype),
-        split_ptr=split_ptr.to(dtype),
+        split_row=split_row[:num_split],
+        split_ptr=split_ptr,
         max_piece=max_piece,
         num_pieces=num_pieces,
         num_slots=num_slots,
         num_split=num_split,
     )
+
+
+def _starts(counts: Tensor) -> Tensor:
+    """``0, c0, c0 + c1, ...``: where each group starts, and the end of the last."""
+    out = torch.zeros(counts.numel() + 1, dtype=torch.int64, device=counts.device)
+    torch.cumsum(counts, 0, out=out[1:])
+    return out
+
+
+def _longest_first(length: Tensor, longest: int, waits: bool) -> Tensor:
+    """Stable order of ``length`` [P] by power of two, descending; without a sort where the host does not wait."""
+    power = torch.frexp(length.double()).exponent
+    if waits:
+        return torch.sort(power, descending=True, stable=True).indices
+    largest = longest.bit_length()
+    powers = torch.arange(largest, -1, -1, dtype=power.dtype, device=power.device)
+    is_here = (powers[:, None] == power).flatten()
+    place = torch.cumsum(is_here, 0, dtype=torch.int32).reshape(largest + 1, -1)
+    place = place.gather(0, (largest - power).long()[None]).squeeze(0).long() - 1
+    return torch.empty_like(place).scatter_(0, place, torch.arange(place.numel(), device=place.device))

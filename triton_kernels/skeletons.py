@@ -8,7 +8,8 @@ whole row writes the result, a piece of a cut row writes its carry to a workspac
 ``ONE_PIECE`` is a kernel with one program per piece. ``WORKERS`` has a fixed number of programs that take every
 ``num_workers``-th piece and hold sums over all edges: gradients of parameters, which leave as one row per program.
 
-``MERGE``: one program takes one cut row and merges its slots in edge order, so results do not depend on timing.
+``MERGE``: one program takes one cut row and merges its slots in edge order, so results do not depend on timing. The
+number of cut rows may be an upper bound; what is beyond has no slots.
 
 Vertex-balanced mapping for reductions and per-edge work alike (SAGA-opt 5), with rows bounded as in RoDe-style splits.
 """
@@ -77,6 +78,8 @@ def {name}({params}):
     row = tl.load(split_row_ptr + split).to(tl.int64)
     first = tl.load(split_ptr_ptr + split).to(tl.int64)
     last = tl.load(split_ptr_ptr + split + 1).to(tl.int64)
+    if first == last:
+        return
     count = (tl.load(row_ptr_ptr + row + 1) - tl.load(row_ptr_ptr + row)).to(FLOAT)
 {before}
     for slot in range(first, last):
