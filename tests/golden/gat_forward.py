@@ -69,6 +69,8 @@ def merge_softmax_sum_lse_by_dst_977711(split_row_ptr, split_ptr_ptr, row_ptr_pt
     row = tl.load(split_row_ptr + split).to(tl.int64)
     first = tl.load(split_ptr_ptr + split).to(tl.int64)
     last = tl.load(split_ptr_ptr + split + 1).to(tl.int64)
+    if first == last:
+        return
     count = (tl.load(row_ptr_ptr + row + 1) - tl.load(row_ptr_ptr + row)).to(FLOAT)
     peak0 = tl.full([1, 4, 1], float("-inf"), FLOAT)
     total0 = tl.full([1, 4, 1], 0.0, FLOAT)

@@ -70,6 +70,8 @@ def merge_sum_by_src_71df09(split_row_ptr, split_ptr_ptr, row_ptr_ptr, num_split
     row = tl.load(split_row_ptr + split).to(tl.int64)
     first = tl.load(split_ptr_ptr + split).to(tl.int64)
     last = tl.load(split_ptr_ptr + split + 1).to(tl.int64)
+    if first == last:
+        return
     count = (tl.load(row_ptr_ptr + row + 1) - tl.load(row_ptr_ptr + row)).to(FLOAT)
     sum0 = tl.full([1, 4, 8], 0.0, FLOAT)
     for slot in range(first, last):

@@ -55,6 +55,8 @@ def merge_max_argmax_by_dst_ef460d(split_row_ptr, split_ptr_ptr, row_ptr_ptr, nu
     row = tl.load(split_row_ptr + split).to(tl.int64)
     first = tl.load(split_ptr_ptr + split).to(tl.int64)
     last = tl.load(split_ptr_ptr + split + 1).to(tl.int64)
+    if first == last:
+        return
     count = (tl.load(row_ptr_ptr + row + 1) - tl.load(row_ptr_ptr + row)).to(FLOAT)
     max0 = tl.full([1, 8], float("-inf"), FLOAT)
     arg0 = tl.full([1, 8], UNSET, ID)
