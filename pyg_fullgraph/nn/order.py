@@ -48,7 +48,7 @@ def is_open(layer: Any) -> bool:
 
 def opened(value: Any) -> Any:
     """An argument of forward, with node features as something whose linear map may be postponed."""
-    if type(value) in _PLAIN and value.dim() == 2 and value.is_floating_point():
+    if type(value) in _PLAIN and value.dim() == 2 and value.is_floating_point() and value.layout == torch.strided:
         return Features(value)
     if type(value) is tuple:
         return tuple(opened(v) for v in value)
