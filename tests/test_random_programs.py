@@ -1,8 +1,13 @@
-"""Random programs on random graphs: what no layer writes today and a user may write tomorrow."""
+"""Random programs on random graphs: what no layer writes today and a user may write tomorrow.
+
+``HYPOTHESIS_PROFILE=thorough`` runs fifty times as many examples.
+"""
+
+import os
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
 import zoo
@@ -14,6 +19,7 @@ from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output
 from pyg_fullgraph.saga.passes import KERNELS, split
 
+SCALE = 50 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 1
 DOMAINS = (Domain.SRC, Domain.DST, Domain.EDGE, Domain.PARAM)
 # Smooth, or with kinks that random numbers do not hit; bounded, so that errors stay comparable.
 UNARY = ("neg", "tanh", "sigmoid", "sin", "cos", "relu", "abs")
@@ -73,11 +79,17 @@ class Programs:
 GRAPHS = [case for case in zoo.ALL if case.name != "hub"]
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+def compare_program(graph, data, note=note):
+    """One random program against the oracle, in float64: results and every gradient."""
+    program = Programs(data).program()
+    note(f"{program}\non {graph}")
+    check(program, graph, torch.float64, seed=data.draw(st.integers(0, 3)))
+
+
+@settings(max_examples=200 * SCALE, deadline=None, suppress_health_check=list(HealthCheck))
 @given(graph=st.sampled_from(GRAPHS), data=st.data())
 def test_random_programs(graph, data):
-    program = Programs(data).program()
-    check(program, graph, torch.float64, seed=data.draw(st.integers(0, 3)))
+    compare_program(graph, data)
 
 
 @pytest.mark.gpu

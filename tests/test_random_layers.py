@@ -1,0 +1,46 @@
+"""Random layers on random graphs: whatever a user writes in message(), our base class computes what PyG's does.
+
+``HYPOTHESIS_PROFILE=thorough`` runs fifty times as many examples.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import torch
+import torch_geometric.nn as pyg_nn
+from hypothesis import HealthCheck, assume, given, note, settings
+from hypothesis import strategies as st
+from random_layers import Writer, answer, compile_layer, make_inputs
+
+import pyg_fullgraph.nn as fused_nn
+import zoo
+from oracle import error
+from pyg_fullgraph import debug
+
+SCALE = 50 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 1
+GRAPHS = [case for case in zoo.ALL if case.name not in ("hub", "prime")]
+LIMIT = 1e-9
+
+
+def compare_layer(case, data, note=note):
+    """One random layer on PyG's base and on ours, in float64: results and every gradient."""
+    text = Writer(data, case.is_square).write()
+    note(f"{text}\non {case}")
+    inputs = make_inputs(text, case, data.draw(st.integers(0, 3)))
+    want = answer(compile_layer(text, pyg_nn.MessagePassing), inputs)
+    assume(all(torch.isfinite(t).all() for t in want.values()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", debug.PlainPathWarning)
+        got = answer(compile_layer(text, fused_nn.MessagePassing), inputs)
+    assert list(got) == list(want)
+    assert [t.dtype for t in got.values()] == [t.dtype for t in want.values()]
+    wrong = {n: e for n, t in want.items() if not (e := error(got[n], t)) <= LIMIT}
+    assert not wrong, wrong
+
+
+@settings(max_examples=100 * SCALE, deadline=None, suppress_health_check=list(HealthCheck))
+@given(case=st.sampled_from(GRAPHS), data=st.data())
+def test_a_random_layer_means_what_it_means_in_pyg(case, data):
+    compare_layer(case, data)
