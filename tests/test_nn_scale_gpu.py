@@ -1,0 +1,104 @@
+"""Every conv at a size where a message per edge would show: what is allocated, the numbers, the same bits each time."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import layers
+import pytest
+import torch
+from layers import MORE, SQUARE, Layer, assert_fused, twins
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from oracle import error, random_case
+from pyg_fullgraph import chunks, debug
+from pyg_fullgraph.graph import Graph
+
+pytestmark = pytest.mark.gpu
+
+NUM_NODES, NUM_EDGES, WIDTH = 20_011, 1_200_003, 64
+#: One configuration per conv, and those with several accumulators.
+NAMES = [
+    "simple_several", "cheb", "gcn", "sage", "sage_max", "sage_several", "graph_conv", "gated_graph", "res_gated",
+    "res_gated_edge", "transformer", "transformer_edge", "agnn", "tag", "gin", "gine", "gine_edge", "arma", "sg",
+    "ssg", "appnp", "mf", "rgcn", "fast_rgcn", "rgat_add_across_None", "signed", "gat", "gat_edge", "gatv2",
+    "gatv2_edge", "gmm", "point_net", "cg_edge", "nn", "ppf", "feast", "point_transformer", "hypergraph", "le", "pna",
+    "pna_edge", "cluster_gcn", "gen_softmax", "gen_learned", "gcn2", "wl", "film", "supergat_mx", "fa",
+    "eg_sum_mean_max", "pdn", "general_edge", "hgt", "han", "heat", "lg", "point_gnn", "mixhop", "edge_conv",
+    "edge_conv_linear",
+]
+#: An operator per edge, not a vector: fewer features, so that PyG's float64 fits.
+NARROW = {"nn": 8}
+BY_NAME = {entry.name: entry for entry in (*SQUARE, *MORE)}
+
+
+def widened(monkeypatch: pytest.MonkeyPatch, name: str) -> Layer:
+    """The layer of that name with ``WIDTH`` features where the table has ``F_IN`` or ``F_OUT``."""
+    width, layer, narrow = NARROW.get(name, WIDTH), BY_NAME[name], layers.F_IN
+    for constant in ("F_IN", "F_OUT"):
+        monkeypatch.setattr(layers, constant, width)
+
+    def wide(shape: Any) -> Any:
+        return tuple(width if s == narrow else s for s in shape) if isinstance(shape, tuple) else shape
+
+    return dataclasses.replace(layer, x=wide(layer.x), edge={k: wide(s) for k, s in layer.edge.items()},
+                               node={k: wide(s) for k, s in layer.node.items()})
+
+
+def step(module: nn.Module, layer: Layer, given: Any, edge_index: Any) -> dict[str, Tensor]:
+    """Output and every gradient of one training step, by name."""
+    x, more = tree_map(lambda t: t.detach().requires_grad_(t.is_floating_point()), given)
+    if layer.call is not None:
+        out = layer.call(module, x, edge_index, **more)
+    else:
+        out = module(x=x, edge_index=edge_index, **more, **layer.options)
+    leaves = {f"input {k}": t for k, t in enumerate(tree_leaves((x, more))) if t.requires_grad}
+    leaves.update((k, p) for k, p in module.named_parameters() if p.requires_grad)
+    cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    grads = torch.autograd.grad(out, list(leaves.values()), cotangent.to(out.device, out.dtype), allow_unused=True)
+    return {"out": out.detach(), **{k: g for k, g in zip(leaves, grads, strict=True) if g is not None}}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_conv(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(chunks.CHUNK_ELEMENTS, "cuda", 1 << 23)
+    layer = widened(monkeypatch, name)
+    plain, fused = twins(layer)
+    case = random_case(NUM_NODES, NUM_NODES, NUM_EDGES)
+    edge_index = case.edge_index.cuda()
+    exact = tree_map(lambda t: t.detach().cuda(), layer.inputs(case))
+    single = tree_map(lambda t: t.float() if t.is_floating_point() else t, exact)
+    # Layers with a call of their own take an edge_index apart; the others get a graph, which is prepared once.
+    graph = edge_index if layer.call is not None else Graph.from_edge_index(edge_index, case.size)
+
+    plain32, fused = copy.deepcopy(plain).float().cuda(), fused.float().cuda()
+    want = step(plain.double().cuda(), layer, exact, edge_index)
+    eager = {k: error(v, want[k]) for k, v in step(plain32, layer, single, edge_index).items()}
+    del plain, plain32
+    torch.cuda.empty_cache()
+
+    debug.reset()
+    first = step(fused, layer, single, graph)
+    assert_fused()
+    off = {k: error(v, want[k]) for k, v in first.items()}
+    assert set(off) >= set(want)
+    wrong = {k: (e, eager[k]) for k, e in off.items() if e > max(1e-5, 2 * eager.get(k, 0))}
+    assert not wrong, wrong
+
+    torch.cuda.memory._record_memory_history(enabled="all", context=None, max_entries=1_000_000)
+    try:
+        second = step(fused, layer, single, graph)
+        torch.cuda.synchronize()
+        events = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    largest = max(e["size"] for e in events if e["action"] == "alloc")
+    assert largest < NUM_EDGES * WIDTH // 2 * 4, f"{largest / 2**20:.0f} MiB at once"
+
+    for _ in range(18):
+        assert all(torch.equal(second[k], v) for k, v in first.items())
+        second = step(fused, layer, single, graph)
+    assert all(torch.equal(second[k], v) for k, v in first.items())
