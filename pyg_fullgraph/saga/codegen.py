@@ -28,10 +28,12 @@ TILE_FEATURES, MAX_TILE_FEATURES = 512, 4096
 #: or softmax (fewer warps mean fewer exchanges), many wide values at once (registers), and matrix products. Measured
 #: on an H200.
 TILE_SHAPES = {"light": (2048, 512), "exchange": (2048, 1024), "heavy": (1024, 256), "dense": (1024, 256)}
+#: Loaded and carried values per thread above which fewer edges are in flight: they would not fit the registers.
+MAX_HELD = 96
 #: Largest product of sizes for which a matrix product per edge is unrolled in the tile.
 MAX_EDGE_PRODUCT = 4096
-#: Rows and columns from which a product runs on tensor cores instead, and the largest matrix that a program can hold.
-MIN_DOT_SIZE, MAX_DOT_PRODUCT = 16, 16384
+#: Fewest rows for a product on tensor cores, the size from which it is worth it, and the most that a program can hold.
+MIN_DOT_SIZE, MIN_DOT_PRODUCT, MAX_DOT_PRODUCT = 16, 256, 16384
 #: Operations whose results are truth values.
 _COMPARISONS = ("gt", "ge", "lt", "le", "eq", "ne")
 _LOGIC = ("and", "or", "not")
@@ -109,7 +111,7 @@ class KernelSource:
 
     def num_warps(self, block_e: int) -> int:
         """Warps of a program with ``block_e`` edges in flight."""
-        return min(max(next_power_of_2(self.width * block_e // self.elements_per_warp), 1), 8)
+        return _warps(self.width * block_e, self.elements_per_warp)
 
 
 def generate(sweep: Sweep, lanes: int = 4) -> KernelSource:
@@ -155,14 +157,18 @@ class _Lowering:
         x, weight = node.args
         rows, columns = weight.shape
         area = next_power_of_2(rows) * next_power_of_2(columns)
-        is_wide = min(rows, columns) >= MIN_DOT_SIZE or area > MAX_EDGE_PRODUCT
-        if is_wide and self.lanes > 2 and weight.op == "input" and next_power_of_2(rows) <= MAX_DOT_PRODUCT // 16:
+        is_wide = next_power_of_2(rows) >= MIN_DOT_SIZE and area >= MIN_DOT_PRODUCT
+        if is_wide and self.lanes > 2 and weight.op == "input":
             self.weights[weight.name] = weight
             return Node("mm", (x,), node.shape, node.domain, weight=weight.name)
         if area > MAX_EDGE_PRODUCT:
             raise NotFusable([f"a {rows} x {columns} matrix product per edge is too large for a tile"])
         spread = ir.pointwise("mul", ir.view(x, (rows, 1)), weight)
         return ir.reduce_features("sum", spread, (0,))
+
+
+def _warps(elements: int, elements_per_warp: int) -> int:
+    return min(max(next_power_of_2(elements // elements_per_warp), 1), 8)
 
 
 def contiguous_strides(shape: ir.Shape) -> tuple[int, ...]:
@@ -572,6 +578,11 @@ class _Generator:
         place = f"{row} * {buffer.node.numel} + {name}_k[:, None] * {buffer.node.shape[1]} + {name}_m[None, :]"
         return [*first, *second, f"tl.store({buffer.name}_ptr + {place}, {value}{mask})"]
 
+    def _num_held(self, carries: Sequence[Carry]) -> int:
+        """Values per edge in flight that are loaded or carried."""
+        loaded = [n for n in self.names if n.op == "input" and n.domain not in (Domain.PARAM, self.sweep.rows)]
+        return sum(self._padded(self.axes.axes(n)) for n in (*loaded, *(c.node for c in carries)))
+
     def _load_class(self, carries: Sequence[Carry]) -> str:
         """Which row of :data:`TILE_SHAPES` the loop is like."""
         if self.has_products:
@@ -650,11 +661,11 @@ class _Generator:
         params = ", ".join([*tables, *counts, *ins, *outs, *ws, *constants])
         start = [line for r in self.reducers for line in self._start(r, "BLOCK_E")]
         piece = _fill(skeletons.PIECE, before=_indent(self._row_lines + start + first, 0), lanes=lanes,
-                                       loop=_indent(loads + self.lines, 1))
+                      loop=_indent(loads + self.lines, 1))
         if carries:
             after = [line for r in self.reducers for line in r.merge_lanes()]
             piece += _fill(skeletons.RESULT, after=_indent(after, 0), finish=_indent(stores, 1),
-                                             spill=_indent(spills, 1))
+                           spill=_indent(spills, 1))
         text = skeletons.HEADER.format(title=f"Sweep {self.sweep.digest}: "
                                              + ", ".join(g.attr("kind") for _, g in self.gathers)
                                              + (" edge values" if self.edges else ""))
@@ -666,25 +677,27 @@ class _Generator:
                 buffer = by_node[result]
                 totals += (self._store_matrix(buffer, "worker", value) if isinstance(r, Outer) else
                            [self._store(buffer, "worker", value)])
-            text += _fill(skeletons.WORKERS, name=name, params=params, tiles=_indent(self._tile_lines("num_workers"), 1),
-                                             once=_indent(once, 1), piece=_indent(piece.splitlines(), 2),
-                                             totals=_indent(totals, 1))
+            tiles = _indent(self._tile_lines("num_workers"), 1)
+            text += _fill(skeletons.WORKERS, name=name, params=params, tiles=tiles, once=_indent(once, 1),
+                          piece=_indent(piece.splitlines(), 2), totals=_indent(totals, 1))
         else:
-            text += _fill(skeletons.ONE_PIECE, name=name, params=params,
-                                               tiles=_indent(self._tile_lines("num_pieces"), 1),
-                                               once=_indent(self._once_lines, 1),
-                                               piece=_indent(piece.splitlines(), 1))
+            tiles = _indent(self._tile_lines("num_pieces"), 1)
+            text += _fill(skeletons.ONE_PIECE, name=name, params=params, tiles=tiles, once=_indent(self._once_lines, 1),
+                          piece=_indent(piece.splitlines(), 1))
         if carries:
             rows = [f"{by_node[r].name}_ptr" for r, g in self.gathers if g.domain != Domain.PARAM]
             merge_params = ", ".join(["split_row_ptr", "split_ptr_ptr", "row_ptr_ptr", "num_split", *rows, *ws,
                                       *constants[2:]])
             start = [line for r in self.reducers for line in self._start(r, "1")]
-            text += _fill(skeletons.MERGE, name=f"merge_{name}", params=merge_params,
-                                           tiles=_indent(self._tile_lines("num_split"), 1), before=_indent(start, 1),
-                                           loop=_indent(merge_loop, 2), finish=_indent(stores, 1))
+            tiles = _indent(self._tile_lines("num_split"), 1)
+            text += _fill(skeletons.MERGE, name=f"merge_{name}", params=merge_params, tiles=tiles,
+                          before=_indent(start, 1), loop=_indent(merge_loop, 2), finish=_indent(stores, 1))
         tile_elements, elements_per_warp = TILE_SHAPES[self._load_class(carries)]
         min_block_e = MIN_DOT_SIZE if self.has_products else 1
         block_e = max(min(tile_elements // max(self.width, 1), 64), min_block_e)
+        while block_e > 2 * min_block_e and self._num_held(carries) * block_e > MAX_HELD * 32 * _warps(
+                self.width * block_e, elements_per_warp):
+            block_e //= 2
         widths = tuple((math.prod(a.size for a in self.axes.axes(c.node)), c.integer) for c in carries)
         return KernelSource(text, name, tuple(self.inputs.values()), tuple(outputs), widths,
                             math.prod(self._num_blocks(a) for a in self.tiled), self.width, block_e, min_block_e,
