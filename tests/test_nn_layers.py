@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from layers import PAIRS, SQUARE, assert_fused, assert_same, run, twins
+from layers import MORE, MORE_PAIRS, PAIRS, SQUARE, assert_fused, assert_same, run, twins
 
+import pyg_fullgraph.nn as fused_nn
 import zoo
 from pyg_fullgraph import debug
 from pyg_fullgraph.graph import Graph
@@ -57,18 +58,63 @@ def test_layer_on_a_pair_equals_pyg(layer):
         assert_fused()
 
 
-@pytest.mark.parametrize("name", ["gat", "gat_edge", "gatv2", "gatv2_edge", "gat_pair", "gatv2_pair"])
+# What runs plain, and which part of the reason is said.
+PLAIN = {f"rgat_{mode}_within_{mod}": "branches on values"
+         for mode in ("add", "mul") for mod in (None, "additive", "scaled", "f-additive", "f-scaled")}
+
+
+@pytest.mark.filterwarnings("ignore::pyg_fullgraph.debug.PlainPathWarning")
+@pytest.mark.parametrize("layer", MORE, ids=str)
+def test_other_layer_equals_pyg(layer):
+    check_on(layer, (zoo.no_edges(), zoo.isolated(), zoo.self_loops(), zoo.hub()))
+
+
+@pytest.mark.parametrize("layer", MORE_PAIRS, ids=str)
+def test_other_layer_on_a_pair_equals_pyg(layer):
+    check_on(layer, (zoo.bipartite(), zoo.bipartite_wide()))
+
+
+def check_on(layer, cases):
+    plain, fused = twins(layer)
+    for case in cases:
+        expected = answer(plain, layer, case)
+        if expected is None:  # some of PyG's functions do not take empty graphs
+            assert case.num_edges == 0 or layer.lacks_dst
+            continue
+        debug.reset()
+        got = run(fused, layer, case, case.edge_index)
+        if layer.name in PLAIN:
+            ((reason,),) = debug.plain_reasons().values()
+            assert PLAIN[layer.name] in reason
+        else:
+            assert_fused()
+        assert_same(got, expected)
+        if layer.call is None and not layer.lacks_dst:  # a Graph knows how many destinations there are
+            assert_same(run(fused, layer, case, Graph.from_edge_index(case.edge_index, case.size)), got, 1e-12)
+
+
+def test_every_exported_layer_is_among_these():
+    tested = {type(layer.build(fused_nn)).__name__ for layer in (*SQUARE, *PAIRS, *MORE, *MORE_PAIRS)}
+    elsewhere = {"MessagePassing", "DynamicEdgeConv", "GravNetConv", "PANConv"}
+    assert tested == set(fused_nn.__all__) - elsewhere
+
+
+@pytest.mark.parametrize("name", ["gat", "gat_edge", "gatv2", "gatv2_edge", "gat_pair", "gatv2_pair", "transformer",
+                                  "transformer_edge", "transformer_pair", "fa_weight", "rgat_add_across_None",
+                                  "rgat_mul_across_f-scaled"])
 def test_attention_weights_equal_pyg(name):
-    layer = next(entry for entry in SQUARE + PAIRS if entry.name == name)
+    layer = next(entry for entry in SQUARE + PAIRS + MORE + MORE_PAIRS if entry.name == name)
     plain, fused = twins(layer)
     case = zoo.self_loops()
     x, edge = layer.inputs(case)
     if layer.is_pair:
         case = zoo.bipartite()
         x, edge = layer.inputs(case)
-    expected, (expected_index, expected_alpha) = plain(x, case.edge_index, **edge, return_attention_weights=True)
+    expected, (expected_index, expected_alpha) = plain(
+        x=x, edge_index=case.edge_index, **edge, return_attention_weights=True)
     for edge_index in (case.edge_index, Graph.from_edge_index(case.edge_index, case.size)):
-        out, (index, alpha) = fused(x, edge_index, **edge, return_attention_weights=True)
+        out, (index, alpha) = fused(x=x, edge_index=edge_index, **edge, return_attention_weights=True)
+        assert getattr(fused, "_alpha", None) is None
         assert type(index) is torch.Tensor
         assert type(alpha) is torch.Tensor
         assert torch.equal(index, expected_index)

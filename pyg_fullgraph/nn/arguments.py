@@ -186,18 +186,12 @@ class Call:
         return any(k in self.tensors and self.tensors[k] is not t for k, t in expr.tensors.items())
 
     def _check_tensors(self) -> None:
-        """One device, no forward-mode tangents, and the floating dtype that all tensors have in common."""
+        """One device, and no forward-mode tangents."""
         if any(forward_ad.unpack_dual(t).tangent is not None for t in self.tensors.values()):
             raise ForwardModeError()
-        floating = []
         for key, value in self.tensors.items():
             if value.device != self.graph.device:
                 raise DeviceError(_shown(key), self.graph.device, value.device)
-            if value.is_floating_point():
-                floating.append(value.dtype)
-        if not floating:
-            raise NotFusable(["no argument is of a floating dtype"])
-        self.computed = self.dtype = functools.reduce(torch.promote_types, floating)
 
     def _trace(self) -> None:
         """Find the program, with its parameters among :attr:`tensors`."""
@@ -211,26 +205,29 @@ class Call:
             elif node not in used and node.is_integer:
                 # Drawn here, so that an expression gives the same values each time it is computed.
                 used[node] = torch.randint(2**63 - 1, (1,), device=self.graph.device)
-        if not any(t.is_floating_point() for t in used.values()):
-            raise NotFusable(["reads no data of nodes or edges"])
         self._settle_dtype(used)
         self.program, self.side, self.dim = program, side, found.dim
         self.tensors = {n.name: self._cast(used[n]) for n in inputs if n in used}
 
     def _settle_dtype(self, used: Mapping[Node, Tensor]) -> None:
-        """Where not all floating tensors are of one dtype, find the one that PyG's result has.
+        """Find the dtype to compute in, and where not all floating tensors are of it, the one that PyG's result has.
 
         Raises:
             DtypeError: PyG could not run either; names the first tensor that differs.
         """
+        dtypes = [t.dtype for t in self.tensors.values() if t.is_floating_point()] or \
+            [t.dtype for t in used.values() if t.is_floating_point()]
+        if not any(t.is_floating_point() for t in used.values()):
+            raise NotFusable(["reads no data of nodes or edges"])
+        self.computed = self.dtype = functools.reduce(torch.promote_types, dtypes)
         floating = {n: t for n, t in used.items() if t.is_floating_point() and not (t.dim() == 0 and not n.is_row)}
         is_mixed = any(t.dtype != self.computed for t in floating.values())
         is_autocast = torch.is_autocast_enabled(self.graph.device.type)
         if not is_mixed and not is_autocast:
             return
-        dtypes = {**{k: t.dtype for k, t in self.tensors.items()}, **{n.name: e.dtype for n, e in self.exprs.items()}}
+        given = {**{k: t.dtype for k, t in self.tensors.items()}, **{n.name: e.dtype for n, e in self.exprs.items()}}
         try:
-            self.dtype = result_dtype(self.conv, self.function, self.args, dtypes, self.graph.device)
+            self.dtype = result_dtype(self.conv, self.function, self.args, given, self.graph.device)
         except RuntimeError as error:
             first = next(iter(floating.items()))
             name, odd = next(((n.name, t.dtype) for n, t in floating.items() if t.dtype != first[1].dtype),
@@ -244,7 +241,7 @@ class Call:
     def _parameter(self, name: str) -> Tensor:
         value = attribute(self.conv, name)
         if not isinstance(value, Tensor):  # a number that changes from call to call
-            return torch.full((), value, dtype=self.computed, device=self.graph.device)
+            return torch.full((), value, dtype=torch.float64, device=self.graph.device)
         if value.device != self.graph.device:
             raise DeviceError(name, self.graph.device, value.device)
         return value
