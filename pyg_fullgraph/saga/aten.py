@@ -134,6 +134,12 @@ class Importer:
         if isinstance(value, (torch.SymInt, int, float, bool, torch.SymFloat, torch.SymBool)):
             return value  # a size; used by layout operations through the shape of their result only
         name = str(node.target)
+        if "_." in name and not name.startswith("aten._"):
+            # Left by decompositions, on fresh tensors: what follows in the graph reads the result.
+            written: Any = node.args[0]
+            if written.op == "placeholder":
+                raise NotFusable(["writes into an argument, a parameter or a buffer"])
+            name = name.replace("_.", ".")
         rule = IMPORTS.get(name)
         if rule is None:
             raise NotFusable([f"operation {name} {refusal_of(name)}"])

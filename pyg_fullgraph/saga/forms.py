@@ -59,13 +59,17 @@ class Form:
 
 
 def form(fx: Any) -> Form:
-    """The form of an FX value.
+    """The form of an FX value; see :func:`form_of`."""
+    return form_of(fx.meta["val"])
+
+
+def form_of(value: Tensor) -> Form:
+    """The form of a traced tensor.
 
     Raises:
         NotFusable: The rows are mixed with something else.
     """
-    value = fx.meta["val"]
-    sizes = list(value.shape)
+    sizes: list[Any] = list(value.shape)
     symbolic = [k for k, s in enumerate(sizes) if isinstance(s, torch.SymInt) or s == NUM_TARGETS]
     if not symbolic:
         return Form(None, 0, 1, tuple(int(s) for s in sizes))
@@ -141,12 +145,13 @@ def operand(value: Any, fx: Any = None, out: Form | None = None, rank: int = 0, 
                           "computes with the number of edges or nodes"])
     if isinstance(value, bool):
         return float(value)
+    is_known = is_constant(value) or (isinstance(value, Node) and value.op == "const")
     if is_constant(value):
         value = constant(value)
     if not isinstance(value, Node):
         return value
-    if is_bool(fx) and not logical and value.op != "const":
-        value = numbers(value)
+    if is_bool(fx) and logical == is_known:
+        value = pointwise("ne", value, 0.0) if is_known else numbers(value)
     if out is None or out.rows is None or not isinstance(fx, FxNode):
         return value
     own = form(fx)

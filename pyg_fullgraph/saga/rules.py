@@ -23,6 +23,7 @@ from pyg_fullgraph.saga.forms import (
     INDEX,
     constant,
     form,
+    form_of,
     is_bool,
     is_constant,
     is_rowwise,
@@ -96,11 +97,16 @@ def _scale(node: Any, alpha: Any) -> Any:
     return node if alpha == 1 else pointwise("mul", node, alpha) if isinstance(node, Node) else node * alpha
 
 
+#: Arithmetic on truth values.
+_LOGIC = {"mul": "and", "add": "or", "minimum": "and", "maximum": "or"}
+
+
 def _elementwise(op: str, logical: bool = False) -> Callable:
     def rule(imp: Any, fx: FxNode, *args: Any, alpha: Any = 1, **kwargs: Any) -> Node:
-        values = _operands(fx, args, logical)
+        is_logic = op in _LOGIC and _val(fx).dtype == torch.bool
+        values = _operands(fx, args, logical or is_logic)
         values[-1] = _scale(values[-1], alpha)
-        return shaped(pointwise(op, *values), form(fx).shape)
+        return shaped(pointwise(_LOGIC[op] if is_logic else op, *values), form(fx).shape)
     return rule
 
 
@@ -125,6 +131,13 @@ def _choose(imp: Any, fx: FxNode, condition: Any, a: Any = 1.0, b: Any = 0.0) ->
     mask = operand(condition, fx.args[0], out, rank, logical=True)
     a, b = (operand(v, f, out, rank) for v, f in zip((a, b), fx.args[1:], strict=True))
     return shaped(_where(mask, a, b), out.shape)
+
+
+def _masked_fill(imp: Any, fx: FxNode, x: Any, mask: Any, value: Any) -> Node:
+    out, rank = form(fx), _rank(fx)
+    hit = operand(mask, fx.args[1], out, rank, logical=True)
+    x, value = (operand(v, f, out, rank) for v, f in ((x, fx.args[0]), (value, fx.args[2])))
+    return shaped(_where(hit, value, x), out.shape)
 
 
 def _sign(x: Node) -> Node:
@@ -238,6 +251,15 @@ def _nan_to_num(x: Node, nan: Any = None, posinf: Any = None, neginf: Any = None
     high, low = largest if posinf is None else posinf, -largest if neginf is None else neginf
     x = _where(pointwise("eq", x, math.inf), high, _where(pointwise("eq", x, -math.inf), low, x))
     return _where(pointwise("ne", x, x), 0.0 if nan is None else nan, x)
+
+
+def _either(test: str, x: Node, y: Any) -> Node:
+    """``x`` where it passes the test against ``y`` or ``y`` is no number."""
+    return _where(pointwise("or", pointwise(test, x, y), pointwise("ne", y, y)), x, y)
+
+
+def _hypot(x: Any, y: Any) -> Node:
+    return pointwise("sqrt", pointwise("add", pointwise("mul", x, x), pointwise("mul", y, y)))
 
 
 def _is_infinite(x: Node) -> Node:
@@ -492,7 +514,8 @@ def _full(imp: Any, fx: FxNode, *args: Any, **kwargs: Any) -> Node:
     if "empty" in name or "zeros" in name:
         value = 0.0
     else:
-        value = 1.0 if "ones" in name else operand(args[0] if "scalar_tensor" in name else args[1])
+        place = 0 if "scalar_tensor" in name else 2 if "new_full" in name else 1
+        value = 1.0 if "ones" in name else operand(args[place])
     return ir.const(float(value), form(fx).shape)
 
 
@@ -595,7 +618,7 @@ def _variance(result: str) -> Callable:
         variance, mean = _spread(_node(x), features, 1 if correction is None else correction)
         value = _val(fx)
         if result == "var_mean":
-            return [ir.view(v, form(f).shape) for v, f in zip((variance, mean), value, strict=True)]
+            return [ir.view(v, form_of(f).shape) for v, f in zip((variance, mean), value, strict=True)]
         return ir.view(pointwise("sqrt", variance) if result == "std" else variance, form(fx).shape)
     return rule
 
@@ -639,12 +662,13 @@ def _batch_norm(imp: Any, fx: FxNode, x: Node, weight: Any, bias: Any, mean: Any
     return [out if bias is None else pointwise("add", out, ir.view(bias, kept)), None, None, None]
 
 
-def _norm(imp: Any, fx: FxNode, x: Any, order: float = 2.0, dims: Any = None, keepdim: bool = False,
+def _norm(imp: Any, fx: FxNode, x: Any, order: float | None = 2.0, dims: Any = None, keepdim: bool = False,
           **kwargs: Any) -> Node:
     """Vector norm; where it is zero its gradient is zero as well, as in torch."""
     features = _own_features(fx, dims, "norm")
     x = _node(x)
     size = pointwise("abs", x)
+    order = 2.0 if order is None else order
     if order == math.inf:
         out = ir.reduce_features("amax", size, features)
     elif order == -math.inf:
@@ -1168,12 +1192,16 @@ IMPORTS: Mapping[str, Callable[..., Any]] = {
     **_named(("default",), _composed(lambda x: pointwise("exp", pointwise("mul", x, math.log(2)))), "exp2"),
     **_named(("default",), _composed(lambda x: pointwise("sub", 1.0, pointwise("erf", x))), "erfc"),
     **_named(("default",), _composed(_nan_to_num), "nan_to_num"),
+    **_named(("default",), _composed(lambda x, y: _either("ge", x, y)), "fmax"),
+    **_named(("default",), _composed(lambda x, y: _either("le", x, y)), "fmin"),
+    **_named(("default",), _composed(_hypot), "hypot"),
     **_named(("default",), _composed(_hardtanh), "hardtanh"),
     **_named(("default",), _composed(lambda x: _hardtanh(x, 0.0, 6.0)), "relu6"),
     **_named(("default", "Tensor"), _clamp_by_name, "clamp"),
     **_named(("default", "Tensor"), lambda imp, fx, x, low: _clamp(imp, fx, x, low), "clamp_min"),
     **_named(("default", "Tensor"), _clamp_max, "clamp_max"),
     **_named(("self", "ScalarOther", "ScalarSelf", "Scalar"), _choose, "where"),
+    **_named(("Scalar", "Tensor"), _masked_fill, "masked_fill"),
     **_named(("Tensor_Scalar", "Tensor_Tensor", "Scalar"), _composed(_power), "pow"),
     **_named(("default",), _same, "alias", "clone", "contiguous", "lift_fresh", "lift_fresh_copy", "lift"),
     **_named(("default",), _stop, "detach", "detach_copy"),
@@ -1237,6 +1265,8 @@ IMPORTS: Mapping[str, Callable[..., Any]] = {
     "aten._native_batch_norm_legit.no_stats": _refuse("batch normalization in training mode mixes edges"),
     "aten._native_batch_norm_legit_functional.default": _refuse("batch normalization in training mode mixes edges"),
     "aten.linalg_vector_norm.default": _norm,
+    "aten.norm.ScalarOpt_dim": _norm,
+    "aten.norm.Scalar": _norm,
     "aten.linalg_cross.default": _cross,
     "aten.mm.default": _mm,
     "aten.bmm.default": _bmm,
@@ -1256,7 +1286,6 @@ IMPORTS: Mapping[str, Callable[..., Any]] = {
     "pyg_fullgraph_trace.edge_softmax.default": _softmax,
     "pyg_fullgraph_trace.edge_softmax_backward.default": _softmax_backward,
     "pyg_fullgraph_trace.dropout_mask.default": _dropout,
-    "aten.copy_.default": _refuse("writes into an argument, a parameter or a buffer"),
     **_named(("default", "msg"), _nothing, "_assert_async"),
     "aten._assert_tensor_metadata.default": _nothing,
     "aten._assert_scalar.default": _nothing,
@@ -1270,8 +1299,6 @@ def refusal_of(name: str) -> str:
         return "draws random numbers other than dropout"
     if plain in _SIZED_BY_VALUES:
         return "makes a tensor whose size depends on values"
-    if name.endswith("_.default"):
-        return "writes into an argument, a parameter or a buffer"
     return "is not in the table"
 
 
@@ -1280,10 +1307,10 @@ DECOMPOSITIONS = get_decompositions([
     aten.threshold_backward, aten.sigmoid_backward, aten.tanh_backward, aten.gelu, aten.gelu_backward, aten.softplus,
     aten.softplus_backward, aten.silu, aten.silu_backward, aten.hardtanh_backward, aten._softmax,
     aten._softmax_backward_data, aten._log_softmax, aten._log_softmax_backward_data, aten.rsub, aten.square,
-    aten.log_sigmoid_forward, aten.log_sigmoid_backward, aten.addcmul, aten.addcdiv, aten.masked_fill,
+    aten.log_sigmoid_forward, aten.log_sigmoid_backward, aten.addcmul, aten.addcdiv,
     aten.celu, aten.selu, aten.mish, aten.hardswish, aten.hardsigmoid, aten.hardshrink, aten.softshrink, aten.glu,
-    aten._prelu_kernel, aten.logsumexp, aten.logaddexp, aten.xlogy, aten.hypot, aten.lerp, aten.logit, aten.baddbmm,
-    aten.addmv, aten.mv, aten.dot, aten.addr, aten.index_select_backward, aten.heaviside, aten.fmin, aten.fmax,
+    aten._prelu_kernel, aten.logsumexp, aten.logaddexp, aten.xlogy, aten.lerp, aten._safe_softmax, aten.logit,
+    aten.baddbmm, aten.addmv, aten.mv, aten.dot, aten.addr, aten.index_select_backward, aten.heaviside,
     aten.deg2rad, aten.rad2deg, aten.sinc, aten.isposinf, aten.isneginf, aten.logaddexp2, aten.tril, aten.triu,
     aten._scaled_dot_product_flash_attention_for_cpu,
     aten.softshrink_backward, aten.hardswish_backward, aten.hardsigmoid_backward, aten.mish_backward,

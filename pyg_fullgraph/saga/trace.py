@@ -153,6 +153,7 @@ def rebind(function: Callable, replacements: Mapping[Any, Any]) -> Callable:
 
 _DROPOUTS = (F.dropout, torch.dropout, torch.dropout_)
 _OTHER_DROPOUTS = (F.alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout)
+_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
@@ -175,7 +176,9 @@ class _Watch(TorchFunctionMode):
         fx_traceback.set_stack_trace([line or " "])
         if is_inside(_APPLY):
             raise NotFusable([at("calls a torch.autograd.Function, whose derivative is not traced", line)])
-        if function in _DROPOUTS:
+        if function == _DATA:
+            out = args[0].detach()
+        elif function in _DROPOUTS:
             out = self._dropout(function, args, kwargs)
         elif function in _OTHER_DROPOUTS and kwargs.get("training", True) and kwargs.get("p", 0.5) != 0:
             raise NotFusable([at("draws random numbers other than dropout", line)])
