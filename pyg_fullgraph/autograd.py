@@ -7,9 +7,11 @@ statistic per vertex, never anything of size edges x features (SAGA-opt 6).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -365,6 +367,42 @@ def call_operator(phase: EdgePhase, graph: Graph, like: Tensor, tensors: Sequenc
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
+@dataclass(frozen=True)
+class Run:
+    """What one call of :func:`run` did.
+
+    Attributes:
+        program: As it was given.
+        compiled: What ran.
+        constant: Inputs that were taken for constant.
+        graph: What it ran on.
+        dtype: That of the results.
+        inputs: Per stage the inputs of its edge phase with their dtype and whether they need a gradient; those of a
+            stage whose results were there already are missing.
+    """
+
+    program: EdgeProgram
+    compiled: CompiledProgram
+    constant: frozenset[Node]
+    graph: Graph
+    dtype: torch.dtype
+    inputs: tuple[Mapping[Node, tuple[torch.dtype, bool]], ...]
+
+
+_observers: list[list[Run]] = []
+
+
+@contextlib.contextmanager
+def observing() -> Iterator[list[Run]]:
+    """Collect what :func:`run` does in a block."""
+    seen: list[Run] = []
+    _observers.append(seen)
+    try:
+        yield seen
+    finally:
+        _observers[:] = [s for s in _observers if s is not seen]
+
+
 def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
     """Run ``program`` on ``graph``, differentiably.
 
@@ -387,9 +425,10 @@ def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tu
     """
     if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors.values()):
         raise ForwardModeError()
-    program = _merge_inputs(program, tensors)
+    asked, program = program, _merge_inputs(program, tensors)
     env = _bind(program, graph, tensors)
-    compiled = compile_program(program, reuse.constant_inputs(program, graph, env))
+    unchanged = reuse.constant_inputs(program, graph, env)
+    compiled = compile_program(program, unchanged)
     like = _like(env)
     if compiled.uses_degree:
         wide = compute_dtype(like.dtype)
@@ -417,6 +456,10 @@ def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tu
         result = _result(value, env, graph, like)
         outputs.append(result.clone() if value in given else result)
         given.add(value)
+    if _observers:
+        metas = tuple({n: (env[n].dtype, env[n].requires_grad) for n in p.inputs if n in env} for p in compiled.phases)
+        for seen in _observers:
+            seen.append(Run(asked, compiled, unchanged, graph, like.dtype, metas))
     return tuple(outputs)
 
 

@@ -8,7 +8,7 @@ over the edges in one order. The sequence of passes is in these two functions an
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -364,6 +364,20 @@ class Split:
     outputs: tuple[Node, ...]
 
 
+def rewritten(program: EdgeProgram, disable: Sequence[str] = (),
+              constant: Container[Node] = ()) -> Iterator[tuple[str, tuple[Node, ...]]]:
+    """The outputs of ``program`` as expressions with gathers, after each pass that rewrites them: ``(pass, roots)``."""
+    roots = canonicalize(_gathered(o) for o in program.outputs)
+    yield "canonicalize", roots
+    if "reorganize" not in disable:
+        roots = reorganize(roots)
+        yield "reorganize", roots
+    if "order" not in disable:
+        roots = order_products(roots, constant)
+        yield "order", roots
+    yield "split features", canonicalize(features.split_features(roots))
+
+
 def split(program: EdgeProgram, disable: Sequence[str] = (), constant: Container[Node] = ()) -> Split:
     """Canonicalize, reorganize and hoist ``program``.
 
@@ -372,12 +386,7 @@ def split(program: EdgeProgram, disable: Sequence[str] = (), constant: Container
         disable: Passes to leave out, by name, for ablations.
         constant: Inputs that are the same from run to run and have no gradient.
     """
-    roots = canonicalize(_gathered(o) for o in program.outputs)
-    if "reorganize" not in disable:
-        roots = reorganize(roots)
-    if "order" not in disable:
-        roots = order_products(roots, constant)
-    roots = canonicalize(features.split_features(roots))
+    *_, (_, roots) = rewritten(program, disable, constant)
     names = {r: o.name for r, o in zip(reversed(roots), reversed(program.outputs), strict=True)}
     places = {r: k for k, r in enumerate(dict.fromkeys(roots))}
     levels = _levels(roots)
