@@ -22,7 +22,7 @@ def answer(module, layer, case, **options):
     """What PyG computes, None where it has no answer: some of its own functions do not take empty graphs."""
     try:
         return run(module, layer, case, case.edge_index, **options)
-    except (RuntimeError, IndexError):
+    except (RuntimeError, IndexError, ValueError):
         return None
 
 

@@ -26,7 +26,7 @@ class MessagePassing(FusedMixin, pyg_nn.MessagePassing):
 
 
 globals().update({
-    name: drop_in_class(getattr(pyg_nn, name), FusedMixin, __name__, f"PyG's {name}, fused: ``{computes}``.")
+    name: drop_in_class(getattr(pyg_nn, name), MessagePassing, f"PyG's {name}, fused: ``{computes}``.")
     for name, computes in FUSED.items()
 })
 

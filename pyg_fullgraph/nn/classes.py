@@ -230,9 +230,10 @@ def _render(conv: PyGMessagePassing, method: str) -> Any:
 # --- fused classes of other classes -----------------------------------------------------------------------------
 
 
-def drop_in_class(base: type, mixin: type, module: str, doc: str) -> type:
-    """A subclass of ``base`` under the same name that lives in ``module``, which has to hold it."""
-    space = {"__module__": module, "__qualname__": base.__name__, "__doc__": doc}
+def drop_in_class(base: type, mixin: type, summary: str) -> type:
+    """A subclass of ``base`` under the same name in the module of ``mixin``, which has to hold it."""
+    space = {"__module__": mixin.__module__, "__qualname__": base.__name__,
+             "__doc__": f"{summary}\n\n{inspect.getdoc(base) or ''}"}
     return types.new_class(base.__name__, (mixin, base), exec_body=lambda ns: ns.update(space))
 
 
