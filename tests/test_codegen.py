@@ -66,7 +66,8 @@ def test_source_is_python_with_the_parameters_that_a_launch_passes(name, lanes):
         kernel = kernel_of(sweep, lanes)
         if not isinstance(kernel, KernelSource):
             has_products = isinstance(kernel_of(sweep, 4), KernelSource)  # which are too wide for float64
-            assert {g.attr("kind") for _, g in sweep.gathers} == {"index_sum"} or (lanes == 2 and has_products)
+            assert lanes == 2
+                assert has_products
             continue
         functions = {f.name: [a.arg for a in f.args.args] for f in ast.parse(kernel.source).body
                      if isinstance(f, ast.FunctionDef)}
@@ -110,7 +111,6 @@ def test_refusals():
     wide = ir.pointwise("tanh", ir.pointwise("add", ir.input("x", SRC, (300,)), ir.input("y", DST, (300,))))
     inner = ir.view(ir.reduce_features("amax", ir.view(edge, (6, 1)), (1,)), (2, 3))
     assert "slice over features does not fit a tile" in refusal(ir.slice_(inner, 1, 0, 1))
-    assert "atan2 has no rule" in refusal(ir.pointwise("atan2", edge, edge), "max")
     square = ir.input("w", PARAM, (300, 300))
     assert "weights at once" in refusal(ir.mm(ir.pointwise("tanh", ir.mm(wide, square)), square), "max")
     with_itself = ir.pointwise("mul", ir.view(edge, (6, 1)), ir.view(edge, (1, 6)))
@@ -166,8 +166,8 @@ def test_every_kernel_compiles_for_sm_90(tmp_path):
     report = json.loads(done.stdout)
     assert {k.partition("/")[0] for k in report} == set(names)
     refused = [r["refused"] for r in report.values() if "refused" in r]
-    assert len(refused) == 2
-    assert all("table" in reason or "float64" in reason for (reason,) in refused), refused
+    assert len(refused) == 1
+    assert all("float64" in reason for (reason,) in refused), refused
     compiled = {k: r for k, r in report.items() if "registers" in r}
     assert len(compiled) > 100
     spilling = {k: r for k, r in compiled.items() if r["spill_bytes"]}

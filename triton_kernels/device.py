@@ -36,6 +36,29 @@ def log1p(x):
 
 
 @triton.jit
+def atan2(y, x):
+    """Angle of ``(x, y)``: a series around 0, pi / 8 or pi / 4, and the symmetries of the circle."""
+    size_x, size_y = tl.abs(x), tl.abs(y)
+    is_steep = size_y > size_x
+    high, low = tl.where(is_steep, size_y, size_x), tl.where(is_steep, size_x, size_y)
+    slope = low / tl.where(high == 0, 1.0, high)
+    zero = slope * 0.0  # numbers beside it have its dtype
+    center = tl.where(slope > 0.6681786379192989, zero + 1.0,
+                      tl.where(slope > 0.198912367379658, zero + 0.41421356237309503, zero))
+    base = tl.where(slope > 0.6681786379192989, zero + 0.7853981633974483,
+                    tl.where(slope > 0.198912367379658, zero + 0.39269908169872414, zero))
+    ratio = (slope - center) / (1.0 + slope * center)
+    square = ratio * ratio
+    series = zero + 1.0 / 23.0
+    for k in tl.static_range(11):
+        series = 1.0 / (21 - 2 * k) - square * series
+    angle = base + ratio * series
+    angle = tl.where(is_steep, 1.5707963267948966 - angle, angle)
+    angle = tl.where(x < 0, 3.141592653589793 - angle, angle)
+    return tl.where(y < 0, -angle, angle)
+
+
+@triton.jit
 def power(x, y):
     """``x ** y`` for a positive base, and for negative bases with an even or odd whole exponent."""
     size = tl.exp(y * tl.log(tl.abs(x)))

@@ -193,14 +193,16 @@ class _Generator:
         self.gathers = [(r, g.rebuild([next(waiting) for _ in g.args])) for r, g in sweep.gathers]
         self.edges = [(r, next(waiting)) for r, _ in sweep.edges]
         for _, g in self.gathers:
-            if g.attr("kind") == "index_sum":
-                raise NotFusable(["a table's gradient is a sum for each of its rows"])
-            if g.attr("kind") == "outer" and lanes <= 2:
+            if g.attr("kind") in ("outer", "index_sum") and lanes <= 2:
                 raise NotFusable(["a parameter's gradient is a matrix product in float64"])
         self.axes = AxisMap(self.operands)
         for result, g in self.gathers:
-            dims = [self.axes.dims[a][0] for a in g.args] if g.attr("kind") == "outer" else self.axes.dims[g.args[-1]]
-            self.axes.dims[result] = tuple(dims)
+            kind, dims = g.attr("kind"), self.axes.dims[g.args[-1]]
+            if kind == "outer":
+                dims = (self.axes.axes(g.args[0]), self.axes.axes(g.args[1]))
+            elif kind == "index_sum":
+                dims = ((Axis(result.shape[0]),), self.axes.axes(g.args[1]))
+            self.axes.dims[result] = dims
         for result, e in self.edges:
             self.axes.dims[result] = self.axes.dims[e]
         self.others = Domain.EDGE & ~sweep.rows
@@ -230,9 +232,9 @@ class _Generator:
             elif node.op == "mm":
                 reduced |= set(self.axes.axes(node.args[0]))
                 matrices.append(self.axes.axes(node.args[0]) + self.axes.axes(node))
-        matrices += [self.axes.axes(r) for r, g in self.gathers if g.attr("kind") == "outer"]
+        matrices += [self.axes.axes(r) for r, g in self.gathers if g.attr("kind") in ("outer", "index_sum")]
         self.order = list(self.axes.order)
-        self.block = {a: next_power_of_2(a.size) for a in self.order}
+        self.block = {a: next_power_of_2(a.size) for a in (*self.order, *(a for axes in matrices for a in axes))}
         self.tiled: list[Axis] = []
         self.has_products = bool(matrices)
         held = [self.axes.axes(n) for n in nodes]
@@ -488,6 +490,16 @@ class _Generator:
         value = self.number(root)
         return self._flatten(root, f"tl.where({self._mask(root, 'live')}, {value}, 0.0)")
 
+    def one_hot(self, index: Node, num_rows: int) -> str:
+        """A matrix of edges by ``num_rows``: one where ``index`` is, zero elsewhere and where there is no edge."""
+        self.number(index)
+        name = f"m{len(self.matrices)}"
+        flat = f"tl.reshape(tl.broadcast_to({self.names[index]}, {self._full_shape(index, 'BLOCK_E')}), [BLOCK_E, 1])"
+        hit = f"({flat} == tl.arange(0, {next_power_of_2(num_rows)})[None, :])"
+        self.lines.append(f"{name} = tl.where(alive[:, None] & {hit}, 1.0, 0.0).to(FLOAT)")
+        self.matrices[name] = name
+        return name
+
     def _flatten(self, node: Node, value: str) -> str:
         """``value`` as ``[BLOCK_E, features]``, features in the order of ``node`` and padded axis by axis."""
         if value in self.matrices:
@@ -575,7 +587,8 @@ class _Generator:
                  *([f"({column_mask})[None, :]"] if column_mask else [])]
         shape = f"[{self._padded(rows)}, {self._padded(columns)}]"
         mask = f", mask=tl.broadcast_to({' & '.join(masks)}, {shape})" if masks else ""
-        place = f"{row} * {buffer.node.numel} + {name}_k[:, None] * {buffer.node.shape[1]} + {name}_m[None, :]"
+        width = math.prod(a.size for a in columns)
+        place = f"{row} * {buffer.node.numel} + {name}_k[:, None] * {width} + {name}_m[None, :]"
         return [*first, *second, f"tl.store({buffer.name}_ptr + {place}, {value}{mask})"]
 
     def _num_held(self, carries: Sequence[Carry]) -> int:

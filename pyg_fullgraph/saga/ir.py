@@ -103,7 +103,7 @@ OPS: Mapping[str, Op] = _table(
     Op("tanh", "pointwise", torch.tanh, "device.tanh({0})"),
     Op("maximum", "pointwise", torch.maximum, "tl.maximum({0}, {1}, tl.PropagateNan.ALL)"),
     Op("minimum", "pointwise", torch.minimum, "tl.minimum({0}, {1}, tl.PropagateNan.ALL)"),
-    Op("atan2", "pointwise", torch.atan2),
+    Op("atan2", "pointwise", torch.atan2, "device.atan2({0}, {1})"),
     Op("pow", "pointwise", torch.pow, "device.power({0}, {1})"),
     Op("gt", "pointwise", torch.gt, "({0} > {1})"),
     Op("ge", "pointwise", torch.ge, "({0} >= {1})"),

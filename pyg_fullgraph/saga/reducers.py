@@ -23,6 +23,9 @@ class Emitter(Protocol):
     def matrix(self, node: Node) -> str:
         """The same as a matrix of edges by features, zero outside of what there is."""
 
+    def one_hot(self, index: Node, num_rows: int) -> str:
+        """A matrix of edges by ``num_rows``: one where ``index`` is, zero elsewhere and where there is no edge."""
+
     def edge_ids(self) -> str:
         """The name of the edge ids of the block."""
 
@@ -79,14 +82,19 @@ class Sum(Reducer):
 
 
 class Outer(Reducer):
-    """``a^T b``, summed over edges: a product on tensor cores per block, with one carry for all lanes."""
+    """``a^T b``, summed over edges: a product on tensor cores per block, with one carry for all lanes.
 
-    def __init__(self, k: int, left: Node, right: Node, result: Node, precision: str) -> None:
+    With ``num_rows``, ``a`` is the index of a row, and what is summed goes there.
+    """
+
+    def __init__(self, k: int, left: Node, right: Node, result: Node, precision: str, num_rows: int = 0) -> None:
         self.left, self.right, self.precision, self.name = left, right, precision, f"outer{k}"
+        self.num_rows = num_rows
         super().__init__([Carry(self.name, result, "0.0")], [(result, self.name)])
 
     def update(self, gen: Emitter) -> list[str]:
-        left, right = gen.matrix(self.left), gen.matrix(self.right)
+        left = gen.one_hot(self.left, self.num_rows) if self.num_rows else gen.matrix(self.left)
+        right = gen.matrix(self.right)
         return [f'{self.name} = tl.dot(tl.trans({left}), {right}, {self.name}, input_precision="{self.precision}")']
 
     def merge_lanes(self) -> list[str]:
@@ -221,8 +229,9 @@ def reducers_of(gathers: Sequence[tuple[Node, Node]], precision: str) -> list[Re
             peaks.setdefault(g.args[0], []).append((kind, result))
         elif kind == "mul":
             out.append(Product(len(out), g.args[0], result))
-        elif kind == "outer":
-            out.append(Outer(len(out), g.args[0], g.args[1], result, precision))
+        elif kind in ("outer", "index_sum"):
+            num_rows = result.shape[0] if kind == "index_sum" else 0
+            out.append(Outer(len(out), g.args[0], g.args[1], result, precision, num_rows))
         else:
             values, stats = softmax.setdefault(g.args[0], ([], []))
             if kind == "lse":
