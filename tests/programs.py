@@ -20,6 +20,7 @@ from pyg_fullgraph.saga.trace import INDEX, SIZE_I, ArgSpec, trace_method
 
 SRC, DST, EDGE = Domain.SRC, Domain.DST, Domain.EDGE
 HEADS, WIDTH = 3, 5
+NUM_KINDS = 3  # rows of the tables that integer data of rows points into
 
 
 def spec(domain: Domain, *shape: int) -> ArgSpec:
