@@ -67,7 +67,7 @@ def test_source_is_python_with_the_parameters_that_a_launch_passes(name, lanes):
         if not isinstance(kernel, KernelSource):
             has_products = isinstance(kernel_of(sweep, 4), KernelSource)  # which are too wide for float64
             assert lanes == 2
-                assert has_products
+            assert has_products
             continue
         functions = {f.name: [a.arg for a in f.args.args] for f in ast.parse(kernel.source).body
                      if isinstance(f, ast.FunctionDef)}
@@ -142,6 +142,54 @@ def test_a_cache_folder_that_cannot_be_made(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PFG_CACHE_DIR", str(tmp_path / "file"))
     assert launch.write_source("x = 1\n").read_text() == "x = 1\n"
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    """A full disk: no part of a source, which a later process would load."""
+    monkeypatch.setenv("PFG_CACHE_DIR", str(tmp_path))
+    fail = True
+
+    def replace(*paths):
+        if fail:
+            raise OSError("no space left")
+        return rename(*paths)
+
+    rename = os.replace
+    monkeypatch.setattr(launch.os, "replace", replace)
+    with pytest.raises(OSError, match="no space"):
+        launch.write_source("x = 2\n")
+    assert list((tmp_path / "kernels").iterdir()) == []
+    fail = False
+    assert launch.write_source("x = 2\n").parent == tmp_path / "kernels"
+
+
+WRITERS = """
+import sys, threading
+from triton_kernels import launch
+go = threading.Barrier(4)
+def write():
+    go.wait()
+    for k in range(40):
+        assert launch.load(f"N = {k}\\n" + "# filler\\n" * 5000 + f"M = {k}\\n").M == k
+threads = [threading.Thread(target=write) for _ in range(4)]
+[t.start() for t in threads]
+[t.join() for t in threads]
+print(len(list((launch.cache_dir() / "kernels").glob("k*.py"))))
+"""
+
+
+def test_processes_that_start_at_once_share_the_cache(tmp_path):
+    """All write the same files; none reads half of one."""
+    environment = {**os.environ, "PFG_CACHE_DIR": str(tmp_path)}
+    running = [subprocess.Popen([sys.executable, "-W", "ignore", "-c", WRITERS], cwd=Path(__file__).parents[1],
+                                env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+               for _ in range(3)]
+    for process in running:
+        out, error = process.communicate(timeout=120)
+        assert process.returncode == 0, error
+        assert int(out) == 40
+        assert not error
+    assert list((tmp_path / "kernels").glob("*.tmp")) == []
 
 
 def test_tile_sizes_are_bounded():

@@ -28,18 +28,25 @@ def cache_dir() -> Path:
 
 def write_source(source: str) -> Path:
     """Put ``source`` into the cache and return its path; atomic, and a no-op where it is there already."""
-    digest = hashlib.sha256(source.encode()).hexdigest()[:24]
-    folder = cache_dir() / "kernels"
+    name = f"k{hashlib.sha256(source.encode()).hexdigest()[:24]}.py"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        return _write_once(source, cache_dir() / "kernels", name)
     except OSError:  # a home that cannot be written to: keep sources for this process only
-        folder = Path(tempfile.mkdtemp(prefix="pyg_fullgraph_"))
-    path = folder / f"k{digest}.py"
+        return _write_once(source, Path(tempfile.mkdtemp(prefix="pyg_fullgraph_")), name)
+
+
+def _write_once(source: str, folder: Path, name: str) -> Path:
+    path = folder / name
     if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
-        with os.fdopen(handle, "w") as file:
-            file.write(source)
-        os.replace(temporary, path)
+        try:
+            with os.fdopen(handle, "w") as file:
+                file.write(source)
+            os.replace(temporary, path)  # other processes see all of it or nothing
+        except BaseException:
+            os.unlink(temporary)
+            raise
     return path
 
 
