@@ -77,8 +77,16 @@ LAYERS: dict[str, Callable[[ModuleType, int, int, int, bool], nn.Module]] = {
     "gatv2": lambda ns, i, o, h, last: ns.GATv2Conv(i, o if last else o // h, heads=h, concat=not last),
     "edgeconv": lambda ns, i, o, h, last: ns.EdgeConv(nn.Linear(2 * i, o), aggr="max"),
     "gmm": lambda ns, i, o, h, last: ns.GMMConv(i, o, dim=2, kernel_size=3),
+    "transformer": lambda ns, i, o, h, last: ns.TransformerConv(i, o // h, heads=h),
+    "res-gated": lambda ns, i, o, h, last: ns.ResGatedGraphConv(i, o),
+    "pna": lambda ns, i, o, h, last: ns.PNAConv(i, o, ["mean", "min", "max", "std"],
+                                                ["identity", "amplification", "attenuation"], _DEGREES),
+    "edge-mlp": lambda ns, i, o, h, last: ns.EdgeConv(nn.Sequential(
+        nn.Linear(2 * i, o), nn.ReLU(), nn.Linear(o, o)), aggr="max"),
 }
-_ATTENTION = ("gat", "gatv2")
+#: How many nodes have 0, 1, 2 ... edges, as far as PNA's scalers ask: a mean of log(degree + 1).
+_DEGREES = torch.tensor([0, 10, 20, 30, 20, 10])
+_ATTENTION = ("gat", "gatv2", "transformer")
 #: Rows of the case's width that a step must read per edge: forward and backward, each source row once per pass.
 _GATHERS = {("gcn", "forward"): 1, ("gcn", "step"): 2, ("sage", "forward"): 1, ("sage", "step"): 2,
             ("gin", "forward"): 1, ("gin", "step"): 2, ("gat", "forward"): 1, ("gat", "step"): 2,
@@ -109,6 +117,8 @@ CASES: dict[str, Case] = {c.name: c for c in [
       or layer in ("gat", "gatv2", "sage")],
     *[_layer_case(layer, "arxiv", "bfloat16") for layer in ("sage", "gat")],
     *[_layer_case(layer, "arxiv", direction="forward") for layer in ("sage", "gat")],
+    Case("edgeconv-points", "edgeconv", "points", num_in=256, width=256),
+    Case("edge-mlp-points", "edge-mlp", "points", num_in=64, width=64),
     *[_cpu_case(layer, graph, is_model) for graph in SHARED for layer in ("gcn", "sage", "gat")
       for is_model in (False, True)],
 ]}
@@ -172,15 +182,16 @@ class Problem:
         num_classes = case.num_classes
         if name in graphs.SIZES:
             size = graphs.SIZES[name]
+            count = graphs.num_nodes(size)
             self.edge_index = graphs.draw(size, device, seed)
-            self.x = torch.randn((size.nodes, case.num_in), generator=generator, device=device)
+            self.x = torch.randn((count, case.num_in), generator=generator, device=device)
             if case.layer == "sage-max":
                 # Ranks instead of values: where two sources tie, PyG and we give the gradient to other edges.
-                self.x = (self.x.argsort(0).argsort(0) / size.nodes - 0.5) * 12**0.5
+                self.x = (self.x.argsort(0).argsort(0) / count - 0.5) * 12**0.5
             self.x = self.x.to(dtype)
             if case.is_model:
-                self.y = torch.randint(num_classes, (size.nodes,), generator=generator, device=device)
-                self.mask = torch.rand(size.nodes, generator=generator, device=device) < 0.66
+                self.y = torch.randint(num_classes, (count,), generator=generator, device=device)
+                self.mask = torch.rand(count, generator=generator, device=device) < 0.66
         else:
             data = _shared_dataset(name)
             num_classes, self.edge_index, self.x = data.num_classes, data.edge_index, data.x.to(dtype)

@@ -14,8 +14,9 @@ run() {
     "$python" -m benchmarks.run --also "$rows" ${BENCH_ARGS:-} "$@" >>"$out/log.txt" 2>&1 || status=1
 }
 run --case 'train-gat-reddit' --providers ours,pyg --deadline-s 120
-run --case 'gcn-arxiv,sage-arxiv,gat-arxiv,sage-max-arxiv,gatv2-arxiv,edgeconv-arxiv,gmm-arxiv' --providers pyg,ours \
-    --budget-s 1 --deadline-s 150
+layers=gcn,sage,sage-max,gin,gat,gatv2,transformer,res-gated,edgeconv,gmm,pna
+run --case "$(printf '%s-arxiv,' ${layers//,/ })edgeconv-points,edge-mlp-points" --providers pyg,ours --budget-s 1 \
+    --deadline-s 240
 run --case 'gat-reddit,sage-reddit,gatv2-reddit,*-arxiv-bfloat16,*-arxiv-forward' --providers ours --budget-s 1 \
     --deadline-s 60
 grep -E '^[A-Za-z.]*(Error|Exception)|Traceback|^skipped|^not started|"error"' "$out/log.txt" | cut -c 1-600 | tail -n 20

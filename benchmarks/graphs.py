@@ -1,6 +1,7 @@
 """Synthetic graphs of the sizes people measure on, drawn the same way everywhere.
 
-Endpoints follow a power law: the node of rank ``r`` has weight ``(r + i0)^-0.5`` with ``i0 = n (0.5 / ratio)^2``, which
+Point clouds (:class:`Clouds`) are uniform in a cube, with the nearest points as sources. In the others (:class:`Size`)
+endpoints follow a power law: the node of rank ``r`` has weight ``(r + i0)^-0.5`` with ``i0 = n (0.5 / ratio)^2``, which
 makes the largest expected degree ``ratio`` times the mean; ranks are shuffled. 70% of the edges stay inside communities
 of about 2000 consecutive ids, and every edge is there in both directions.
 """
@@ -22,19 +23,35 @@ class Size:
     ratio: float
 
 
-SIZES = {
+@dataclass(frozen=True)
+class Clouds:
+    """``count`` clouds of ``points`` points, each with its ``neighbors`` nearest in the same cloud."""
+
+    count: int
+    points: int
+    neighbors: int
+
+
+SIZES: dict[str, Size | Clouds] = {
     "arxiv": Size(169_343, 2_315_598, 962),
     "reddit": Size(232_965, 114_615_892, 44),
     "products": Size(2_449_029, 123_718_280, 346),
     "proteins": Size(132_534, 79_122_504, 13),
     "small": Size(20_000, 400_000, 100),
     "tiny": Size(300, 2_400, 10),
+    "points": Clouds(32, 1024, 40),
+    "few-points": Clouds(2, 30, 5),
 }
 COMMUNITY = 2000
 INSIDE = 0.7
 
 
-def draw(size: Size, device: str | torch.device, seed: int = 0, shuffle: bool = False) -> Tensor:
+def num_nodes(size: Size | Clouds) -> int:
+    """Number of nodes of a graph of ``size``."""
+    return size.nodes if isinstance(size, Size) else size.count * size.points
+
+
+def draw(size: Size | Clouds, device: str | torch.device, seed: int = 0, shuffle: bool = False) -> Tensor:
     """An ``edge_index`` ``[2, E]`` of ``size``, int64.
 
     Args:
@@ -44,6 +61,8 @@ def draw(size: Size, device: str | torch.device, seed: int = 0, shuffle: bool = 
         shuffle: Relabel nodes at random, which destroys the locality of communities.
     """
     generator = torch.Generator(device).manual_seed(seed)
+    if isinstance(size, Clouds):
+        return _nearest(size, generator)
     n, half = size.nodes, size.edges // 2
     offset = n * (0.5 / size.ratio) ** 2
     rank = torch.randperm(n, generator=generator, device=device)
@@ -67,3 +86,12 @@ def draw(size: Size, device: str | torch.device, seed: int = 0, shuffle: bool = 
     if shuffle:
         edge_index = torch.randperm(n, generator=generator, device=device)[edge_index]
     return edge_index
+
+
+def _nearest(size: Clouds, generator: torch.Generator) -> Tensor:
+    """Edges from the nearest points, the point itself among them, to each point."""
+    position = torch.rand((size.count, size.points, 3), generator=generator, device=generator.device)
+    nearest = torch.cdist(position, position).topk(size.neighbors, largest=False).indices
+    first = torch.arange(size.count, device=generator.device).view(-1, 1, 1) * size.points
+    target = torch.arange(size.count * size.points, device=generator.device).repeat_interleave(size.neighbors)
+    return torch.stack([(nearest + first).flatten(), target])
