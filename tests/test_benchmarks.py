@@ -41,6 +41,15 @@ def test_shuffled_graph_keeps_degrees():
     assert torch.equal(plain[1].bincount().sort().values[-50:], shuffled[1].bincount().sort().values[-50:])
 
 
+def test_clouds_of_points():
+    size = graphs.SIZES["few-points"]
+    src, dst = graphs.draw(size, "cpu")
+    assert torch.equal(dst, torch.arange(graphs.num_nodes(size)).repeat_interleave(size.neighbors))
+    assert torch.equal(src // size.points, dst // size.points)
+    assert len(set(zip(src.tolist(), dst.tolist(), strict=True))) == len(src)
+    assert torch.equal(src[::size.neighbors], dst[::size.neighbors])  # nearest to a point is the point
+
+
 def test_select_takes_patterns_and_refuses_unknown_names():
     names = [c.name for c in select("cpu-gat-cora-*, gat-arxiv")]
     assert names == ["cpu-gat-cora-layer", "cpu-gat-cora-model", "gat-arxiv"]
