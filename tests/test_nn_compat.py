@@ -1,0 +1,204 @@
+"""Fused layers inside what people build from PyG's: models, containers, heterogeneous graphs, autocast, copies."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch_geometric.nn as pyg_nn
+from layers import MORE, SQUARE, assert_fused, assert_same, run, twins
+from torch_geometric.nn import models
+
+import pyg_fullgraph.nn as fused_nn
+import zoo
+from pyg_fullgraph import debug
+from pyg_fullgraph.graph import Graph
+from pyg_fullgraph.model import convert
+
+CASE = zoo.sorted_by_dst()
+BY_NAME = {layer.name: layer for layer in (*SQUARE, *MORE)}
+
+
+@pytest.fixture(autouse=True)
+def counting():
+    debug.reset()
+
+
+def draw(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype).requires_grad_()
+
+
+def answer(model, leaves, *args):
+    out = model(*args)
+    values = list(out.values()) if isinstance(out, dict) else [out]
+    total = sum(v.sin().sum() for v in values)
+    return [*values, *torch.autograd.grad(total, [*leaves, *model.parameters()], allow_unused=True)]
+
+
+def check(plain, leaves, *args, times=None):
+    fused = convert(copy.deepcopy(plain))
+    expected = answer(plain, leaves, *args)
+    debug.reset()
+    got = answer(fused, leaves, *args)
+    assert_fused(times)
+    assert_same(got, expected)
+    return fused
+
+
+# Models and containers
+
+DEGREE = torch.tensor([2, 3, 4, 3, 3, 2])
+
+
+@pytest.mark.parametrize("make", [
+    lambda: models.GCN(6, 8, 3, 4, jk="cat"),
+    lambda: models.GraphSAGE(6, 8, 2, 4, jk="lstm", aggr=["mean", "std"]),
+    lambda: models.GIN(6, 8, 2, 4, jk="max"),
+    lambda: models.GAT(6, 8, 2, 4, v2=True, heads=2, edge_dim=None),
+    lambda: models.PNA(6, 8, 2, 4, aggregators=["mean", "min", "max", "std"],
+                       scalers=["identity", "amplification", "attenuation"], deg=DEGREE),
+    lambda: models.EdgeCNN(6, 8, 2, 4, norm=None),
+    lambda: models.DeepGCNLayer(pyg_nn.GENConv(6, 6, norm=None), pyg_nn.LayerNorm(6), torch.nn.ReLU()),
+    lambda: pyg_nn.AntiSymmetricConv(6),
+    lambda: pyg_nn.DirGNNConv(pyg_nn.SAGEConv(6, 5)),
+    lambda: pyg_nn.GPSConv(6, pyg_nn.GINConv(torch.nn.Linear(6, 6)), heads=2, norm=None),
+], ids=["gcn", "sage", "gin", "gat", "pna", "edge_cnn", "deep_gcn", "antisymmetric", "dir_gnn", "gps"])
+def test_models(make):
+    torch.manual_seed(0)
+    plain = make().double()
+    x = draw(17, 6)
+    check(plain, [x], x, CASE.edge_index)
+
+
+def test_sequential():
+    plain = pyg_nn.Sequential("x, edge_index", [
+        (pyg_nn.TransformerConv(6, 8), "x, edge_index -> y"), torch.nn.ReLU(),
+        (pyg_nn.FiLMConv(8, 8), "y, edge_index -> z"), (lambda y, z: y + z, "y, z -> z"),
+        (pyg_nn.SGConv(8, 3, K=2), "z, edge_index -> z"),
+    ]).double()
+    x = draw(17, 6)
+    check(plain, [x], x, CASE.edge_index, times=4)
+
+
+# Heterogeneous graphs
+
+TYPES = {("user", "buys", "item"): (13, 7), ("item", "bought", "user"): (7, 13), ("user", "knows", "user"): (13, 13)}
+
+
+def heterogeneous():
+    generator = torch.Generator().manual_seed(5)
+    edges = {kind: torch.stack([torch.randint(size, (40,), generator=generator) for size in sizes])
+             for kind, sizes in TYPES.items()}
+    return {"user": draw(13, 6, seed=1), "item": draw(7, 6, seed=2)}, edges
+
+
+def test_hetero_conv():
+    plain = pyg_nn.HeteroConv({
+        ("user", "buys", "item"): pyg_nn.SAGEConv((6, 6), 4, aggr=["max", "std"]),
+        ("item", "bought", "user"): pyg_nn.GATConv((6, 6), 4, add_self_loops=False),
+        ("user", "knows", "user"): pyg_nn.GCNConv(6, 4),
+    }).double()
+    x, edges = heterogeneous()
+    fused = check(plain, list(x.values()), x, edges)
+    graphs = {t: Graph.from_edge_index(e, TYPES[t]) for t, e in edges.items()}
+    assert_same(list(fused(x, graphs).values()), list(plain(x, edges).values()))
+
+
+class Homogeneous(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = pyg_nn.SAGEConv(6, 8), pyg_nn.TransformerConv(8, 4, heads=2)
+
+    def forward(self, x, edge_index):
+        return self.second(self.first(x, edge_index).relu(), edge_index)
+
+
+@pytest.mark.parametrize("is_converted_first", [True, False])
+def test_to_hetero(is_converted_first):
+    torch.manual_seed(0)
+    x, edges = heterogeneous()
+    model = Homogeneous().double()
+    metadata = (list(x), list(edges))
+    plain = pyg_nn.to_hetero(copy.deepcopy(model), metadata)
+    fused = pyg_nn.to_hetero(convert(model), metadata) if is_converted_first else convert(copy.deepcopy(plain))
+    fused.load_state_dict(plain.state_dict())
+    expected = answer(plain, list(x.values()), x, edges)
+    debug.reset()
+    assert_same(answer(fused, list(x.values()), x, edges), expected)
+    assert_fused()
+
+
+# Autocast
+
+
+@pytest.mark.filterwarnings("ignore::pyg_fullgraph.debug.PlainPathWarning")
+@pytest.mark.parametrize("name", [
+    "gcn_weight", "sage", "sage_softmax", "gat_edge", "gatv2_edge", "edge_conv", "transformer_edge", "res_gated_edge",
+    "pna", "gen_learned", "gine_edge", "cg_edge", "nn", "feast", "eg_sum_mean_max", "film", "point_net",
+    "rgat_add_across_None",
+])
+def test_autocast_gives_pygs_dtype(name):
+    layer = BY_NAME[name]
+    plain, fused = (module.float() for module in twins(layer))
+    x, given = layer.inputs(CASE)
+    call = {"x": x.float(), "edge_index": CASE.edge_index,
+            **{k: v.float() if v.is_floating_point() else v for k, v in given.items()}}
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = plain(**call)
+        out = fused(**call)
+    exact = plain(**call)
+    assert out.dtype == expected.dtype
+    assert_fused()
+    scale = exact.abs().max()
+    assert (out - exact).abs().max() <= 1.5 * (expected - exact).abs().max() + 0.01 * scale
+
+
+# Copies
+
+
+def saved(module):
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), saved],
+                         ids=["copy", "deepcopy", "pickle", "save"])
+@pytest.mark.parametrize("name", ["transformer_edge", "pna", "eg_sum_mean_max", "rgat_add_across_None", "gen_learned",
+                                  "feast", "arma", "hypergraph", "fa_weight"])
+def test_copies(name, how):
+    layer = BY_NAME[name]
+    _, fused = twins(layer)
+    expected = run(fused, layer, CASE, CASE.edge_index)
+    twin = how(fused)
+    assert type(twin) is type(fused)
+    assert_same(run(twin, layer, CASE, CASE.edge_index), expected, 0)
+    twin.reset_parameters()
+    run(twin, layer, CASE, CASE.edge_index)
+    assert_fused()
+
+
+def test_lazily_initialized_layers():
+    x, pos = draw(17, 6).detach(), draw(17, 3).detach()
+    for make, args in (
+        (lambda n: n.TransformerConv(-1, 4), (x, CASE.edge_index)),
+        (lambda n: n.GraphConv(-1, 4), (x, CASE.edge_index)),
+        (lambda n: n.ResGatedGraphConv(-1, 4), (x, CASE.edge_index)),
+        (lambda n: n.FeaStConv(-1, 4), (x, CASE.edge_index)),
+        (lambda n: n.LEConv(-1, 4), (x, CASE.edge_index)),
+        (lambda n: n.ARMAConv(-1, 4, num_stacks=2), (x, CASE.edge_index)),
+        (lambda n: n.FiLMConv(-1, 4), (x, CASE.edge_index)),
+        (lambda n: n.GENConv(-1, 4, norm=None), (x, CASE.edge_index)),
+        (lambda n: n.PointTransformerConv(-1, 4), (x, pos, CASE.edge_index)),
+        (lambda n: n.SGConv(-1, 4), (x, CASE.edge_index)),
+        (lambda n: n.ClusterGCNConv(-1, 4), (x, CASE.edge_index)),
+    ):
+        layer = make(fused_nn).double()
+        out = layer(*args)
+        plain = make(pyg_nn).double()
+        plain(*args)  # as many parameters as this layer needs
+        plain.load_state_dict(layer.state_dict())
+        assert_same([out], [plain(*args)])
+    assert_fused()
