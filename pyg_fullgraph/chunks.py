@@ -117,17 +117,19 @@ class _ChunkedSweep:
         dtypes = {r: self.dtype if r in exact else self.out_dtype for r, _ in (*self.sweep.gathers, *self.sweep.edges)}
         edges: dict[Node, Any] = {}
         for first in range(0, num_edges, step):
-            chunk = _Chunk(self, first, min(first + step, num_edges))
-            values = chunk.evaluate()
-            for g in self.recipe.reductions:
-                self._update(g, chunk, values)
-            for result, e in self.sweep.edges:
-                value = chunk.full(values[e], e)
-                chunk.write(edges, result, value.to(dtypes[result]) if value.is_floating_point() else value)
+            self._run_chunk(_Chunk(self, first, min(first + step, num_edges)), edges, dtypes)
         for result, _ in self.sweep.edges if num_edges == 0 else ():
             edges[result] = torch.empty((0, *result.shape), dtype=dtypes[result], device=self.device)
         results = {r: self._finish(g, dtypes[r]) for r, g in self.sweep.gathers}
         return {**results, **edges}
+
+    def _run_chunk(self, chunk: _Chunk, edges: dict[Node, Any], dtypes: Mapping[Node, torch.dtype]) -> None:
+        values = chunk.evaluate()
+        for g in self.recipe.reductions:
+            self._update(g, chunk, values)
+        for result, e in self.sweep.edges:
+            value = chunk.full(values[e], e)
+            chunk.write(edges, result, value.to(dtypes[result]) if value.is_floating_point() else value)
 
     def _start(self, g: Node) -> list[Tensor]:
         """State of a gather, or of softmax weights, before the first chunk."""
@@ -319,7 +321,7 @@ class _Chunk:
     def lift(self, step: Step, value: Tensor) -> Tensor:
         return self.full(value, step.args[0])
 
-    def float(self, step: Step, value: Tensor) -> Tensor:
+    def to_float(self, step: Step, value: Tensor) -> Tensor:
         return value.to(self.sweep.dtype)
 
     def dropout(self, step: Step) -> Tensor:
@@ -463,7 +465,7 @@ def index_sum(index: Tensor, value: Tensor, num_rows: int) -> Tensor:
         value: ``[P, *shape]``.
         num_rows: Rows of the result.
     """
-    flat = value.reshape(value.shape[0], -1)
+    flat = value.reshape(value.shape[0], math.prod(value.shape[1:]))
     if num_rows <= ONE_HOT_ROWS:
         rows = torch.arange(num_rows, device=index.device)
         out = (index == rows[:, None]).to(flat.dtype) @ flat

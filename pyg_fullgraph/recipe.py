@@ -167,7 +167,7 @@ class Recipe:
         if node.op in ("input", "eid", "dropout"):
             return Step(node, {"input": "edge_input", "eid": "edge_id", "dropout": "dropout"}[node.op])
         if node.op in ("weight", "lift", "float"):
-            return Step(node, node.op, node.args)
+            return Step(node, {"float": "to_float"}.get(node.op, node.op), node.args)
         pair = self._as_dots(node)
         if pair is not None and pair[0].shape[-1] >= self.dots_from:
             return Step(node, "dots", (), pair)

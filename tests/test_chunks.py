@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zoo
 from oracle import check, program_of, random_case
-from programs import CASES, make_tensors
+from programs import CASES, MORE_CASES, make_tensors
 from pyg_fullgraph import chunks
 from pyg_fullgraph.autograd import run
 from pyg_fullgraph.graph import Graph
@@ -18,26 +18,28 @@ from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
 from zoo import Case
 
+ALL = {**CASES, **MORE_CASES}
+
 
 def chunks_of(elements: int):
     return mock.patch.dict(chunks.CHUNK_ELEMENTS, {"cpu": elements})
 
 
 @pytest.mark.parametrize("graph", zoo.ALL, ids=str)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ALL)
 def test_results_and_gradients(name, graph):
     check(program_of(name), graph)
 
 
 @pytest.mark.parametrize("elements", [1, 40, 700])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ALL)
 def test_chunks_merge_to_the_whole(name, elements):
     with chunks_of(elements):
         check(program_of(name), random_case(11, 9, 70))
 
 
 @settings(max_examples=60, deadline=None)
-@given(name=st.sampled_from([n for n in CASES if n != "wide"]), elements=st.integers(1, 300), data=st.data())
+@given(name=st.sampled_from([n for n in ALL if n != "wide"]), elements=st.integers(1, 300), data=st.data())
 def test_random_graphs_in_random_chunks(name, elements, data):
     num_src, num_dst = data.draw(st.integers(1, 7)), data.draw(st.integers(1, 7))
     pairs = st.tuples(st.integers(0, num_src - 1), st.integers(0, num_dst - 1))
@@ -48,7 +50,7 @@ def test_random_graphs_in_random_chunks(name, elements, data):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ALL)
 def test_narrow_dtypes(name, dtype):
     check(program_of(name), random_case(37, 29, 150), dtype)
 
@@ -106,7 +108,7 @@ class LargestResult(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if n not in ("one-sided", "bare-edges", "many-outputs")])
+@pytest.mark.parametrize("name", [n for n in ALL if n not in ("one-sided", "bare-edges", "many-outputs")])
 def test_no_tensor_of_edges_by_features_is_made(name):
     """Inputs and results apart: what a step makes is bounded by vertices, the chunk, and narrow edge values."""
     case = random_case(40, 30, 6000)
