@@ -12,7 +12,7 @@ from programs import DST, EDGE, LAYERS, SRC, spec
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.interpret import run_reference
-from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
+from pyg_fullgraph.saga.ir import Domain
 from pyg_fullgraph.saga.trace import INDEX, SIZE_I, SIZE_J, ArgSpec, trace_method
 from triton_kernels import reference
 
@@ -220,33 +220,3 @@ def test_a_softmax_over_features_is_not_an_edge_softmax():
 def test_sizes_are_numbers_of_a_kind_the_edges_do_not_depend_on():
     (node,) = message(lambda self, x_j, size_i, size_j: x_j * 2, x_j=spec(SRC, 4), size_i=SIZE_I, size_j=SIZE_J)
     assert node.domain == Domain.SRC
-
-
-SUPPORTED = {
-    "leaky_relu": lambda x: F.leaky_relu(x, 0.2), "silu": F.silu, "relu": F.relu, "tanh": torch.tanh,
-    "hardtanh": F.hardtanh, "clamp": lambda x: x.clamp(-0.5, 0.7), "sigmoid": torch.sigmoid,
-    "power": lambda x: x ** 2 + x ** 3 + x.abs() ** 0.5, "where": lambda x: torch.where(x > 0, x, 2 * x),
-    "masked_fill": lambda x: x.masked_fill(x < 0, -1.0), "norm": lambda x: x / x.norm(dim=-1, keepdim=True),
-    "mean": lambda x: x - x.mean(-1, keepdim=True), "softmax": lambda x: x.softmax(-1), "rsub": lambda x: 1 - x,
-    "split": lambda x: x.chunk(2, -1)[0] * x.split([2, 2], -1)[1],
-    "select": lambda x: x[:, 1:2] * x[:, 3].unsqueeze(1),
-    "cat": lambda x: torch.cat([x, 2 * x], -1), "maximum of features": lambda x: x.amax(-1, True),
-    "reshape": lambda x: x.view(-1, 2, 2).transpose(1, 2).reshape(-1, 4), "log": lambda x: (x * x + 1).log(),
-    "compare": lambda x: (x > 0).float() * x, "reciprocal": lambda x: 1 / (1 + x * x),
-    "logic": lambda x: x * ((x > 0) & ~(x > 1)),
-    "rsqrt": lambda x: (x * x + 1).rsqrt(), "sincos": lambda x: x.sin() * x.cos(),
-    "maximum": lambda x: torch.maximum(x, -x),
-    "expand": lambda x: x[:, :1].expand(-1, 4) * x, "square": lambda x: x.square().sum(-1, keepdim=True),
-    "addcmul": lambda x: torch.addcmul(x, x, x, value=0.5), "ones": lambda x: x * torch.ones_like(x) + torch.zeros(4),
-}
-
-
-@pytest.mark.parametrize("what", SUPPORTED)
-def test_operations_in_a_message_mean_what_they_mean_in_torch(what):
-    function = SUPPORTED[what]
-    (node,) = message(lambda self, x_j: function(x_j), x_j=spec(SRC, 4))
-    program = EdgeProgram((Output("edge", node),))
-    x = torch.randn(7, 4, dtype=torch.float64)
-    ids = torch.arange(7)
-    (got,) = run_reference(program, ids, ids, 7, {"message.x_j": x})
-    assert error(got, function(x)) < 1e-12

@@ -134,6 +134,8 @@ class Importer:
         if isinstance(value, (torch.SymInt, int, float, bool, torch.SymFloat, torch.SymBool)):
             return value  # a size; used by layout operations through the shape of their result only
         name = str(node.target)
+        if node.users and all(str(u.target).startswith("aten._assert") for u in node.users):
+            return None  # a check of values, which a trace has not
         if "_." in name and not name.startswith("aten._"):
             # Left by decompositions, on fresh tensors: what follows in the graph reads the result.
             written: Any = node.args[0]

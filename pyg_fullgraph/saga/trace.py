@@ -249,7 +249,7 @@ class _Trace:
         self.nodes: dict[str, Any] = {}
         for key, spec in args.items():
             if isinstance(spec, ArgSpec):
-                dtype = torch.bool if spec.is_bool else torch.long if spec.integer else torch.float32
+                dtype = torch.bool if spec.is_bool else torch.long if spec.integer else torch.get_default_dtype()
                 self.inputs[key] = fake_rows(mode, key, spec.shape, dtype=dtype) if spec.domain else \
                     mode.from_tensor(torch.empty(spec.shape, dtype=dtype), static_shapes=True)
                 node = ir.input(spec.name or key, spec.domain, spec.shape, spec.integer or spec.is_bool)
@@ -265,8 +265,9 @@ class _Trace:
         """Trace ``call(layer, arguments)`` and import what it does."""
         conv, mode = self.conv, self.mode
         state = {**dict(conv.named_parameters()), **dict(conv.named_buffers())}
-        # Traced on fake CPU tensors, wherever the layer is and whatever its dtype.
-        fakes = {k: mode.from_tensor(torch.empty(v.shape, dtype=torch.float32 if v.is_floating_point() else v.dtype),
+        # Traced on fake CPU tensors of the dtype of literals, wherever the layer is and whatever its dtype.
+        default = torch.get_default_dtype()
+        fakes = {k: mode.from_tensor(torch.empty(v.shape, dtype=default if v.is_floating_point() else v.dtype),
                                      static_shapes=True) for k, v in state.items()}
         params = [ir.input(f"param.{k}", Domain.PARAM, tuple(v.shape), not v.is_floating_point())
                   for k, v in state.items()]
@@ -318,7 +319,7 @@ class _Trace:
         rows = form(outputs[0])
         if rows.rows is not None and rows.fold != 1:
             raise NotFusable([f"{kind}.{self.method} returns features as rows"])
-        if not any(n.is_row for n in ir.inputs_of(value)):
+        if rows.rows is not None and not any(n.is_row for n in ir.inputs_of(value)):
             raise NotFusable(["reads no data of nodes or edges"])
         return _Result(value, dict(zip(names, side, strict=True)), rows.rows, importer, self.edges, rows.dim)
 
@@ -327,8 +328,7 @@ class _Trace:
         found: dict[str, Tensor] = {}
         kind = type(self.conv).__name__
         for module, attributes in before.items():
-            if dict(module._buffers) != buffers[module] and any(
-                    module._buffers.get(k) is not v for k, v in buffers[module].items()):
+            if any(module._buffers.get(k) is not v for k, v in buffers[module].items()):
                 raise NotFusable([f"{kind}.{self.method} replaces a buffer"])
             for name, value in module.__dict__.items():
                 if name in attributes and (value is attributes[name] or _is_equal(value, attributes[name])):
