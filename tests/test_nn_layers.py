@@ -93,6 +93,34 @@ def check_on(layer, cases):
             assert_same(run(fused, layer, case, Graph.from_edge_index(case.edge_index, case.size)), got, 1e-12)
 
 
+@pytest.mark.parametrize("name", [
+    "transformer_edge", "cheb_weight", "pna", "point_net", "ppf", "sage_several", "gen_softmax", "fast_rgcn", "mf",
+    "supergat_mx", "hypergraph_attention", "film_relations", "arma", "eg_var_std_symnorm_min", "heat"])
+def test_reversed_flow(name):
+    layer = next(entry for entry in MORE if entry.name == name)
+    plain, fused = twins(layer)
+    plain.flow = fused.flow = "target_to_source"
+    assert_same(run(fused, layer, zoo.hub(), zoo.hub().edge_index), run(plain, layer, zoo.hub(), zoo.hub().edge_index))
+    assert_fused()
+
+
+@pytest.mark.filterwarnings("ignore::pyg_fullgraph.debug.PlainPathWarning")
+def test_reversed_flow_on_a_pair_of_different_sizes():
+    """PyG takes x_j from the first of a pair in either flow; where all ids are small enough, that has a result."""
+    layer = next(entry for entry in MORE_PAIRS if entry.name == "graph_conv_pair")
+    plain, fused = twins(layer)
+    plain.flow = fused.flow = "target_to_source"
+    case = zoo.Case("small ids", torch.tensor([[0, 1, 2, 0], [1, 2, 0, 0]]), 5, 4)
+    x, edge = layer.inputs(zoo.Case("", case.edge_index, 5, 5))
+    x = (x[0], x[1][:4])
+
+    def answers(module):
+        out = module.propagate(case.edge_index, x=x, **edge)
+        return [out, *torch.autograd.grad(out.sin().sum(), x, allow_unused=True)]
+
+    assert_same(answers(fused), answers(plain))
+
+
 def test_every_exported_layer_is_among_these():
     tested = {type(layer.build(fused_nn)).__name__ for layer in (*SQUARE, *PAIRS, *MORE, *MORE_PAIRS)}
     elsewhere = {"MessagePassing", "DynamicEdgeConv", "GravNetConv", "PANConv"}

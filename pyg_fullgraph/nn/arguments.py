@@ -86,6 +86,11 @@ class Call:
         self.edge_index = edge_index
         graph = prepared_graph(edge_index, (wanted[0], wanted[1]))
         self.graph = graph.reverse() if self.is_reversed else graph
+        for name, rows in self.rows.items():
+            # PyG takes x_j from the first of a pair whatever the flow, but the edges from the other row.
+            size = self.graph.num_src if name[-1] == "j" else self.graph.num_dst
+            if rows is not None and rows.size(self._dim(rows)) != size:
+                raise NotFusable([f"flow='{conv.flow}' with a pair '{name[:-2]}' of different sizes"])
         self.tensors: dict[str, Tensor] = {}
         self.exprs: dict[Node, EdgeExpr | LinearExpr] = {}
         self.args = [{n: self._classify(m, n, p) for n, p in conv.inspector.get_param_dict(m).items()}
@@ -104,8 +109,6 @@ class Call:
             if isinstance(data, (tuple, list)):
                 if len(data) != 2:
                     raise NotFusable([f"'{base}' is a tuple of {len(data)} entries, not of two"])
-                if self.is_reversed and not (data[0] is data[1] or _rows(data[0]) == _rows(data[1])):
-                    raise NotFusable([f"flow='target_to_source' with a pair '{base}' of different sizes"])
                 for side in (0, 1):
                     if isinstance(data[side], Tensor):
                         self._set_size(slots, side, base, data[side])
@@ -335,10 +338,6 @@ def _shown(name: str) -> str:
     """The name of an input as the caller of propagate knows it."""
     name = name.split(".", 1)[1] if "." in name else name
     return name[:-2] if name.endswith(("_i", "_j")) else name
-
-
-def _rows(value: Any) -> int | None:
-    return value.size(0) if isinstance(value, Tensor) and value.dim() > 0 else None
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:
