@@ -15,7 +15,7 @@ from pyg_fullgraph.graph import Graph
 __all__ = ["Graph", "__version__", "convert", "debug", "explain", "nn", "reuse_constants", "revert"]
 
 # Loaded on first use: they bring the compiler and all of torch_geometric.nn, which a graph alone does not need.
-_MODULE_OF = {"convert": "model", "explain": "model", "revert": "model", "debug": "", "nn": "",
+_MODULE_OF = {"convert": "model", "explain": "explanation", "revert": "model", "debug": "", "nn": "",
               "reuse_constants": "reuse"}
 
 

@@ -377,8 +377,9 @@ class Run:
         constant: Inputs that were taken for constant.
         graph: What it ran on.
         dtype: That of the results.
-        inputs: Per stage the inputs of its edge phase with their dtype and whether they need a gradient; those of a
-            stage whose results were there already are missing.
+        inputs: Per stage the inputs of its edge phase with their dtype, whether they need a gradient, and what tells
+            tensors in other memory apart; those of a stage whose results were there already are missing.
+        needs_grad: Whether a result has a gradient.
     """
 
     program: EdgeProgram
@@ -386,7 +387,8 @@ class Run:
     constant: frozenset[Node]
     graph: Graph
     dtype: torch.dtype
-    inputs: tuple[Mapping[Node, tuple[torch.dtype, bool]], ...]
+    inputs: tuple[Mapping[Node, tuple[torch.dtype, bool, int]], ...]
+    needs_grad: bool
 
 
 _observers: list[list[Run]] = []
@@ -457,9 +459,11 @@ def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tu
         outputs.append(result.clone() if value in given else result)
         given.add(value)
     if _observers:
-        metas = tuple({n: (env[n].dtype, env[n].requires_grad) for n in p.inputs if n in env} for p in compiled.phases)
+        metas = tuple({n: (t.dtype, t.requires_grad, t.data_ptr() if is_plain else id(t))
+                       for n in p.inputs if (t := env.get(n)) is not None} for p in compiled.phases)
+        report = Run(asked, compiled, unchanged, graph, like.dtype, metas, any(t.requires_grad for t in outputs))
         for seen in _observers:
-            seen.append(Run(asked, compiled, unchanged, graph, like.dtype, metas))
+            seen.append(report)
     return tuple(outputs)
 
 

@@ -156,7 +156,7 @@ def explain(
     device: DeviceOption = "auto",
 ) -> None:
     """Show what is fused, hoisted, saved and recomputed for a model and a dataset."""
-    from pyg_fullgraph.model import explain as explain_model
+    from pyg_fullgraph.explanation import explain as explain_model
 
     config = TrainConfig.preset(
         dataset=dataset,

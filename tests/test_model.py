@@ -12,9 +12,9 @@ from torch_geometric.nn import models
 import pyg_fullgraph.nn as fused_nn
 import zoo
 from pyg_fullgraph import debug
-from pyg_fullgraph.errors import InputError, NotFusedError
+from pyg_fullgraph.errors import NotFusedError
 from pyg_fullgraph.graph import Graph
-from pyg_fullgraph.model import convert, explain, revert
+from pyg_fullgraph.model import convert, revert
 
 CASE = zoo.prime()
 GRAPH = Graph.from_edge_index(CASE.edge_index, CASE.num_dst)
@@ -191,59 +191,3 @@ def test_optimizer_keeps_working():
             module(features(), CASE.edge_index).square().sum().mul(1e-3).backward()
             step.step()
     assert_same(list(model.parameters()), list(twin.parameters()))
-
-
-# explain
-
-
-def test_explain_reports_every_layer():
-    model = convert(make(models.GAT, heads=2, norm="BatchNorm", dropout=0.5))
-    model.train()
-    buffers = [b.clone() for b in model.buffers()]
-    state = torch.get_rng_state()
-    report = explain(model, features(), GRAPH)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert_same(list(model.buffers()), buffers, 0)
-    assert list(report.layers) == ["convs.0", "convs.1", "convs.2"]
-    assert all(layer.is_fused and len(layer.programs) == 1 for layer in report.layers.values())
-    text = str(report)
-    assert text.startswith("3 of 3 message-passing layers run fused")
-    for part in ("convs.1 (GATConv): fused", "softmax", "saved for backward", "recomputed in backward",
-                 f"{CASE.num_dst} destinations", "passes over the edges"):
-        assert part in text
-
-
-def test_explain_names_hoisted_work():
-    text = str(explain(fused_nn.EdgeConv(torch.nn.Linear(12, 5)).double(), features(), GRAPH))
-    assert "hoisted, once per vertex" in text
-    assert "mm(" in text
-
-
-def test_explain_gives_reasons():
-    model = torch.nn.Sequential()
-    model.one = pyg_nn.SAGEConv(6, 6, aggr="median")
-    model.two = pyg_nn.GCNConv(6, 6)
-    model.forward = lambda x, edge_index: model.two(model.one(x, edge_index), edge_index)
-    convert(model.one)
-    report = explain(model.double(), features(), CASE.edge_index)
-    assert not report.layers["one"].is_fused
-    assert "aggregation 'median' is not made of sums and extrema" in str(report)
-    assert "the layer is plain PyG" in str(report)
-    assert repr(report) == "Explanation(one: SAGEConv, two: GCNConv)"
-
-
-def test_explain_does_not_fill_caches():
-    layer = convert(pyg_nn.GCNConv(6, 4, cached=True).double())
-    explain(layer, features(), GRAPH)
-    assert layer._cached_edge_index is None
-
-
-@pytest.mark.parametrize("backward", [False, True])
-def test_explain_source(backward):
-    report = explain(convert(MODELS["gatv2"]()), features(), GRAPH)
-    source = report.source("convs.0", backward)
-    assert "@triton.jit" in source
-    compile(source, "generated", "exec")
-    assert source == report.source("convs.0", backward)
-    with pytest.raises(InputError, match=r"fused layers \['convs.0', 'convs.1', 'convs.2'\] \(got 'conv1'\)"):
-        report.source("conv1")

@@ -366,8 +366,10 @@ class Split:
 
 def rewritten(program: EdgeProgram, disable: Sequence[str] = (),
               constant: Container[Node] = ()) -> Iterator[tuple[str, tuple[Node, ...]]]:
-    """The outputs of ``program`` as expressions with gathers, after each pass that rewrites them: ``(pass, roots)``."""
-    roots = canonicalize(_gathered(o) for o in program.outputs)
+    """The outputs as expressions with gathers: as traced, then after each pass that rewrites them. ``(pass, roots)``"""
+    roots = tuple(_gathered(o) for o in program.outputs)
+    yield "trace", roots
+    roots = canonicalize(roots)
     yield "canonicalize", roots
     if "reorganize" not in disable:
         roots = reorganize(roots)
