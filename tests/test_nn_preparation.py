@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+import torch_geometric.nn as pyg_nn
 import torch_geometric.utils as pyg_utils
 from layers import assert_same
 from torch import Tensor
@@ -141,6 +142,45 @@ def test_two_layers_and_two_epochs_build_one_graph(monkeypatch, name, is_graph):
     for _ in range(2):
         second(first(x, edge_index), edge_index).sum().backward()
     assert (built.calls, searched.calls) == (1, 1)
+
+
+@pytest.mark.parametrize("is_graph", [True, False])
+def test_relations_and_laplacians_build_their_graphs_once(monkeypatch, is_graph):
+    edge_index = forms(LOOPS)[is_graph]
+    edge_type = torch.arange(LOOPS.num_edges) % 3
+    relations, powers = fused_nn.RGCNConv(4, 4, num_relations=3), fused_nn.ChebConv(4, 4, K=3)
+    built = Counted(monkeypatch, Graph, "from_edge_index")
+    x = torch.randn(5, 4)
+    for _ in range(3):
+        relations(x, edge_index, edge_type % 3).sum().backward()
+        powers(x, edge_index).sum().backward()
+    assert built.calls == 3 + 1
+    changed = (edge_type + 1) % 3
+    plain = pyg_nn.RGCNConv(4, 4, num_relations=3)
+    plain.load_state_dict(relations.state_dict())
+    assert_same([relations(x, edge_index, changed)], [plain(x, LOOPS.edge_index, changed)], 1e-5)
+
+
+def test_normalized_sparse_tensors_are_remembered(monkeypatch):
+    torch_sparse = pytest.importorskip("torch_sparse", reason="the extra `sparse` is not installed")
+    row, col = LOOPS.edge_index[1].sort(stable=True).values, LOOPS.edge_index[0]
+    value = torch.rand(LOOPS.num_edges)
+    matrix = torch_sparse.SparseTensor(row=row, col=col, value=value, sparse_sizes=(5, 5))
+    layer, plain = fused_nn.GCNConv(4, 3), pyg_nn.GCNConv(4, 3)
+    plain.load_state_dict(layer.state_dict())
+    built = Counted(monkeypatch, Graph, "_from_sparse_tensor")
+    x = torch.randn(5, 4)
+    for _ in range(3):
+        assert_same([layer(x, matrix)], [plain(x, matrix)], 1e-5)
+    assert built.calls == 1
+    matrix.storage.value().mul_(torch.rand(LOOPS.num_edges))
+    assert_same([layer(x, matrix)], [plain(x, matrix)], 1e-5)
+    other = matrix.set_value(torch.rand(LOOPS.num_edges), layout="coo")
+    assert_same([layer(x, other)], [plain(x, other)], 1e-5)
+    held = weakref.ref(matrix.storage.col())
+    del matrix, other, col, row, value
+    gc.collect()
+    assert held() is None
 
 
 def test_weights_are_followed(monkeypatch):

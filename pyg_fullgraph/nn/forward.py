@@ -35,7 +35,8 @@ def install_forward(cls: Any) -> None:
     changed, original = False, cls.forward
     for name in dir(cls):
         function = inspect.getattr_static(cls, name)
-        if isinstance(function, types.FunctionType) and _names_replaced(function) and not name.startswith("__"):
+        is_pygs = name == "forward" or not hasattr(torch.nn.Module, name)
+        if is_pygs and isinstance(function, types.FunctionType) and _names_replaced(function):
             setattr(cls, name, rebind(function, REPLACEMENTS))
             changed = True
     # What goes from one call to the next may be lazy, which neither a user nor a compiled graph can hold.

@@ -11,11 +11,14 @@ Legend: N nodes, E edges.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch_geometric.nn.conv.gcn_conv as pyg_gcn
+import torch_geometric.nn.conv.rgcn_conv as pyg_rgcn
+import torch_geometric.typing as pyg_typing
 import torch_geometric.utils as pyg_utils
 from torch import Tensor
 from torch_geometric import EdgeIndex
@@ -28,12 +31,14 @@ from pyg_fullgraph.memo import Memo, state_of
 from pyg_fullgraph.nn.lazy import EdgeExpr, LazyTensor, run
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
+from pyg_fullgraph.saga.trace import rebind
 
 __all__ = ["REPLACEMENTS", "prepared_graph"]
 
 Fill = float | Tensor | str | None
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_MAX_MASKS = 1024
 _DERIVED = "derived"  # marks a graph made here, whose number of nodes was a guess and may be corrected
 
 
@@ -284,6 +289,22 @@ def prepared_graph(edge_index: Tensor, size: tuple[int | None, int | None]) -> G
         return graph_of(edge_index, size)
 
 
+def masked_edge_index(edge_index: Tensor, edge_mask: Tensor) -> Tensor:
+    """RGCN's choice of the edges of one relation; the same tensor for the same edges, so that its graph is found."""
+    if not _is_known(edge_index, edge_mask) or edge_mask.dtype != torch.bool:
+        return pyg_rgcn.masked_edge_index(edge_index, edge_mask)
+    # Masks come in the same order on every forward, so the next one is most likely the one after the last.
+    known = _memo(edge_index).setdefault("masked", deque(maxlen=_MAX_MASKS))
+    for _ in range(len(known)):
+        mask, chosen = known[0]
+        known.rotate(-1)
+        if mask.shape == edge_mask.shape and mask.device == edge_mask.device and torch.equal(mask, edge_mask):
+            return chosen
+    with torch.inference_mode(False), torch.no_grad():
+        known.append((edge_mask.clone(), _to_plain(edge_index)[:, edge_mask]))
+    return known[-1][1]
+
+
 def is_derived(edge_index: Any) -> bool:
     """Whether an ``edge_index`` was made here, so that its number of nodes is not what the user said."""
     return isinstance(edge_index, Graph) and _DERIVED in edge_index.memo
@@ -311,6 +332,8 @@ def gcn_norm(edge_index: Tensor, edge_weight: Tensor | None = None, num_nodes: i
     """
     plain_weight = edge_weight is None or (isinstance(edge_weight, Tensor) and edge_weight.dim() == 1
                                            and edge_weight.is_floating_point())
+    if pyg_typing.WITH_TORCH_SPARSE and isinstance(edge_index, pyg_typing.SparseTensor):
+        return _gcn_norm_of_matrix(edge_index, (edge_weight, num_nodes, improved, add_self_loops, flow, dtype))
     if not _is_known(edge_index, edge_weight) or not plain_weight:
         return pyg_gcn.gcn_norm(edge_index, edge_weight, num_nodes, improved, add_self_loops, flow, dtype)
     if edge_weight is not None:
@@ -332,6 +355,23 @@ def gcn_norm(edge_index: Tensor, edge_weight: Tensor | None = None, num_nodes: i
     return graph, EdgeExpr(_WEIGHTED_NORM, {"norm.src": norm, "norm.weight": edge_weight, "norm.dst": norm}, work)
 
 
+def _gcn_norm_of_matrix(matrix: Any, options: tuple[Any, ...]) -> Any:
+    """The normalized SparseTensor, the same one while the matrix and its values are the same."""
+    ptr, col, value = matrix.storage.rowptr(), matrix.storage.col(), matrix.storage.value()
+    parts = (ptr,) if value is None else (ptr, value)
+    if value is not None and (value.requires_grad or value.is_inference()):
+        return pyg_gcn.gcn_norm(matrix, *options)
+    memo, key = _remembered.of(col), ("gcn_norm", matrix.sparse_sizes(), options[1:])
+    slot, states = memo.get(key), [state_of(t) for t in parts]
+    if slot is not None and len(slot[0]) == len(parts) and slot[1] == states and \
+            all(ref() is t for ref, t in zip(slot[0], parts, strict=True)):
+        return slot[2]
+    result = pyg_gcn.gcn_norm(matrix, *options)
+    if result.storage.col() is not col:  # else its graph is found by its columns, and remembering it would keep them
+        memo[key] = ([weakref.ref(t) for t in parts], states, result)
+    return result
+
+
 def _inverse_sqrt(degree: Tensor) -> Tensor:
     out = degree.pow(-0.5)
     return out.masked_fill(out == float("inf"), 0.0)
@@ -349,6 +389,10 @@ def degree(index: Tensor, num_nodes: int | None = None, dtype: torch.dtype | Non
     return count.to(dtype or torch.get_default_dtype(), copy=True)
 
 
+#: PyG's function over those above.
+get_laplacian = rebind(pyg_utils.get_laplacian, {
+    pyg_utils.remove_self_loops: remove_self_loops, pyg_utils.add_self_loops: add_self_loops})
+
 #: PyG function -> what the forward of our classes calls in its place.
 REPLACEMENTS: Mapping[Any, Callable[..., Any]] = {
     pyg_utils.remove_self_loops: remove_self_loops,
@@ -356,4 +400,6 @@ REPLACEMENTS: Mapping[Any, Callable[..., Any]] = {
     pyg_utils.add_remaining_self_loops: add_remaining_self_loops,
     pyg_gcn.gcn_norm: gcn_norm,
     pyg_utils.degree: degree,
+    pyg_utils.get_laplacian: get_laplacian,
+    pyg_rgcn.masked_edge_index: masked_edge_index,
 }
