@@ -32,6 +32,8 @@ NAMES = [
 ]
 #: An operator per edge, not a vector, so that PyG's float64 fits; and one that its table has no width for.
 NARROW = {"nn": 8, "rgat_add_across_None": 16, "gated_graph": 6}
+#: Gradients that torch itself sums in no fixed order: of nn.Embedding, before propagate.
+LOOSE = {"heat": ["edge_type_emb.weight"]}
 BY_NAME = {entry.name: entry for entry in (*SQUARE, *MORE)}
 
 
@@ -105,4 +107,5 @@ def test_conv(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settled = step(fused, layer, single, graph)
     for _ in range(20):
         again = step(fused, layer, single, graph)
-        assert [k for k, v in settled.items() if not torch.equal(again[k], v)] == []
+        differ = [k for k, v in settled.items() if not torch.equal(again[k], v)]
+        assert set(differ) <= set(LOOSE.get(name, ())), differ
