@@ -1,7 +1,10 @@
 """Every layer and option against PyG in float64: outputs and all gradients, on every graph of the zoo, fused."""
 
+import random
+
 import pytest
 import torch
+import torch_geometric.nn as pyg_nn
 from layers import MORE, MORE_PAIRS, PAIRS, SQUARE, assert_fused, assert_same, run, twins
 
 import pyg_fullgraph.nn as fused_nn
@@ -89,7 +92,7 @@ def check_on(layer, cases):
         else:
             assert_fused()
         assert_same(got, expected)
-        if layer.call is None and not layer.lacks_dst:  # a Graph knows how many destinations there are
+        if not layer.lacks_dst:  # a Graph knows how many destinations there are
             assert_same(run(fused, layer, case, Graph.from_edge_index(case.edge_index, case.size)), got, 1e-12)
 
 
@@ -172,6 +175,43 @@ def test_dropout_on_attention(name):
     assert_same(list(grads), list(torch.autograd.grad(expected.sum(), fused.parameters(), allow_unused=True)))
     assert_fused()
     assert_same([fused.eval()(x, PRIME.edge_index, **edge)], [plain.eval()(x, PRIME.edge_index, **edge)])
+
+
+@pytest.mark.parametrize("name", ["transformer_edge", "fa_weight", "rgat_add_across_None", "supergat_mx"])
+def test_dropout_on_other_attention(name):
+    """The mean of many draws is what eval computes; what is returned is the attention before dropout."""
+    layer = next(entry for entry in MORE if entry.name == name)
+    _, fused = twins(layer)
+    x, given = layer.inputs(zoo.self_loops())
+    call = {"x": x, "edge_index": zoo.self_loops().edge_index, **given}
+    torch.manual_seed(0)
+    with torch.no_grad():
+        expected = fused.eval()(**call)
+        fused.dropout = 0.3
+        assert_same([fused(**call)], [expected])
+        draws = torch.stack([fused.train()(**call) for _ in range(300)])
+    spread = draws.std(0)
+    assert spread.max() > 0
+    assert ((draws.mean(0) - expected).abs() <= 6 * spread / 300**0.5 + 1e-12).all()
+    assert_fused()
+
+
+@pytest.mark.parametrize("attention_type", ["MX", "SD"])
+def test_self_supervised_attention(attention_type):
+    """SuperGAT in training draws edges and compares their attention: the same draws and the same loss."""
+    make = dict(heads=2, attention_type=attention_type, edge_sample_ratio=0.7)
+    plain, fused = pyg_nn.SuperGATConv(6, 5, **make).double(), fused_nn.SuperGATConv(6, 5, **make).double()
+    fused.load_state_dict(plain.state_dict())
+    x = torch.randn(97, 6, dtype=torch.float64).requires_grad_()
+    answers = []
+    for module in (fused, plain):
+        torch.manual_seed(3)
+        random.seed(3)
+        out = module(x, PRIME.edge_index)
+        loss = module.get_attention_loss()
+        answers.append([out, loss, *torch.autograd.grad(out.sin().sum() + loss, [x, *module.parameters()])])
+    assert_same(*answers)
+    assert_fused(1)
 
 
 def test_dropout_follows_the_random_seed():
