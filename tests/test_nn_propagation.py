@@ -284,7 +284,13 @@ def test_hooks_on_a_submodule_of_message_run_plain():
     fused.nn[0].register_forward_hook(lambda m, inputs, out: seen.append(out.shape))
     assert_same([fused(x, CASE.edge_index)], [plain(x, CASE.edge_index)])
     assert seen == [(CASE.num_edges, 7)]
-    assert reasons() == {"submodule 'nn', which message calls, has hooks"}
+    assert reasons() == {"submodule 'nn', which message or aggregate calls, has hooks"}
+    debug.reset()
+    layer = fused_nn.GeneralConv(6, 5).double()  # its message calls another method, and that one the module
+    layer.lin_msg.register_forward_hook(lambda m, inputs, out: seen.append(out.shape))
+    layer(x, CASE.edge_index)
+    assert seen[1:] == [(CASE.num_edges, 5)]
+    assert len(reasons()) == 1
 
 
 @pytest.mark.parametrize("is_plain_first", [True, False])
@@ -357,6 +363,23 @@ class SideResult(fused_nn.MessagePassing):
     def message(self, x_j):
         self.kept = 3 * x_j
         return x_j
+
+
+class ConstantSide(fused_nn.MessagePassing):
+    def forward(self, x, edge_index):
+        out = self.propagate(edge_index, x=x)
+        return out + self.kept.mean()
+
+    def message(self, x_j):
+        self.kept = torch.full_like(x_j, 2.0)
+        return x_j
+
+
+def test_side_results_of_nothing_run_plain():
+    x, _ = gated_inputs()
+    src, dst = CASE.edge_index
+    assert_same([ConstantSide()(x, CASE.edge_index)], [torch.zeros_like(x).index_add(0, dst, x[src]) + 2])
+    assert len(reasons()) == 1
 
 
 @pytest.mark.parametrize("kind", [OwnAggregate, SideResult])

@@ -201,6 +201,9 @@ class Call:
         found = traced(self.conv, self.function, self.args)
         known = tuple({**{place: expr.node for place, expr in self.exprs.items()}, **self._aliases()}.items())
         program, inputs, side = _compose(found.value, tuple(found.side.items()), known, self.function == "propagate")
+        for name, node in side.items():
+            if all(n.is_integer for n in _inputs_of(node)):
+                raise NotFusable([f"leaves '{name}' behind, which is computed from integers or nothing"])
         used = {n: self.tensors[n.name] for n in inputs if n.name in self.tensors}
         for node in inputs:
             if node.name.startswith("param."):

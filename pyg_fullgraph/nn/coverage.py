@@ -1,13 +1,13 @@
 """Every conv layer of PyG: which have a fused class here and what it computes, and why the others have none.
 
-The classes of :mod:`pyg_fullgraph.nn` are made from :data:`FUSED`; the coverage page is written from all three tables.
+The classes of :mod:`pyg_fullgraph.nn` are made from :data:`FUSED`; the coverage page is written from all four tables.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["FUSED", "PARTS", "PLAIN"]
+__all__ = ["FUSED", "OPTIONS", "PARTS", "PLAIN"]
 
 #: Name of a layer -> what it computes for node i. Sums and other reductions are over the edges j -> i.
 FUSED: Mapping[str, str] = {
@@ -85,4 +85,18 @@ PLAIN: Mapping[str, str] = {
     "SplineConv": "calls pyg-lib's spline_weighting, whose formula cannot be seen",
     "WLConv": "hashes the colours of neighbours on the host",
     "XConv": "has no edge phase: dense layers on the k nearest neighbours of each point",
+}
+
+#: What makes a layer of :data:`FUSED` run plain all the same -> why.
+OPTIONS: Mapping[str, str] = {
+    "RGATConv(attention_mechanism='within-relation')": "picks the edges of each relation by a mask, inside message",
+    "aggr='median', 'quantile', 'lstm', 'gru', 'sort' and other aggregations that read the edges of a node in an order":
+        "not made of sums and extrema",
+    "BatchNorm in a network that message applies, while training": "one edge depends on all others",
+    "hooks on message, aggregate, edge_update or a module that they call": "a hook wants the values of all edges",
+    "explain, decomposed_layers > 1": "PyG's generic propagate does it",
+    "EGConv on a sparse matrix": "PyG's product with the matrix is not what its message and aggregate compute",
+    "GINConv, MFConv, RGCNConv, SAGEConv, SignedConv on a torch.sparse matrix":
+        "PyG multiplies by the matrix's values there, which message does not see",
+    "flow='target_to_source' with pairs of different sizes": "PyG indexes either side by the other's ids",
 }

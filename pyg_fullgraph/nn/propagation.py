@@ -21,7 +21,7 @@ from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.nn import classes, order
 from pyg_fullgraph.nn.arguments import Call
 from pyg_fullgraph.nn.lazy import EdgeExpr, run
-from pyg_fullgraph.nn.tracing import METHODS
+from pyg_fullgraph.nn.tracing import METHODS, mentioned
 
 __all__ = ["FusedMixin", "refusals"]
 
@@ -66,10 +66,10 @@ def _momentary_refusals(conv: typing.Any, function: str) -> list[str]:
     for method in METHODS[function]:
         if getattr(conv, f"_{method}_forward_pre_hooks") or getattr(conv, f"_{method}_forward_hooks"):
             reasons.append(f"{method} has hooks")
-        code = getattr(getattr(type(conv), method), "__code__", None)
-        for name in code.co_names if code else ():
-            if name in conv._modules and conv._modules[name] is not None and _has_hooks(conv._modules[name]):
-                reasons.append(f"submodule {name!r}, which {method} calls, has hooks")
+    names = mentioned(type(conv), function)
+    for name, module in conv._modules.items():
+        if module is not None and (names is None or name in names) and _has_hooks(module):
+            reasons.append(f"submodule {name!r}, which {' or '.join(METHODS[function])} calls, has hooks")
     if torch.jit.is_tracing():
         reasons.append("torch.jit is tracing")
     return reasons

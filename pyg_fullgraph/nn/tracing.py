@@ -26,7 +26,7 @@ from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.saga.ir import Domain
 from pyg_fullgraph.saga.trace import INDEX, SIZE_I, SIZE_J, ArgSpec, Traced, trace_edge_update, trace_propagate
 
-__all__ = ["METHODS", "attribute", "is_lazy", "result_dtype", "traced"]
+__all__ = ["METHODS", "attribute", "is_lazy", "mentioned", "result_dtype", "traced"]
 
 aten = torch.ops.aten
 
@@ -262,6 +262,11 @@ def _reached(kind: type, methods: tuple[str, ...]) -> _Reached:
         dynamic = found & {"getattr", "vars", "__dict__", "eval", "__getattr__", "super"}
         known[key] = (tuple(functions.values()), None if dynamic else frozenset(found))
     return known[key]
+
+
+def mentioned(kind: type, function: str) -> frozenset[str] | None:
+    """Names that the methods which ``function`` runs mention, or those that they call; None if that cannot be told."""
+    return _reached(kind, METHODS[function])[1]
 
 
 def _code_names(code: types.CodeType) -> Iterator[str]:
