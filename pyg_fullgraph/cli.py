@@ -1,4 +1,4 @@
-"""The command `python -m pyg_fullgraph`: train, info, explain."""
+"""The command `python -m pyg_fullgraph`: train, info, explain, coverage."""
 
 from __future__ import annotations
 
@@ -172,6 +172,21 @@ def explain(
     report = explain_model(build_model(config, data, seed=0), data.x, prepare_graph("fused", data))
     # Plain print: the report is already laid out, and rich would take its brackets for markup.
     print(report)
+
+
+@app.command()
+def coverage(
+    write: Annotated[Path | None, typer.Option(help="Write the page to this file instead of printing it.")] = None,
+) -> None:
+    """Trace one ordinary configuration of every layer of PyG and say what becomes of it."""
+    from pyg_fullgraph.coverage_page import page
+
+    text = page()
+    if write is None:
+        print(text, end="")
+    else:
+        write.write_text(text)
+        console.print(f"Wrote {write}", markup=False, highlight=False)
 
 
 def main() -> None:

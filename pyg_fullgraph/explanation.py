@@ -6,7 +6,7 @@ Everything is read from the plans that the executors run (:mod:`pyg_fullgraph.au
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -432,7 +432,8 @@ def _describe_phase(part: ProgramReport, phase: PhaseReport, number: int) -> lis
         out.append("  hoisted: nothing")
     out += ["  over the edges:", *("    " + line for line in part.phase_lines(phase))]
     if phase.is_constant:
-        return [*out, "  reads constant data only: computed once, kept with the graph", *("  " + x for x in _how(phase))]
+        how = ["reads constant data only: computed once, kept with the graph", *_how(phase)]
+        return [*out, *("  " + line for line in how)]
     backward = phase.backward()
     out.append(f"  passes over the edges: {_passes(phase.forward())} forward, "
                f"{_passes(backward) if backward is not None else '0, as nothing needs a gradient,'} backward")
@@ -542,10 +543,3 @@ def _draw(part: ProgramReport) -> str:
     if last:
         boxes.append(picture.Box("once per vertex", last, "vertex"))
     return picture.flow([*boxes, picture.Box("result", [f"{r.name} {_shape(r, part.graph)}" for r in results], "data")])
-
-
-def plans_of(parts: Sequence[ProgramReport], backward: bool) -> list[Plan]:
-    """The plans on a GPU of all phases, constant ones as well."""
-    phases = [p for part in parts for p in part.phases]
-    plans = [p.backward(KERNELS) if backward else p.forward(KERNELS) for p in phases]
-    return [p for p in plans if p is not None]

@@ -123,7 +123,7 @@ def test_package_runs_as_a_module():
     root = Path(__file__).resolve().parents[1]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root)
     assert done.returncode == 0, done.stderr
-    assert all(name in done.stdout for name in ("train", "info", "explain"))
+    assert all(name in done.stdout for name in ("train", "info", "explain", "coverage"))
 
 
 def test_unknown_choice_lists_the_choices():
@@ -163,3 +163,18 @@ def test_explain_prints_the_report_of_every_layer(model):
     assert done.exit_code == 0, done.output
     for index in range(3):
         assert f"convs.{index}" in done.output
+        assert "passes over the edges" in done.output
+
+
+def test_explain_names_the_data_of_the_first_layer_as_constant():
+    done = run("explain", "--dataset", TINY, "--model", "gcn", "--device", "cpu")
+    first, second = done.output.split("convs.1")
+    assert "computed once, kept with the graph" in first
+    assert "computed once" not in second
+
+
+def test_coverage_is_printed_or_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("pyg_fullgraph.coverage_page.page", lambda: "# Layers\n")
+    assert run("coverage").output == "# Layers\n"
+    assert "Wrote" in run("coverage", "--write", tmp_path / "page.md").output
+    assert (tmp_path / "page.md").read_text() == "# Layers\n"

@@ -48,6 +48,7 @@ LAYERS = (
     "pyg_fullgraph.estimate",
     "pyg_fullgraph.picture",
     "pyg_fullgraph.explanation",
+    "pyg_fullgraph.coverage_page",
     "pyg_fullgraph.checkpoint",
     "pyg_fullgraph.data",
     "pyg_fullgraph.config",
