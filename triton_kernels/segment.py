@@ -151,8 +151,9 @@ def schedule_rows(ptr: Tensor, max_piece: int, num_edges: int) -> RowSchedule:
     """
     if max_piece < 1:
         raise ValueError(f"Expected 'max_piece' to be positive (got {max_piece})")
-    num_rows, device = ptr.numel() - 1, ptr.device
-    degree = degrees(ptr).long()
+    num_rows, device, dtype = ptr.numel() - 1, ptr.device, ptr.dtype
+    ptr = ptr.long()
+    degree = degrees(ptr)
     num_parts = torch.div(degree + (max_piece - 1), max_piece, rounding_mode="floor").clamp_(min=1)
     is_cut = num_parts > 1
     num_cut = torch.cumsum(is_cut, 0)
@@ -169,28 +170,30 @@ def schedule_rows(ptr: Tensor, max_piece: int, num_edges: int) -> RowSchedule:
 
     piece = torch.arange(num_pieces, device=device)
     row = torch.searchsorted(part_ptr[1:], piece, right=True).clamp_(max=max(num_rows - 1, 0))
-    part, row_degree, row_parts = piece - part_ptr[row], degree[row], num_parts[row]
-    is_real = part < row_parts
+    first_slot = torch.where(is_cut, slot_ptr[:-1], -1)
+    of_row = torch.stack([part_ptr[:-1], num_parts, ptr[:-1], degree, first_slot]).index_select(1, row)
+    first_part, parts, row_start, row_degree, slot = of_row.unbind()
     # Part k of n covers [floor(k * d / n), floor((k + 1) * d / n)) of the row: lengths differ by at most one.
-    row_start = ptr[row].long()
-    start = row_start + torch.div(part * row_degree, row_parts, rounding_mode="floor")
-    end = row_start + torch.div((part + 1) * row_degree, row_parts, rounding_mode="floor")
-    end = torch.where(is_real, end, start)
-    slot = torch.where(is_real, torch.where(row_parts > 1, slot_ptr[row] + part, -1), num_slots - 1)
-
+    part = piece - first_part
+    bounds = torch.minimum(torch.stack([part, part + 1]), parts).mul_(row_degree)
+    start, end = torch.div(bounds, parts, rounding_mode="floor").add_(row_start).unbind()
+    slot = torch.where(part < parts, slot + part, num_slots - 1)
     order = _longest_first(end - start, min(max_piece, num_edges), waits)
-    rank = torch.where(is_cut, num_cut - 1, num_split)
-    split_row = torch.zeros(num_split + 1, dtype=ptr.dtype, device=device)
-    split_row.scatter_(0, rank, torch.arange(num_rows, dtype=ptr.dtype, device=device))
-    split_ptr = slot_ptr[-1].to(ptr.dtype).repeat(num_split + 1)
-    split_ptr.scatter_(0, rank, torch.where(is_cut, slot_ptr[:-1], slot_ptr[-1]).to(ptr.dtype))
+    pieces = torch.stack([row, start, end, slot]).index_select(1, order).to(dtype)
+
+    split_row = torch.zeros(num_split + 1, dtype=torch.int64, device=device)
+    split_ptr = slot_ptr[-1].repeat(num_split + 1)
+    if num_split > 0:
+        rank = torch.where(is_cut, num_cut - 1, num_split)
+        split_row.scatter_(0, rank, torch.arange(num_rows, device=device))
+        split_ptr.scatter_(0, rank, torch.where(is_cut, slot_ptr[:-1], slot_ptr[-1]))
     return RowSchedule(
-        piece_row=row[order].to(ptr.dtype),
-        piece_start=start[order].to(ptr.dtype),
-        piece_end=end[order].to(ptr.dtype),
-        piece_slot=slot[order].to(torch.int32),
-        split_row=split_row[:num_split],
-        split_ptr=split_ptr,
+        piece_row=pieces[0],
+        piece_start=pieces[1],
+        piece_end=pieces[2],
+        piece_slot=pieces[3].to(torch.int32),
+        split_row=split_row[:num_split].to(dtype),
+        split_ptr=split_ptr.to(dtype),
         max_piece=max_piece,
         num_pieces=num_pieces,
         num_slots=num_slots,
