@@ -35,7 +35,7 @@ from pyg_fullgraph.saga.refusal import at, current_line, is_inside, line_of
 #: Markers for PyG's special arguments, beside :data:`INDEX`.
 SIZE_I, SIZE_J = "<size_i>", "<size_j>"
 
-_LOCK = threading.Lock()
+_LOCK = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -263,6 +263,10 @@ class _Trace:
 
     def run(self, call: Callable[[Any, Mapping[str, Any]], Any]) -> _Result:
         """Trace ``call(layer, arguments)`` and import what it does."""
+        with _LOCK:  # a trace puts other parameters into the layer for a moment
+            return self._run(call)
+
+    def _run(self, call: Callable[[Any, Mapping[str, Any]], Any]) -> _Result:
         conv, mode = self.conv, self.mode
         state = {**dict(conv.named_parameters()), **dict(conv.named_buffers())}
         # Traced on fake CPU tensors of the dtype of literals, wherever the layer is and whatever its dtype.
@@ -290,12 +294,11 @@ class _Trace:
             specs[:] = left
             return [out, *left.values()]
 
-        with _restored(conv):
+        with _restored(conv), fx_traceback.preserve_node_meta():
             try:
-                with _LOCK, fx_traceback.preserve_node_meta():
-                    traced = make_fx(torch.func.functionalize(call_methods_of_layer, remove="mutations"),
-                                     decomposition_table=DECOMPOSITIONS, tracing_mode="symbolic",
-                                     _allow_non_fake_inputs=True)(fakes, self.inputs)
+                traced = make_fx(torch.func.functionalize(call_methods_of_layer, remove="mutations"),
+                                 decomposition_table=DECOMPOSITIONS, tracing_mode="symbolic",
+                                 _allow_non_fake_inputs=True)(fakes, self.inputs)
             except NotFusable:
                 raise
             except Exception as error:
