@@ -1,6 +1,7 @@
 """The dispatcher: forms of the graph, layers of one's own, what runs plain and says so, what is refused."""
 
 import copy
+import dataclasses
 import gc
 import warnings
 import weakref
@@ -212,6 +213,29 @@ def test_sparse_tensor(name, has_value):
     adj_t = torch_sparse.SparseTensor(row=unique[1], col=unique[0], value=value, sparse_sizes=(17, 17))
     assert_same(run(fused, layer, CASE, adj_t), run(plain, layer, CASE, adj_t))
     assert_fused()
+
+
+@pytest.mark.parametrize("name", [
+    "transformer", "res_gated_edge", "tag", "sg", "arma", "mf", "rgcn", "fast_rgcn", "pdn", "cluster_gcn", "gcn2", "wl",
+    "film_relations", "point_net", "feast", "simple_several", "eg_no_loops"])
+def test_other_layers_on_a_sparse_tensor(name):
+    """Values of the matrix are what the layer takes as edge data, or left out."""
+    torch_sparse = pytest.importorskip("torch_sparse", reason="the extra `sparse` is not installed")
+    layer = BY_NAME[name]
+    plain, fused = twins(layer)
+    unique = torch.unique(CASE.edge_index, dim=1)
+    row, col = unique[1].sort(stable=True).values, unique[0][unique[1].argsort(stable=True)]
+    case = zoo.Case("unique", torch.stack([col, row]), 17, 17)
+    value = next((v.detach() for k, v in layer.inputs(case)[1].items() if k in layer.edge), None)
+    answers = []
+    for module in (fused, plain):
+        adj_t = torch_sparse.SparseTensor(row=row, col=col, value=value, sparse_sizes=(17, 17))
+        answers.append(run(module, dataclasses.replace(layer, edge={}), case, adj_t))
+    assert_same(*answers)
+    if name == "eg_no_loops":
+        assert reasons() == {"message_and_aggregate on a SparseTensor adjacency"}
+    else:
+        assert_fused()
 
 
 def test_explicit_size_and_hooks_see_pyg_sizes():
