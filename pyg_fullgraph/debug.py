@@ -7,13 +7,17 @@ Every call of a layer's edge phase (propagate or edge_updater) is counted here. 
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import torch
+import torch_geometric
 from torch.nn import Module
 
 from pyg_fullgraph.errors import NotFusedError
@@ -97,7 +101,20 @@ def record(layer: Module, method: str, program: EdgeProgram | None = None, graph
         for events in _recorders:
             events.append(Event(layer, method, program, graph, tuple(reasons)))
     for reason in sorted(fresh):
-        warnings.warn(f"{kind.__name__}.{method} runs as plain PyG: {reason}", PlainPathWarning, stacklevel=4)
+        warnings.warn(f"{kind.__name__}.{method} runs as plain PyG: {reason}", PlainPathWarning, _callers_level())
+
+
+_LIBRARIES = tuple(str(Path(m.__file__ or "").parent) for m in (torch, torch_geometric)) + (str(Path(__file__).parent),)
+
+
+def _callers_level() -> int:
+    """``stacklevel`` of the caller's own line, which called the model."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and (frame.f_code.co_filename.startswith(_LIBRARIES)
+                                        or "_fullgraph_propagate" in frame.f_code.co_names
+                                        or "_fullgraph_edge_updater" in frame.f_code.co_names):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 @contextlib.contextmanager

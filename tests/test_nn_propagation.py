@@ -290,6 +290,20 @@ def test_hooks_on_messages_run_plain(kind):
     assert_fused(1)
 
 
+@pytest.mark.filterwarnings("default::pyg_fullgraph.debug.PlainPathWarning")
+@pytest.mark.parametrize("name", ["gcn", "sage"])
+def test_the_notice_is_given_once_at_the_line_of_the_caller(name):
+    _, fused = twins(BY_NAME[name])
+    x, _ = BY_NAME[name].inputs(CASE)
+    fused.register_message_forward_hook(lambda *args: None)
+    with pytest.warns(debug.PlainPathWarning, match="message has hooks") as given:
+        fused(x, CASE.edge_index)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fused(x, CASE.edge_index)
+    assert [w.filename for w in given] == [__file__]
+
+
 def test_hooks_on_edge_update_run_plain():
     plain, fused = twins(BY_NAME["gat"])
     x, _ = BY_NAME["gat"].inputs(CASE)
