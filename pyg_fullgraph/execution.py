@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Container, Mapping
 from functools import lru_cache
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from pyg_fullgraph import chunks
 from pyg_fullgraph.errors import NotFusable
@@ -22,8 +24,8 @@ from triton_kernels import launch
 
 #: Most edges of one piece of a row.
 MAX_PIECE = 1024
-#: Most programs that each hold a sum over edges, and most elements that they write for one parameter together.
-MAX_WORKERS, WORKER_ELEMENTS = 2112, 1 << 23
+#: Most programs that hold weights or sums over edges, and most elements that they write for one parameter together.
+MAX_WORKERS, WORKER_ELEMENTS = 8448, 1 << 23
 
 
 def target_of(device: torch.device) -> Target:
@@ -73,13 +75,21 @@ def run_plan(plan: Plan, incoming: EdgeOrder, outgoing: EdgeOrder | None, tensor
     return interpret.evaluate(tuple(plan.outputs.values()), lambda n, a: env[n], like)
 
 
+#: Sources of kernels that a device refused: they ask for more shared memory than it has.
+_TOO_LARGE: set[str] = set()
+
+
 def run_sweep(sweep: Sweep, order: EdgeOrder, leaf: chunks.Leaf, like: Tensor,
               exact: Container[Node] = ()) -> dict[Node, Tensor]:
     """One sweep by a generated kernel where there is one for it and for the device, else in chunks."""
     if like.device.type == "cuda" or interpreted():
         kernel = kernel_of(sweep, 16 // like.element_size())
-        if isinstance(kernel, codegen.KernelSource):
-            return _launch_sweep(sweep, kernel, order, leaf, like, exact)
+        if isinstance(kernel, codegen.KernelSource) and kernel.source not in _TOO_LARGE:
+            try:
+                return _launch_sweep(sweep, kernel, order, leaf, like, exact)
+            except OutOfResources as error:
+                _TOO_LARGE.add(kernel.source)
+                warnings.warn(f"Kernel {kernel.name} does not fit the device ({error}); runs in chunks", stacklevel=2)
     return chunks.run_sweep(sweep, order, leaf, like, exact)
 
 
@@ -125,7 +135,7 @@ def _launch_sweep(sweep: Sweep, kernel: codegen.KernelSource, order: EdgeOrder, 
     num_warps = kernel.num_warps(block_e)
     eid = order.ptr if order.eid is None else order.eid
     out = list(results.values())
-    workers = [num_workers] if kernel.totals else []
+    workers = [num_workers] if kernel.has_workers else []
     launch.launch(kernel.source, kernel.name, num_workers * kernel.num_tiles,
                   [order.other, eid, schedule.piece_row, schedule.piece_start, schedule.piece_end, schedule.piece_slot,
                    schedule.num_pieces, *workers, *inputs, *out, *workspace],
@@ -139,9 +149,11 @@ def _launch_sweep(sweep: Sweep, kernel: codegen.KernelSource, order: EdgeOrder, 
 
 
 def _num_workers(kernel: codegen.KernelSource, num_pieces: int) -> int:
-    """Programs per feature tile: one per piece, or a fixed number if each writes a row of its own in the end."""
-    widest = max((b.node.numel for b in kernel.totals), default=0)
-    return min(num_pieces, max(min(MAX_WORKERS, WORKER_ELEMENTS // widest), 1)) if widest else num_pieces
+    """Programs per feature tile: one per piece, or a fixed number if they hold something from piece to piece."""
+    if not kernel.has_workers:
+        return num_pieces
+    widest = max((b.node.numel for b in kernel.totals), default=1)
+    return min(num_pieces, max(min(MAX_WORKERS, WORKER_ELEMENTS // widest), 1))
 
 
 def _contiguous_rows(value: Tensor, run: int, pitch: int) -> Tensor:

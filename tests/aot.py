@@ -1,8 +1,8 @@
 """Compiling generated kernels for sm_90 without a GPU; run as a script, with TRITON_INTERPRET unset.
 
 ``python -m tests.aot [CASE[:DTYPE[:INDEX]] ...]`` compiles the kernels of ``tests.programs`` (all of them, fp32 and
-i32 if not told otherwise) and prints one JSON object: kernel -> registers and spilled bytes. A process of its own,
-because Triton decides at import whether it interprets.
+i32 if not told otherwise) and prints one JSON object: kernel -> registers, spilled bytes and shared memory. A process
+of its own, because Triton decides at import whether it interprets.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pyg_fullgraph.execution import kernel_of
 from pyg_fullgraph.saga.codegen import KernelSource
 from pyg_fullgraph.saga.ir import EdgeProgram
 from pyg_fullgraph.saga.passes import KERNELS, Sweep, split
-from tests.programs import CASES, MORE_CASES
+from tests.programs import CASES, MORE_CASES, WIDE_CASES
 from triton_kernels import launch
 
 
@@ -39,7 +39,7 @@ def sweeps_of(program: EdgeProgram) -> list[Sweep]:
 
 
 def compile_kernel(kernel: KernelSource, name: str, dtype: str = "fp32", index: str = "i32") -> dict[str, int]:
-    """Registers and spilled bytes of one kernel on sm_90."""
+    """Registers, spilled bytes and shared memory of one kernel on sm_90."""
     function = getattr(launch.load(kernel.source), name)
     signature: dict[str, str] = {}
     buffers = {b.name: b for b in (*kernel.inputs, *kernel.outputs)}
@@ -76,15 +76,17 @@ def compile_kernel(kernel: KernelSource, name: str, dtype: str = "fp32", index: 
         assert found is not None, report
         return int(found[1])
 
-    return {"registers": number(r"Used (\d+) registers"), "spill_bytes": number(r"(\d+) bytes spill stores")}
+    return {"registers": number(r"Used (\d+) registers"), "spill_bytes": number(r"(\d+) bytes spill stores"),
+            "shared_bytes": made.metadata.shared}
 
 
 def main(names: list[str]) -> None:
     results: dict[str, Any] = {}
-    for name in names or [*CASES, *MORE_CASES]:
+    cases = CASES | MORE_CASES | WIDE_CASES
+    for name in names or cases:
         case, dtype, index = [*name.split(":"), *("", "fp32", "i32")[name.count(":") + 1:]]
         lanes = {"fp64": 2, "fp32": 4}.get(dtype, 8)
-        for k, sweep in enumerate(sweeps_of((CASES | MORE_CASES)[case]())):
+        for k, sweep in enumerate(sweeps_of(cases[case]())):
             kernel = kernel_of(sweep, lanes)
             if not isinstance(kernel, KernelSource):
                 results[f"{name}/{k}"] = {"refused": kernel.reasons}

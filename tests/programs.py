@@ -76,9 +76,9 @@ def gatv2(**options: Any) -> Layer:
                  dict(x_j=spec(SRC, HEADS, WIDTH), alpha=spec(EDGE, HEADS)), update)
 
 
-def edge_conv(kind: str, *layers: Callable[[], nn.Module]) -> Layer:
+def edge_conv(kind: str, *layers: Callable[[], nn.Module], width: int = 4) -> Layer:
     return Layer(lambda: pyg.EdgeConv(nn.Sequential(*(make() for make in layers))), kind,
-                 dict(x_i=spec(DST, 4), x_j=spec(SRC, 4)))
+                 dict(x_i=spec(DST, width), x_j=spec(SRC, width)))
 
 
 def gmm(kind: str = "mean", **options: Any) -> Layer:
@@ -130,8 +130,8 @@ def several_reducers() -> EdgeProgram:
 
 def products() -> EdgeProgram:
     """Products over edges."""
-    value = ir.pointwise("add", 1.5, ir.pointwise("tanh", ir.input("x", SRC, (WIDTH,))))
-    return EdgeProgram((Output("mul", ir.pointwise("mul", value, ir.input("y", DST, (WIDTH,)))),))
+    value = ir.pointwise("tanh", ir.pointwise("add", ir.input("x", SRC, (WIDTH,)), ir.input("y", DST, (WIDTH,))))
+    return EdgeProgram((Output("mul", ir.pointwise("add", 1.0, ir.pointwise("mul", value, 0.05))),))
 
 
 def joined() -> EdgeProgram:
@@ -142,7 +142,7 @@ def joined() -> EdgeProgram:
     weights = [ir.input(f"weight{k}", Domain.PARAM, (9, 4)) for k in range(2)]
     out = ir.cat([ir.view(ir.mm(t, m), (1, 4)) for t, m in zip(towers, weights, strict=True)], 0)
     scaled = ir.pointwise("mul", out, ir.view(ir.slice_(w, 0, 0, 4), (1, 4)))
-    return EdgeProgram((Output("sum", scaled), Output("max", ir.cat([ir.view(out, (8,)), w], 0), "top"),
+    return EdgeProgram((Output("sum", scaled), Output("mean", ir.cat([ir.view(out, (8,)), w], 0), "mean"),
                         Output("edge", ir.pointwise("sin", ir.slice_(w, 0, 2, 5)), "some")))
 
 
@@ -206,6 +206,15 @@ MORE_CASES: dict[str, Callable[[], EdgeProgram]] = {
     "edge-mlp-deep": edge_conv("sum", lambda: nn.Linear(8, 20), nn.Tanh, lambda: nn.Linear(20, 20), nn.Tanh,
                                lambda: nn.Linear(20, 17)),
     "gatv2-edge-wide": gatv2(edge_dim=16),
+}
+
+
+#: As wide as layers are: too slow for the interpreter, compiled only.
+WIDE_CASES: dict[str, Callable[[], EdgeProgram]] = {
+    **{f"edge-mlp-{k}": edge_conv("max", lambda k=k: nn.Linear(2 * k, k), nn.ReLU, lambda k=k: nn.Linear(k, k), width=k)
+       for k in (64, 128, 256)},
+    "cg-64": Layer(lambda: pyg.CGConv(64, 64), "sum", {"x_i": spec(DST, 64), "x_j": spec(SRC, 64),
+                                                       "edge_attr": spec(EDGE, 64)}),
 }
 
 

@@ -11,9 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from triton.runtime.errors import OutOfResources
 
 from oracle import check, program_of, random_case
 from programs import CASES, MORE_CASES
+from pyg_fullgraph import execution
 from pyg_fullgraph.autograd import EdgePhase
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.execution import kernel_of
@@ -190,6 +192,22 @@ def test_processes_that_start_at_once_share_the_cache(tmp_path):
         assert int(out) == 40
         assert not error
     assert list((tmp_path / "kernels").glob("*.tmp")) == []
+
+
+def test_a_kernel_that_a_device_refuses_runs_in_chunks(monkeypatch):
+    """More shared memory than there is: said once, and not tried again."""
+    calls = []
+
+    def refuse(*args):
+        calls.append(args[1])
+        raise OutOfResources(300_000, 232_448, "shared memory")
+
+    monkeypatch.setattr(execution, "interpreted", lambda: True)
+    monkeypatch.setattr(execution, "_TOO_LARGE", set())
+    monkeypatch.setattr(launch, "launch", refuse)
+    with pytest.warns(UserWarning, match="does not fit the device"):
+        check(program_of("gcn"), random_case(11, 9, 60))
+    assert len(calls) == len(set(calls)) > 1
 
 
 def test_tile_sizes_are_bounded():

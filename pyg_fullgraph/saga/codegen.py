@@ -3,7 +3,7 @@
 Every value is held in a tile ``[BLOCK_E, axis, axis, ...]`` (see ``axes``), 1 wide in the axes it does not have, so
 broadcasting is Triton's own. The generator walks the expressions, writes one line per operation, and asks each reducer
 for its parts: how a carry starts, is updated by a block of edges, merges over lanes and over pieces, and finishes.
-Wide products with a parameter matrix run on tensor cores, a block of edges at a time.
+Wide products with a parameter matrix are made a block of edges at a time.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ TILE_SHAPES = {"light": (2048, 512), "exchange": (2048, 1024), "heavy": (1024, 2
 MAX_HELD = 96
 #: Largest product of sizes for which a matrix product per edge is unrolled in the tile.
 MAX_EDGE_PRODUCT = 4096
-#: Fewest rows for a product on tensor cores, the size from which it is worth it, and the most that a program can hold.
-MIN_DOT_SIZE, MIN_DOT_PRODUCT, MAX_DOT_PRODUCT = 16, 256, 16384
+#: Fewest rows for a product a block of edges at a time, the size from which it is worth it, and how many weights a
+#: program can hold of one product and of several.
+MIN_DOT_SIZE, MIN_DOT_PRODUCT, MAX_DOT_PRODUCT, MAX_DOT_PRODUCTS = 16, 256, 32768, 16384
 #: Operations whose results are truth values.
 _COMPARISONS = ("gt", "ge", "lt", "le", "eq", "ne")
 _LOGIC = ("and", "or", "not")
@@ -77,6 +78,7 @@ class KernelSource:
         min_block_e: Fewest.
         elements_per_warp: Values of the widest tile per warp.
         uses_eid: Whether the kernel needs edge ids.
+        has_workers: Whether it has a fixed number of programs, and takes that number after the number of pieces.
     """
 
     source: str
@@ -90,6 +92,7 @@ class KernelSource:
     min_block_e: int
     elements_per_warp: int
     uses_eid: bool
+    has_workers: bool
 
     @property
     def has_merge(self) -> bool:
@@ -133,7 +136,7 @@ class _Lowering:
     Attributes:
         places: Input or dropout mask that is read in part -> where it lies in the whole.
         tables: Row of a parameter table -> its place.
-        weights: Name of a parameter matrix -> its input, for products on tensor cores.
+        weights: Name of a parameter matrix -> its input, for products of a block of edges at a time.
     """
 
     def __init__(self, roots: Sequence[Node], lanes: int) -> None:
@@ -185,8 +188,6 @@ def next_power_of_2(n: int) -> int:
 class _Generator:
     def __init__(self, sweep: Sweep, lanes: int) -> None:
         self.sweep, self.lanes = sweep, lanes
-        # Half precision has no more digits than a tf32 factor; three products make up for those that float32 has.
-        self.precision = "tf32" if lanes == 8 else "tf32x3"
         self.lowering = _Lowering(sweep.operands, lanes)
         self.operands = self.lowering.roots
         waiting = iter(self.operands)
@@ -216,6 +217,7 @@ class _Generator:
         self._once_lines: list[str] = []
         self._row_lines: list[str] = []
         self._uses_eid = False
+        self.precision = self._precision()
         reducers = reducers_of(self.gathers, self.precision)
         self.reducers = [r for r in reducers if r.stores[0][0].domain != Domain.PARAM]
         self.totals = [r for r in reducers if r.stores[0][0].domain == Domain.PARAM]
@@ -236,7 +238,8 @@ class _Generator:
         self.order = list(self.axes.order)
         self.block = {a: next_power_of_2(a.size) for a in (*self.order, *(a for axes in matrices for a in axes))}
         self.tiled: list[Axis] = []
-        self.has_products = bool(matrices)
+        self._products = matrices
+        most = MAX_DOT_PRODUCT if len(matrices) == 1 else MAX_DOT_PRODUCTS
         held = [self.axes.axes(n) for n in nodes]
 
         def size(axes: tuple[Axis, ...]) -> int:
@@ -245,7 +248,7 @@ class _Generator:
         while True:
             widest = max(held, key=size, default=())
             largest = max(matrices, key=size, default=())
-            if size(largest) > MAX_DOT_PRODUCT:
+            if sum(map(size, matrices)) > most:
                 narrow = set(largest)
             elif size(widest) > TILE_FEATURES:
                 narrow = set(widest)
@@ -263,8 +266,20 @@ class _Generator:
         self.width = size(max(held, key=size, default=()))
         if self.width > MAX_TILE_FEATURES:
             raise NotFusable([f"one edge needs {self.width} features at once, more than {MAX_TILE_FEATURES}"])
-        if size(max(matrices, key=size, default=())) > MAX_DOT_PRODUCT:
-            raise NotFusable([f"a matrix product per edge needs more than {MAX_DOT_PRODUCT} weights at once"])
+        if sum(map(size, matrices)) > most:
+            raise NotFusable([f"matrix products per edge need more than {most} weights at once"])
+
+    @property
+    def has_products(self) -> bool:
+        return bool(self._products)
+
+    def _precision(self) -> str:
+        """How products are computed: factors in half precision have no more digits than tf32 numbers.
+
+        In float32 ordinary arithmetic was 1.4 times as fast on an H200 as three products of tf32 numbers, but holds
+        matrices in registers, and spills several.
+        """
+        return "tf32" if self.lanes == 8 else "ieee" if len(self._products) == 1 else "tf32x3"
 
     def _index(self, axis: Axis) -> str:
         return f"f{self.order.index(axis)}"
@@ -537,7 +552,7 @@ class _Generator:
         x, weight = node.args[0], self.lowering.weights[node.attr("weight")]
         inner, outer = self.axes.axes(x), self.axes.axes(node)
         if self._padded(inner) < MIN_DOT_SIZE:
-            raise NotFusable([f"a matrix product with {list(weight.shape)} is too narrow for tensor cores"])
+            raise NotFusable([f"a matrix product with {list(weight.shape)} has too few rows for a block of edges"])
         buffer = self._buffer(weight)
         rows, row_mask = self._decode(inner, f"{name}_k")
         columns, column_mask = self._decode(outer, f"{name}_m")
@@ -663,7 +678,9 @@ class _Generator:
         merge_loop += [line for r in self.reducers for line in r.merge_piece()]
 
         tables = ["other_ptr", "eid_ptr", "piece_row_ptr", "piece_start_ptr", "piece_end_ptr", "piece_slot_ptr"]
-        counts = ["num_pieces", *(["num_workers"] if self.totals else [])]
+        # Sums over all edges, and weights, are held for many pieces.
+        has_workers = bool(self.totals) or self.has_products
+        counts = ["num_pieces", *(["num_workers"] if has_workers else [])]
         ins = [p for b in self.inputs.values()
                for p in ([f"{b.name}_ptr"] + ([f"{b.name}_stride"] if b.node.is_row else []))]
         outs = [f"{b.name}_ptr" for b in outputs]
@@ -682,7 +699,7 @@ class _Generator:
         text = skeletons.HEADER.format(title=f"Sweep {self.sweep.digest}: "
                                              + ", ".join(g.attr("kind") for _, g in self.gathers)
                                              + (" edge values" if self.edges else ""))
-        if self.totals:
+        if has_workers:
             once = self._once_lines + [line for r in self.totals for line in self._start(r, "BLOCK_E")]
             totals = [line for r in self.totals for line in r.merge_lanes()]
             for r in self.totals:
@@ -714,7 +731,7 @@ class _Generator:
         widths = tuple((math.prod(a.size for a in self.axes.axes(c.node)), c.integer) for c in carries)
         return KernelSource(text, name, tuple(self.inputs.values()), tuple(outputs), widths,
                             math.prod(self._num_blocks(a) for a in self.tiled), self.width, block_e, min_block_e,
-                            elements_per_warp, self._uses_eid)
+                            elements_per_warp, self._uses_eid, has_workers)
 
 
 def _type(node: Node, args: Sequence[str]) -> str:

@@ -82,7 +82,7 @@ class Sum(Reducer):
 
 
 class Outer(Reducer):
-    """``a^T b``, summed over edges: a product on tensor cores per block, with one carry for all lanes.
+    """``a^T b``, summed over edges: one product per block of them, with one carry for all lanes.
 
     With ``num_rows``, ``a`` is the index of a row, and what is summed goes there.
     """
