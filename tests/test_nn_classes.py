@@ -14,6 +14,7 @@ import pyg_fullgraph.nn as fused_nn
 import zoo
 from pyg_fullgraph import debug
 from pyg_fullgraph.graph import Graph
+from pyg_fullgraph.model import convert
 
 CASE = zoo.sorted_by_dst()
 BY_NAME = {layer.name: layer for layer in (*SQUARE, *PAIRS)}
@@ -168,4 +169,8 @@ def test_a_class_without_source():
         space = {"Base": base, "__name__": __name__}
         exec(text, space)
         results.append(space["Typed"]()(x, edge_index))
-    torch.testing.assert_close(*results)
+    results.append(convert(space["Typed"]())(x, edge_index))
+    exec(text, space := {"Base": pyg_nn.MessagePassing, "__name__": __name__})
+    results.append(convert(space["Typed"]())(x, edge_index))
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0])

@@ -51,6 +51,25 @@ def test_replace_pyg_layers(tmp_path, monkeypatch):
     assert any("image/png" in output.get("data", {}) for cell in cells for output in cell.get("outputs", []))
 
 
+def test_write_your_own_layer(tmp_path, monkeypatch):
+    cells = run("02_write_your_own_layer.ipynb", tmp_path, monkeypatch)
+    text = printed(cells)
+    assert float(re.search(r"difference of result and gradients: (\S+)", text).group(1)) < 1e-4
+    assert "after reorganize:" in text
+    assert "hoisted, once per vertex" in text
+    assert "warned: True" in text
+    assert "counted: {'fused': 0, 'plain': 1}" in text
+    assert re.search(r"RankedConv.propagate\n  .*torch.sort\(x_j, dim=0\)", text)
+    assert "NotFusedError: Expected every message-passing layer to run fused" in text
+    losses = [float(value) for value in re.findall(r"-> (\S+)  test", text)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-2)
+    assert max(losses) < 1
+    assert float(re.search(r"difference of a loss: (\S+)", text).group(1)) < 1e-3
+    assert re.search(r"'plain': 0\} \{\}", text)
+    shown = [output.data["text/html"] for cell in cells for output in cell.get("outputs", []) if "data" in output]
+    assert any("<svg" in page for page in shown)
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.name)
 def test_notebook_is_stored_without_outputs(path):
     """Outputs in git grow old and hide the code in every change."""

@@ -74,11 +74,12 @@ def install(conv: PyGMessagePassing, build: Callable[[], None]) -> None:
         sys.modules.pop(f"{cls.__module__}_{cls.__name__}_{method}", None)
     # PyG caches class sources by name, so of two classes of one name in the MRO it would read only the first, and the
     # argument types of propagate are in the other.
+    found = [(base.__name__, _source(base)) for base in cls.__mro__]
+    unknown = {name for name, source in found if source is None}
     sources: dict[str, str] = {}
-    for base in cls.__mro__:
-        source = _source(base)
-        if source is not None:
-            sources[base.__name__] = sources.get(base.__name__, "") + source
+    for name, source in found:
+        if source is not None and name not in unknown:
+            sources[name] = sources.get(name, "") + source
     before = conv.inspector._source_dict
     conv.inspector._source_dict = {**before, **sources}
     build()
