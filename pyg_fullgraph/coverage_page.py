@@ -17,7 +17,7 @@ import pyg_fullgraph.nn as fused_nn
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.execution import kernel_of
 from pyg_fullgraph.explanation import Explanation, PhaseReport, ProgramReport, explain, kernels
-from pyg_fullgraph.nn.coverage import FUSED, PARTS, PLAIN
+from pyg_fullgraph.nn.coverage import FUSED, OPTIONS, PARTS, PLAIN
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, Node
 from pyg_fullgraph.saga.passes import KERNELS, Plan
@@ -140,11 +140,13 @@ def page() -> str:
     head = _HEAD.format(width=F, edge_width=FE, num_fused=len(FUSED), num_parts=len(PARTS), num_plain=len(PLAIN))
     parts = [f"| `{name}` | {where} |" for name, where in sorted(PARTS.items())]
     plain = [f"| `{name}` | {why} |" for name, why in sorted(PLAIN.items())]
+    options = [f"| {_cell(what)} | {why} |" for what, why in OPTIONS.items()]
     columns = "| layer | for node i | once per vertex | passes forward | passes backward | saved |"
     lines = [head, "## Fused", "", columns, "|---|---|---|---|---|---|", *rows, "", "## Fused through their parts", "",
              "`convert` fuses the layers inside them. Models of `torch_geometric.nn.models`, `Sequential` and",
              "`to_hetero` are such wrappers too.", "", "| layer | its messages |", "|---|---|", *parts, "",
-             "## Plain", "", "| layer | why |", "|---|---|", *plain]
+             "## Plain", "", "| layer | why |", "|---|---|", *plain, "", "## Plain by an option", "",
+             "Of layers that are fused otherwise.", "", "| what | why |", "|---|---|", *options]
     return "\n".join(lines) + "\n"
 
 
