@@ -284,6 +284,8 @@ REFUSED = {
     "the index itself": (lambda self, x_j, index: x_j * (index + 1).view(-1, 1), r"computes with the target index"),
     "a parameter per node": (lambda self, x_j, index: x_j * self.w[index], r"rows.* by the target index"),
     "the number of nodes": (lambda self, x_j, size_i: x_j / size_i, r"number of edges or nodes \(test_trace_rows.py"),
+    "the largest id": (lambda self, x_j, index: x_j / (int(index.max()) + 1), r"computes with the number of nodes"),
+    "the largest id, read": (lambda self, x_j, index: x_j * index.max().item()**0.5, r"number of nodes"),
     "the number of sources": (lambda self, x_j, size_j: x_j * size_j, r"number of edges or nodes"),
     "sums at sources": (lambda self, x_j, index, size_j: x_j + x_j.new_zeros(size_j, 3).index_add(
         0, index, x_j)[index], r"not one row per target node"),

@@ -23,8 +23,9 @@ from pyg_fullgraph.saga.ir import Node, pointwise
 INDEX = "<index>"
 #: The hint of the symbolic edge dimension: a number that no feature dimension has.
 EDGE_HINT = 1009
-#: The number of destinations where Python wants to see a number, as in ``int(index.max()) + 1``.
-NUM_TARGETS = 1_000_003
+#: The number of destinations where Python wants to see a number, as in ``int(index.max()) + 1``. There are two, to tell
+#: whether anything but the number of rows depends on it.
+NUM_TARGETS, OTHER_NUM_TARGETS = 1_000_003, 1_000_033
 #: Constant tensors up to this size are written into programs.
 MAX_CONSTANT = 256
 
@@ -70,7 +71,7 @@ def form_of(value: Tensor) -> Form:
         NotFusable: The rows are mixed with something else.
     """
     sizes: list[Any] = list(value.shape)
-    symbolic = [k for k, s in enumerate(sizes) if isinstance(s, torch.SymInt) or s == NUM_TARGETS]
+    symbolic = [k for k, s in enumerate(sizes) if isinstance(s, torch.SymInt) or s in (NUM_TARGETS, OTHER_NUM_TARGETS)]
     if not symbolic:
         return Form(None, 0, 1, tuple(int(s) for s in sizes))
     if len(symbolic) > 1:

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map_only
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.aten import DECOMPOSITIONS, Importer, dropout_mask, fake_rows
-from pyg_fullgraph.saga.forms import EDGE_HINT, INDEX, NUM_TARGETS, form
+from pyg_fullgraph.saga.forms import EDGE_HINT, INDEX, NUM_TARGETS, OTHER_NUM_TARGETS, form
 from pyg_fullgraph.saga.idioms import recognize
 from pyg_fullgraph.saga.ir import Domain, Node
 from pyg_fullgraph.saga.refusal import at, current_line, is_inside, line_of
@@ -164,9 +164,9 @@ class _Watch(TorchFunctionMode):
     a trace of values cannot show: dropout, and the number of target nodes read off the index.
     """
 
-    def __init__(self, indices: list[Tensor]) -> None:
+    def __init__(self, indices: list[Tensor], num_targets: int) -> None:
         super().__init__()
-        self.indices = indices
+        self.indices, self.num_targets = indices, num_targets
         self.largest: list[Tensor] = []
         self.count = 0
 
@@ -208,7 +208,7 @@ class _Watch(TorchFunctionMode):
             self.largest.append(out)
             return out
         if function in (Tensor.item, Tensor.__int__, Tensor.__index__) and any(args[0] is m for m in self.largest):
-            return NUM_TARGETS - 1
+            return self.num_targets - 1
         return None
 
     @staticmethod
@@ -264,9 +264,14 @@ class _Trace:
     def run(self, call: Callable[[Any, Mapping[str, Any]], Any]) -> _Result:
         """Trace ``call(layer, arguments)`` and import what it does."""
         with _LOCK:  # a trace puts other parameters into the layer for a moment
-            return self._run(call)
+            result, has_counted = self._run(call, NUM_TARGETS)
+            if has_counted:
+                other, _ = self._run(call, OTHER_NUM_TARGETS)
+                if other.value is not result.value or other.side != result.side:
+                    raise NotFusable([f"{type(self.conv).__name__}.{self.method} computes with the number of nodes"])
+        return result
 
-    def _run(self, call: Callable[[Any, Mapping[str, Any]], Any]) -> _Result:
+    def _run(self, call: Callable[[Any, Mapping[str, Any]], Any], num_targets: int) -> tuple[_Result, bool]:
         conv, mode = self.conv, self.mode
         state = {**dict(conv.named_parameters()), **dict(conv.named_buffers())}
         # Traced on fake CPU tensors of the dtype of literals, wherever the layer is and whatever its dtype.
@@ -277,6 +282,7 @@ class _Trace:
                   for k, v in state.items()]
         left: dict[str, Any] = {}
         specs: list[str] = []
+        counted: list[Tensor] = []
 
         def call_methods_of_layer(p: dict[str, Tensor], t: dict[str, Tensor]) -> Any:
             args = {**self.args, **t}
@@ -286,8 +292,9 @@ class _Trace:
             with _reparametrize_module(conv, p), torch.enable_grad():
                 before = {m: dict(m.__dict__) for m in conv.modules()}
                 buffers = {m: dict(m._buffers) for m in conv.modules()}
-                with _Watch(indices):
+                with _Watch(indices, num_targets) as watch:
                     out = call(conv, args)
+                counted.extend(watch.largest)
                 left.update(self._left_behind(before, buffers))
             if not isinstance(out, Tensor):
                 raise NotFusable([f"{type(conv).__name__}.{self.method} returns something that is not a tensor"])
@@ -303,7 +310,7 @@ class _Trace:
                 raise
             except Exception as error:
                 raise NotFusable([self._reason(error)]) from error
-        return self._imported(traced, params, specs)
+        return self._imported(traced, params, specs), bool(counted)
 
     def _imported(self, traced: Any, params: list[Node], names: list[str]) -> _Result:
         traced.graph.eliminate_dead_code()
