@@ -174,3 +174,18 @@ def test_a_class_without_source():
     results.append(convert(space["Typed"]())(x, edge_index))
     for result in results[1:]:
         torch.testing.assert_close(result, results[0])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_scripting_twice():
+    for _ in range(2):
+        torch.jit.script(fused_nn.GCNConv(4, 3, cached=True))
+
+
+def test_weights_returned_in_a_sparse_matrix_have_gradients():
+    edge_index = torch.tensor([[0, 1, 2, 3], [0, 0, 1, 1]])
+    matrix = torch.sparse_coo_tensor(edge_index.flip(0), torch.ones(4), (4, 4)).to_sparse_csr()
+    conv, x = fused_nn.FAConv(3), torch.randn(4, 3)
+    _, (weights, _) = conv(x, x, matrix, return_attention_weights=True)
+    (grad,) = torch.autograd.grad(weights.to_dense().sum(), conv.att_l.weight)
+    assert grad.any()

@@ -232,8 +232,13 @@ def _render(conv: PyGMessagePassing, method: str) -> Any:
 
 
 def drop_in_class(base: type, mixin: type, summary: str) -> type:
-    """A subclass of ``base`` under the same name in the module of ``mixin``, which has to hold it."""
+    """A subclass of ``base`` under the same name in the module of ``mixin``, which has to hold it.
+
+    It has annotations of its own: who asks a class without any for them leaves an empty dictionary that hides those of
+    ``base`` from TorchScript.
+    """
     space = {"__module__": mixin.__module__, "__qualname__": base.__name__,
+             "__annotations__": dict(inspect.get_annotations(base)),
              "__doc__": f"{summary}\n\n{inspect.getdoc(base) or ''}"}
     return types.new_class(base.__name__, (mixin, base), exec_body=lambda ns: ns.update(space))
 

@@ -20,7 +20,7 @@ from pyg_fullgraph import debug
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.nn import classes, order
 from pyg_fullgraph.nn.arguments import Call
-from pyg_fullgraph.nn.lazy import EdgeExpr, run
+from pyg_fullgraph.nn.lazy import EdgeExpr, as_plain, run
 from pyg_fullgraph.nn.tracing import METHODS, mentioned
 
 __all__ = ["FusedMixin", "refusals"]
@@ -122,7 +122,8 @@ class FusedMixin(_Layer):
         debug.record(self, "propagate", call.program, call.graph)
         (out,) = run(call.program, call.graph, call.tensors)
         for name, value in call.side_results().items():
-            setattr(self, name, value)
+            # Sparse matrices take coefficients as their values, so they get a tensor.
+            setattr(self, name, as_plain(value) if is_sparse(edge_index) else value)
         out = self.update(call.result(out), **call.update_arguments())
         for hook in self._propagate_forward_hooks.values():
             changed = hook(self, (edge_index, call.size, kwargs), out)
@@ -147,7 +148,6 @@ class FusedMixin(_Layer):
             (out,) = run(call.program, call.graph, call.tensors)
             return call.result(out)
         out = EdgeExpr(call.program.outputs[0].value, call.tensors, call.graph)
-        # Sparse matrices take coefficients as their values, so they get a tensor.
         return out.materialize() if is_sparse(edge_index) else out
 
 
