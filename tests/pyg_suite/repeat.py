@@ -325,7 +325,7 @@ class Repeater:
                     return [f"with gradients of all inputs: {_raised(ours.error)}"]
                 found = differences(ours, pygs)
                 self.counts["compared with gradients"] += pygs.has_gradients
-        if found and (why := self._explained(repeat, found, with_gradients=pygs.has_gradients)):
+        if found and (why := self._explained(repeat, found, pygs)):
             self.counts[f"compared: differences are {why}"] += 1
             return []
         return [f"{n} off by {v:.2g}" for n, v in found.items()]
@@ -340,16 +340,18 @@ class Repeater:
             torch.manual_seed(2)
             return bool(differences(first, _repeat(warm, True, method, arguments, with_gradients=True)))
 
-    def _explained(self, repeat: Callable[..., Run], found: dict[str, float], with_gradients: bool) -> str:
-        """Why a difference is none: float32's rounding, or ties of a maximum; empty if it is one."""
+    def _explained(self, repeat: Callable[..., Run], found: dict[str, float], pygs: Run) -> str:
+        """Why a difference is none: float32's rounding and range, or ties of a maximum; empty if it is one."""
+        with_gradients = pygs.has_gradients
         options = dict(with_gradients=with_gradients)
 
         def agree(limit: float | None = None, **more: Any) -> bool:
             ours, pygs = (repeat(plain, **options, **more) for plain in (False, True))
             return ours.error is None and pygs.error is None and not differences(ours, pygs, limit)
 
-        if max(found.values()) < ROUNDING and agree(dtype=torch.float64):
-            return "rounding"
+        is_finite = all(v.isfinite().all() for v in pygs.values.values() if isinstance(v, Tensor))
+        if (not is_finite or max(found.values()) < ROUNDING) and agree(dtype=torch.float64):
+            return "rounding" if is_finite else "overflow of float32"
         if with_gradients and all(n.startswith("gradient") for n in found) and \
                 agree(ROUNDING, noise=True) and agree(dtype=torch.float64, noise=True):
             return "ties"
