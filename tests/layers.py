@@ -175,6 +175,12 @@ def pna(n: ModuleType, aggregators: tuple[str, ...] = ("mean", "min", "max", "st
     return n.PNAConv(F_IN, 6, list(aggregators), list(scalers), deg, edge_dim=F_EDGE if edge else None, **options)
 
 
+def rgat(n: ModuleType, num_out: int = F_OUT, **options: Any) -> nn.Module:
+    conv = n.RGATConv(F_IN, num_out, num_relations=3, **options)
+    nn.init.constant_(conv.l2, 1 / num_out)  # PyG leaves it as the memory was
+    return conv
+
+
 def heat(n: ModuleType, **options: Any) -> nn.Module:
     return n.HEATConv(F_IN, F_OUT, num_node_types=2, num_edge_types=3, edge_type_emb_dim=2, edge_dim=F_EDGE,
                       edge_attr_emb_dim=4, **options)
@@ -226,15 +232,14 @@ MORE = (
     Layer("fast_rgcn_bases", lambda n: n.FastRGCNConv(F_IN, F_OUT, num_relations=3, num_bases=2), TYPE),
     Layer("fast_rgcn_blocks", lambda n: n.FastRGCNConv(F_IN, 4, num_relations=3, num_blocks=2), TYPE),
     Layer("fast_rgcn_sum", lambda n: n.FastRGCNConv(F_IN, F_OUT, num_relations=3, aggr="sum", root_weight=False), TYPE),
-    *(Layer(f"rgat_{mode[:3]}_{mechanism[:6]}_{mod}", lambda n, mode=mode, mechanism=mechanism, mod=mod: n.RGATConv(
-        F_IN, F_OUT, num_relations=3, heads=2, dim=1 if mode[0] == "a" else 2, mod=mod, attention_mechanism=mechanism,
+    *(Layer(f"rgat_{mode[:3]}_{mechanism[:6]}_{mod}", lambda n, mode=mode, mechanism=mechanism, mod=mod: rgat(
+        n, heads=2, dim=1 if mode[0] == "a" else 2, mod=mod, attention_mechanism=mechanism,
         attention_mode=mode), TYPE)
       for mode in ("additive-self-attention", "multiplicative-self-attention")
       for mechanism in ("across-relation", "within-relation")
       for mod in (None, "additive", "scaled", "f-additive", "f-scaled")),
-    Layer("rgat_bases_edge", lambda n: n.RGATConv(F_IN, F_OUT, num_relations=3, num_bases=2, edge_dim=F_EDGE),
-          {**TYPE, **ATTR}),
-    Layer("rgat_blocks", lambda n: n.RGATConv(F_IN, 4, num_relations=3, num_blocks=2, concat=False), TYPE),
+    Layer("rgat_bases_edge", lambda n: rgat(n, num_bases=2, edge_dim=F_EDGE), {**TYPE, **ATTR}),
+    Layer("rgat_blocks", lambda n: rgat(n, 4, num_blocks=2, concat=False), TYPE),
     Layer("signed_first", lambda n: n.SignedConv(F_IN, F_OUT, first_aggr=True), call=signed),
     Layer("signed", lambda n: n.SignedConv(F_IN // 2, F_OUT, first_aggr=False), call=signed),
     Layer("dna", lambda n: n.DNAConv(8, heads=2, groups=2), WEIGHT, x=(3, 8)),

@@ -238,6 +238,22 @@ def test_other_layers_on_a_sparse_tensor(name):
         assert_fused()
 
 
+def test_attention_on_a_sparse_matrix_has_gradients():
+    """FAConv returns the matrix with its attention as values."""
+    layer = BY_NAME["fa_weight"]
+    plain, fused = twins(layer)
+    unique = torch.unique(CASE.edge_index, dim=1)
+    adj_t = to_torch_csr_tensor(unique.flip(0), torch.rand(unique.size(1), dtype=torch.float64), size=(17, 17))
+    x, given = layer.inputs(CASE)
+    answers = []
+    for module in (fused, plain):
+        out, (matrix, alpha) = module(x, given["x_0"], adj_t, return_attention_weights=True)
+        total = out.sin().sum() + (matrix.to_dense() ** 2).sum() + alpha.cos().sum()
+        answers.append([out, alpha, *torch.autograd.grad(total, [x, *module.parameters()])])
+    assert_same(*answers)
+    assert_fused(1)
+
+
 def test_explicit_size_and_hooks_see_pyg_sizes():
     layer = BY_NAME["sage_source_only"]
     case = zoo.bipartite()

@@ -41,10 +41,10 @@ _LONE = ("sum", "mean", "max", "mul")
 # Layers whose message_and_aggregate on a sparse matrix computes what their message does: on any matrix, and on a
 # SparseTensor only, whose values they leave out.
 _SAME_ON_SPARSE = {getattr(pyg_nn, n).message_and_aggregate for n in (
-    "APPNP", "ARMAConv", "ClusterGCNConv", "GCN2Conv", "GCNConv", "GatedGraphConv", "GraphConv", "LGConv", "MixHopConv",
+    "APPNP", "ClusterGCNConv", "GCN2Conv", "GCNConv", "GatedGraphConv", "GraphConv", "LGConv", "MixHopConv",
     "PANConv", "PDNConv", "SGConv", "SSGConv", "SimpleConv", "TAGConv", "WLConvContinuous")}
 _SAME_ON_SPARSE_TENSOR = _SAME_ON_SPARSE | {getattr(pyg_nn, n).message_and_aggregate for n in (
-    "GINConv", "MFConv", "RGCNConv", "SAGEConv", "SignedConv")}
+    "ARMAConv", "GINConv", "MFConv", "RGCNConv", "SAGEConv", "SignedConv")}
 
 
 class Call:
@@ -68,7 +68,8 @@ class Call:
         read = conv.inspector.get_flat_param_names(
             [*self.methods, "update"] if function == "propagate" else [*self.methods])
         slots = conv._check_input(edge_index, size)
-        if is_sparse(edge_index):
+        self.is_matrix = is_sparse(edge_index)
+        if self.is_matrix:
             edge_index, kwargs = _from_sparse(conv, edge_index, kwargs, read)
         self.is_reversed = conv.flow == "target_to_source"
         self.given = edge_index if isinstance(edge_index, Graph) and not is_derived(edge_index) else None
@@ -281,10 +282,12 @@ class Call:
         out = out.to(self.dtype)
         return out.movedim(0, self.dim).contiguous() if self.dim else out
 
-    def side_results(self) -> dict[str, EdgeExpr]:
+    def side_results(self) -> dict[str, Tensor]:
         """What the methods leave on the layer, computed when something reads it."""
-        return {name: EdgeExpr(node, {n.name: self.tensors[n.name] for n in _inputs_of(node)}, self.graph)
-                for name, node in self.side.items()}
+        exprs = {name: EdgeExpr(node, {n.name: self.tensors[n.name] for n in _inputs_of(node)}, self.graph)
+                 for name, node in self.side.items()}
+        # Sparse matrices take coefficients as their values, so they get a tensor.
+        return {k: e.materialize() for k, e in exprs.items()} if self.is_matrix else dict(exprs)
 
     def update_arguments(self) -> dict[str, Any]:
         """The arguments of ``update`` beside the result; node data of edges is computed if it is read."""
