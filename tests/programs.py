@@ -49,10 +49,10 @@ class Layer:
         return self.program(self.make())
 
     def program(self, conv: nn.Module) -> EdgeProgram:
-        message = trace_method(conv, "message", self.args)[0]
+        message = trace_method(conv, "message", self.args).value
         outputs = []
         if self.update is not None:
-            alpha = trace_method(conv, "edge_update", self.update)[0]
+            alpha = trace_method(conv, "edge_update", self.update).value
             message = ir.substitute(message, {ir.input("message.alpha", EDGE, alpha.shape): alpha})
             outputs = [Output("edge", alpha, "alpha")] if self.weights else []
         program = EdgeProgram((Output(self.kind, message), *outputs))

@@ -81,7 +81,7 @@ def test_only_what_the_method_reads_is_an_input():
 
 
 def test_names_can_be_given():
-    (node,) = trace_method(pyg.GINConv(nn.Identity()), "message", dict(x_j=ArgSpec(SRC, (3,), name="features")))
+    node = trace_method(pyg.GINConv(nn.Identity()), "message", dict(x_j=ArgSpec(SRC, (3,), name="features"))).value
     assert node is ir.input("features", SRC, (3,))
 
 
@@ -103,7 +103,7 @@ def test_two_dropouts_have_two_seeds():
         def message(self, x_j):
             return F.dropout(x_j, 0.5) + torch.dropout(x_j, 0.25, True)
 
-    (node,) = trace_method(Twice(), "message", dict(x_j=spec(SRC, 3)))
+    node = trace_method(Twice(), "message", dict(x_j=spec(SRC, 3))).value
     seeds = {n.args[0].name: n.attr("p") for n in ir.walk(node) if n.op == "dropout"}
     assert seeds == {"message.seed.0": 0.5, "message.seed.1": 0.25}
 
@@ -161,7 +161,7 @@ def message(body, **arguments):
     kind = type("Layer", (pyg.MessagePassing,), {"message": body})
     conv = kind()
     conv.lin, conv.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
-    return trace_method(conv, "message", arguments or dict(x_j=spec(SRC, 4), x_i=spec(DST, 4)))
+    return trace_method(conv, "message", arguments or dict(x_j=spec(SRC, 4), x_i=spec(DST, 4))).value
 
 
 def data_dependent(self, x_j, x_i):
@@ -212,11 +212,11 @@ def test_another_tensor_than_arguments_and_parameters_is_refused():
 
 
 def test_a_softmax_over_features_is_not_an_edge_softmax():
-    (node,) = message(lambda self, x_j, x_i: x_j.softmax(-1))
+    node = message(lambda self, x_j, x_i: x_j.softmax(-1))
     assert not any(n.op == "softmax" for n in ir.walk(node))
     assert node.domain == Domain.SRC
 
 
 def test_sizes_are_numbers_of_a_kind_the_edges_do_not_depend_on():
-    (node,) = message(lambda self, x_j, size_i, size_j: x_j * 2, x_j=spec(SRC, 4), size_i=SIZE_I, size_j=SIZE_J)
+    node = message(lambda self, x_j, size_i, size_j: x_j * 2, x_j=spec(SRC, 4), size_i=SIZE_I, size_j=SIZE_J)
     assert node.domain == Domain.SRC

@@ -41,7 +41,7 @@ def trace(body) -> Node:
         def message(self, x_j):
             return body(self, x_j)
 
-    return trace_method(Layer(), "message", dict(x_j=ArgSpec(Domain.EDGE, (4,))))[0]
+    return trace_method(Layer(), "message", dict(x_j=ArgSpec(Domain.EDGE, (4,)))).value
 
 
 def written(x):
@@ -334,7 +334,7 @@ def test_batch_normalization_is_elementwise_in_evaluation():
         def message(self, x_j):
             return self.norm(x_j)
 
-    (node,) = trace_method(Layer(), "message", dict(x_j=ArgSpec(Domain.EDGE, (4,))))
+    node = trace_method(Layer(), "message", dict(x_j=ArgSpec(Domain.EDGE, (4,)))).value
     tensors: dict[str, Tensor] = {f"param.norm.{k}": v for k, v in norm.state_dict().items()}
     ids = torch.arange(E)
     (got,) = run_reference(EdgeProgram((Output("edge", node),)), ids, ids, E, {"message.x_j": x, **tensors})

@@ -106,15 +106,11 @@ def trace_propagate(conv: torch.nn.Module, message_args: Mapping[str, Any],
 
 def trace_edge_update(conv: torch.nn.Module, args: Mapping[str, Any]) -> Traced:
     """Trace ``edge_update`` of a layer; arguments as those of :func:`trace_propagate`."""
-    return _trace_alone(conv, "edge_update", args)
+    return trace_method(conv, "edge_update", args)
 
 
-def trace_method(conv: torch.nn.Module, method: str, args: Mapping[str, Any]) -> tuple[Node, ...]:
-    """Trace ``message`` or ``edge_update`` alone; the value per edge."""
-    return (_trace_alone(conv, method, args).value,)
-
-
-def _trace_alone(conv: torch.nn.Module, method: str, args: Mapping[str, Any]) -> Traced:
+def trace_method(conv: torch.nn.Module, method: str, args: Mapping[str, Any]) -> Traced:
+    """Trace ``edge_update`` or ``message`` alone: the value per edge."""
     def call(layer: Any, values: Mapping[str, Any]) -> Any:
         return getattr(type(layer), method)(layer, **_prefixed(f"{method}.", values))
 
