@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import pyg_fullgraph.nn as fused_nn
-from pyg_fullgraph.errors import NotFusable
-from pyg_fullgraph.execution import kernel_of
+from pyg_fullgraph.execution import chunk_reasons
 from pyg_fullgraph.explanation import Explanation, PhaseReport, ProgramReport, explain, kernels
 from pyg_fullgraph.nn.coverage import FUSED, OPTIONS, PARTS, PLAIN
 from pyg_fullgraph.saga import ir
@@ -201,8 +200,7 @@ def _kept(part: ProgramReport, phase: PhaseReport) -> list[str]:
 
 def _passes(plans: list[Plan]) -> str:
     total, in_kernels = sum(len(p.sweeps) for p in plans), sum(kernels(p) for p in plans)
-    found = [kernel_of(sweep) for p in plans for sweep in p.sweeps]
-    reasons = dict.fromkeys(r for k in found if isinstance(k, NotFusable) for r in k.reasons)
+    reasons = dict.fromkeys(r for p in plans for sweep in p.sweeps for r in chunk_reasons(sweep))
     texts = [f"{in_kernels} in kernels"] * (in_kernels > 0)
     texts += [f"{total - in_kernels} in chunks ({'; '.join(reasons)})"] * (total > in_kernels)
     return ", ".join(texts) or "0"

@@ -102,6 +102,14 @@ def kernel_of(sweep: Sweep, lanes: int = 4) -> codegen.KernelSource | NotFusable
         return reason
 
 
+def chunk_reasons(sweep: Sweep, lanes: int = 4) -> tuple[str, ...]:
+    """Why ``sweep`` runs in chunks on a GPU; empty if it has a kernel that, as far as was tried, fits the device."""
+    kernel = kernel_of(sweep, lanes)
+    if isinstance(kernel, NotFusable):
+        return kernel.reasons
+    return ("its kernel does not fit the device",) if kernel.source in _TOO_LARGE else ()
+
+
 def _launch_sweep(sweep: Sweep, kernel: codegen.KernelSource, order: EdgeOrder, leaf: chunks.Leaf, like: Tensor,
                   exact: Container[Node]) -> dict[Node, Tensor]:
     device, stat_dtype = like.device, chunks.compute_dtype(like.dtype)

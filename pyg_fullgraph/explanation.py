@@ -18,9 +18,9 @@ from torch.nn import Module
 
 from pyg_fullgraph import debug, picture
 from pyg_fullgraph.autograd import EdgePhase, Run, observing
-from pyg_fullgraph.errors import InputError, NotFusable
+from pyg_fullgraph.errors import InputError
 from pyg_fullgraph.estimate import Saved, Sizes, Unfused, Work, plan_work, saved_by, unfused, vertex_work
-from pyg_fullgraph.execution import kernel_of, target_of
+from pyg_fullgraph.execution import chunk_reasons, kernel_of, target_of
 from pyg_fullgraph.formula import formulas, short_names
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn.propagation import FusedMixin
@@ -28,7 +28,7 @@ from pyg_fullgraph.nn.tracing import is_lazy
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.codegen import KernelSource
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node
-from pyg_fullgraph.saga.passes import CHUNKS, KERNELS, STAGED, Plan, Stage, Sweep, Target, rewritten
+from pyg_fullgraph.saga.passes import CHUNKS, KERNELS, STAGED, Plan, Stage, Target, rewritten
 
 __all__ = ["Explanation", "LayerReport", "PhaseReport", "ProgramReport", "explain"]
 
@@ -71,7 +71,13 @@ class PhaseReport:
 
     @property
     def target(self) -> Target:
+        """What the executor of the graph's device can do."""
         return target_of(self.graph.device)
+
+    @property
+    def lanes(self) -> int:
+        """Features per 16 bytes, which kernels are made for."""
+        return 16 // self.dtype.itemsize
 
     @property
     def has_backward(self) -> bool:
@@ -454,31 +460,34 @@ def _describe_phase(part: ProgramReport, phase: PhaseReport, number: int) -> lis
 
 def _how(phase: PhaseReport) -> list[str]:
     """How the passes run: in kernels, or in chunks and why."""
-    out = []
+    out, count = [], {}
     if phase.target is CHUNKS:
         out.append("runs here in chunks of edges, because the graph is on the CPU")
     for name, plan in (("forward", phase.forward(KERNELS)), ("backward", phase.backward(KERNELS))):
         for sweep in plan.sweeps if plan is not None else ():
-            kernel = kernel_of(sweep)
-            if isinstance(kernel, NotFusable):
+            reasons = chunk_reasons(sweep, phase.lanes)
+            if reasons:
                 where = " on a GPU as well" if phase.target is CHUNKS else ""
                 out.append(f"the {name} pass by {_SIDES[sweep.rows]} runs in chunks of edges{where}: "
-                           f"{'; '.join(kernel.reasons)}")
-    count = {name: kernels(plan) for name, plan in (("forward", phase.forward(KERNELS)),
-                                                    ("backward", phase.backward(KERNELS)))}
+                           f"{'; '.join(reasons)}")
+        count[name] = kernels(plan, phase.lanes)
     where = "generated kernels on a GPU" if phase.target is CHUNKS else "generated kernels"
     out.append(f"{where}: {count['forward']} forward, {count['backward']} backward")
     return out
 
 
-def kernels(plan: Plan | None) -> int:
-    """Passes of ``plan`` that are a generated kernel."""
-    return 0 if plan is None else sum(isinstance(kernel_of(s), KernelSource) for s in plan.sweeps)
+def kernels(plan: Plan | None, lanes: int = 4) -> int:
+    """Passes of ``plan`` that are a generated kernel, for ``lanes`` features per 16 bytes."""
+    return 0 if plan is None else sum(not chunk_reasons(s, lanes) for s in plan.sweeps)
 
 
 def _passes(plan: Plan) -> str:
     sides = [_SIDES[s.rows] for s in plan.sweeps]
     return f"{len(sides)} (by {', '.join(sides)})" if sides else "0"
+
+
+def _sides(plan: Plan) -> str:
+    return ", then ".join(f"by {_SIDES[s.rows]}" for s in plan.sweeps)
 
 
 def _shape(node: Node, graph: Graph) -> str:
@@ -508,26 +517,23 @@ def _phase_dict(part: ProgramReport, phase: PhaseReport) -> dict[str, Any]:
         "hoisted": part.hoisted_lines(phase), "program": part.phase_lines(phase), "is_constant": phase.is_constant,
         "saved": [{"name": part.saved_name(s, phase), "shape": list(s.node.shape), "is_input": s.is_input,
                    "num_bytes": s.num_bytes} for s in phase.saved],
-        "forward": _sweep_dicts(phase.forward(KERNELS)), "backward": _sweep_dicts(phase.backward(KERNELS)),
+        "forward": _sweep_dicts(phase, phase.forward(KERNELS)),
+        "backward": _sweep_dicts(phase, phase.backward(KERNELS)),
     }
 
 
-def _sweep_dicts(plan: Plan | None) -> list[dict[str, Any]]:
+def _sweep_dicts(phase: PhaseReport, plan: Plan | None) -> list[dict[str, Any]]:
     """Each pass on a GPU: by which side, and why it has no kernel."""
-    return [{"rows": _SIDES[s.rows], "chunks": why} for s in (plan.sweeps if plan is not None else ())
-            for why in [_why_chunks(s)]]
-
-
-def _why_chunks(sweep: Sweep) -> list[str]:
-    kernel = kernel_of(sweep)
-    return list(kernel.reasons) if isinstance(kernel, NotFusable) else []
+    return [{"rows": _SIDES[s.rows], "chunks": list(chunk_reasons(s, phase.lanes))}
+            for s in (plan.sweeps if plan is not None else ())]
 
 
 def _draw(part: ProgramReport) -> str:
     """Boxes from inputs to outputs, with what backward does beside each edge phase."""
     moved = {n for p in part.phases for n in (*p.hoisted, *p.stage.results)}
     inputs = [n for p in part.phases for n in (*ir.inputs_of(*p.hoisted.values()), *p.phase.inputs) if n not in moved]
-    boxes = [picture.Box("inputs", [f"{part.names[n]} {_shape(n, part.graph)}" for n in dict.fromkeys(inputs)], "data")]
+    given = [f"{part.names[n]}: {n.domain.label}{_shape(n, part.graph)}" for n in dict.fromkeys(inputs)]
+    boxes = [picture.Box("inputs", given, "data")]
     for phase in part.phases:
         if phase.hoisted:
             boxes.append(picture.Box("once per vertex", part.hoisted_lines(phase), "vertex"))
@@ -535,11 +541,12 @@ def _draw(part: ProgramReport) -> str:
         backward = phase.backward()
         if backward is not None:
             kept = [f"keeps {part.saved_name(s, phase)}, {decimal(s.num_bytes)}" for s in phase.saved]
-            beside = picture.Box(f"backward: {_passes(backward)}", kept, "edge")
-        title = "computed once: constant" if phase.is_constant else f"over the edges: {_passes(phase.forward())}"
+            beside = picture.Box(f"backward over the edges: {_sides(backward)}", kept, "edge")
+        title = "computed once: constant" if phase.is_constant else f"over the edges: {_sides(phase.forward())}"
         boxes.append(picture.Box(title, part.phase_lines(phase), "edge", beside))
     last = part.output_lines()
     results = [ir.input(o.name, o.domain, o.value.shape) for o in part.program.outputs]
     if last:
         boxes.append(picture.Box("once per vertex", last, "vertex"))
-    return picture.flow([*boxes, picture.Box("result", [f"{r.name} {_shape(r, part.graph)}" for r in results], "data")])
+    made = [f"{r.name}: {r.domain.label}{_shape(r, part.graph)}" for r in results]
+    return picture.flow([*boxes, picture.Box("result", made, "data")])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 __all__ = ["Box", "flow"]
 
-_LINE, _PAD, _GAP, _CHAR = 16, 8, 22, 6.7
+_LINE, _PAD, _GAP, _CHAR = 16, 8, 22, 7.1
 _MAX_LINES, _MAX_CHARS = 8, 92
 # Tints that leave text readable on any background.
 _TINTS = {"data": "rgba(128,128,128,.12)", "vertex": "rgba(64,140,255,.18)", "edge": "rgba(255,150,40,.20)"}
