@@ -161,8 +161,8 @@ class Importer:
             raise NotFusable([f"operation {name} {r}" for r in error.reasons]) from error
         except GuardOnDataDependentSymNode as error:
             raise NotFusable([f"operation {name} computes with a number that was read from a tensor"]) from error
-        except (ValueError, TypeError, IndexError) as error:
-            raise NotFusable([f"operation {name}: {error}"]) from error
+        except Exception as error:  # a form of the operation that its rule does not know: the layer runs plain
+            raise NotFusable([f"operation {name}: {type(error).__name__}: {error}"]) from error
 
     def _literals(self, name: str, args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         if name in ("aten.lift_fresh_copy.default", "aten.lift_fresh.default", "aten.lift.default"):

@@ -17,7 +17,7 @@ import torch
 import torch.fx.traceback as fx_traceback
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedOperatorException
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.nn.utils.stateless import _reparametrize_module
@@ -359,6 +359,8 @@ class _Trace:
             return at("calls a torch.autograd.Function, whose derivative is not traced", place)
         if isinstance(error, GuardOnDataDependentSymNode) or isinstance(root, GuardOnDataDependentSymNode):
             return at(f"{what} branches on values, or makes a tensor whose size depends on them", place)
+        if "data is not allocated yet" in str(root) or isinstance(root, UnsupportedOperatorException):
+            return at(f"{what} calls a compiled operator whose formula cannot be seen", place)
         text = str(error).strip().split("\n")[0][:300]
         return at(f"{what} cannot be traced: {text}", place)
 
