@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch_geometric.nn as pyg
+import torch_geometric.typing
 from torch import Tensor, nn
 from torch_geometric.nn import aggr
 
@@ -341,6 +342,25 @@ def test_means_are_means(name):
     nodes = list(ir.walk(traced(call).value))
     assert sum(n.attr("kind") == "mean" for n in nodes) == (2 if name != "simple-mean" else 1)
     assert ir.INV_DEGREE not in nodes
+
+
+@pytest.mark.parametrize("make, given", [
+    (lambda: pyg.GravNetConv(F_IN, F_OUT, 3, 5, 4), dict(x=(draw(N, 5), None), edge_weight=W)),
+    (lambda: pyg.DynamicEdgeConv(mlp(2 * F_IN, F_OUT), 4), dict(x=(X, X))),
+], ids=["gravnet", "dynamic edge"])
+def test_layers_that_search_their_neighbours(make, given, monkeypatch):
+    """Their forward needs a library for the search; what comes after it does not."""
+    monkeypatch.setattr(torch_geometric.typing, "WITH_KNN", True)
+    conv = build(make)
+    object.__setattr__(conv, "forward", lambda: conv.propagate(EDGES, size=(N, N), **given))
+    (call,) = calls_of(conv)
+    check_call(call)
+
+
+def test_a_layer_that_reads_four_edges_in_a_row_is_refused():
+    conv = build(lambda: pyg.MeshCNNConv(F_IN, F_OUT))
+    with pytest.raises(NotFusable, match=r"MeshCNNConv.message cannot be traced: .* \(meshcnn_conv.py:\d+"):
+        trace_propagate(conv, dict(x_j=ArgSpec(Domain.SRC, (F_IN,))), dict(index=INDEX, ptr=None, dim_size=SIZE_I))
 
 
 @pytest.mark.parametrize("name", CONVS)
