@@ -16,12 +16,13 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --disable-pip-version-check $(PIP_ARGS)
 STAMP := $(VENV)/.installed
 
-.PHONY: help install demo test test-gpu lint
+.PHONY: help install demo test test-gpu test-pyg lint
 
 help:
 	@echo "make demo      train a GAT on a generated graph, next to plain PyG (under three minutes on 2 cores)"
 	@echo "make test      the tests that need no GPU"
 	@echo "make test-gpu  the tests that need one"
+	@echo "make test-pyg PYG=PATH  PyG's own tests with these layers in place of PyG's; PATH is a checkout of PyG"
 	@echo "make lint      ruff and mypy"
 	@echo "make install   the environment alone, in $(VENV)"
 
@@ -44,6 +45,9 @@ test: $(STAMP)
 
 test-gpu: $(STAMP)
 	$(PY) -m pytest -m 'gpu or multi_gpu' $(PYTEST_ARGS)
+
+test-pyg: $(STAMP)
+	$(PY) -m tests.pyg_suite --checkout $(PYG) $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(PY) -m ruff check .
