@@ -110,7 +110,7 @@ EXAMPLES: Mapping[str, Example] = {
 #: Layers that look for neighbours with torch_cluster, which need not be here -> whose program they run.
 _LIKE = {"DynamicEdgeConv": "that of EdgeConv, on the graph of the nearest neighbours",
          "GravNetConv": "a weighted mean and maximum in one pass, on the graph of the nearest neighbours",
-         "PANConv": "that of GCNConv without self-loops, on sparse powers of the adjacency"}
+         "PANConv": "a weighted sum, on a sum of sparse powers of the adjacency"}
 
 _HEAD = """\
 # Layers of PyG
@@ -120,7 +120,7 @@ layer ({width} features, {edge_width} edge features, every input with a gradient
 other programs: `pyg_fullgraph.explain` says what a layer of yours does.
 
 {num_fused} layers have a fused class in `pyg_fullgraph.nn`, {num_parts} pass messages through other layers, and
-{num_plain} run as PyG has them. What the test suite runs for each of them is in `tests/layers.py`.
+{num_plain} run as PyG has them. The configurations that are tested are in `tests/layers.py`.
 
 - **once per vertex**: linear maps that `message` applies to nodes of an edge, or that the order of products moved, and
   that run once per vertex instead; sums over features of node data as well.

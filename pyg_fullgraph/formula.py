@@ -48,7 +48,8 @@ class _Writer:
         nodes = _read(roots.values())
         self.users = Counter(a for n in nodes for a in _operands(n))
         self.names = short_names([n for n in nodes if n.op == "input"], names)
-        self.prefix, self.lines, self.parts = prefix, [], 0
+        self.prefix, self.parts = prefix, 0
+        self.lines: list[str] = []
         self.text: dict[Node, tuple[str, int]] = {}
         finals = {node: name for name, node in roots.items()}
         for node in nodes:
