@@ -22,7 +22,7 @@ from pyg_fullgraph.graph import Graph, graph_of
 from pyg_fullgraph.nn.lazy import EdgeExpr, as_plain
 from pyg_fullgraph.nn.order import LinearExpr
 from pyg_fullgraph.nn.preparation import check_edge_rows, is_derived, prepared_graph
-from pyg_fullgraph.nn.tracing import METHODS, attribute, result_dtype, traced
+from pyg_fullgraph.nn.tracing import METHODS, attribute, initialize_lazy, result_dtype, traced
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output
 from pyg_fullgraph.saga.trace import INDEX, SIZE_I, SIZE_J, ArgSpec
@@ -199,6 +199,7 @@ class Call:
 
     def _trace(self) -> None:
         """Find the program, with its parameters among :attr:`tensors`."""
+        initialize_lazy(self.conv, self.function, self.args, self.tensors)
         found = traced(self.conv, self.function, self.args)
         known = tuple({**{place: expr.node for place, expr in self.exprs.items()}, **self._aliases()}.items())
         program, inputs, side = _compose(found.value, tuple(found.side.items()), known, self.function == "propagate")

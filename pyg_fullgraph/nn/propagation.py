@@ -52,8 +52,13 @@ def refusals(conv: typing.Any) -> tuple[str, ...]:
 
 
 def _has_hooks(module: torch.nn.Module) -> bool:
-    return any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
+    return any(m._forward_hooks or m._backward_hooks or m._backward_pre_hooks
+               or any(getattr(h, "__name__", "") not in _INITIALIZERS for h in m._forward_pre_hooks.values())
                for m in module.modules())
+
+
+# Hooks of modules that wait for their first input, PyG's and torch's.
+_INITIALIZERS = ("initialize_parameters", "_infer_parameters")
 
 
 def _momentary_refusals(conv: typing.Any, function: str) -> list[str]:

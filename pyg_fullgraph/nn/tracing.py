@@ -26,7 +26,7 @@ from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.saga.ir import Domain
 from pyg_fullgraph.saga.trace import INDEX, SIZE_I, SIZE_J, ArgSpec, Traced, trace_edge_update, trace_propagate
 
-__all__ = ["METHODS", "attribute", "is_lazy", "mentioned", "result_dtype", "traced"]
+__all__ = ["METHODS", "attribute", "initialize_lazy", "is_lazy", "mentioned", "result_dtype", "traced"]
 
 aten = torch.ops.aten
 
@@ -199,6 +199,45 @@ def is_lazy(value: Tensor | None) -> bool:
     return value is not None and torch.nn.parameter.is_lazy(value)
 
 
+def initialize_lazy(conv: Module, function: str, args: Arguments, tensors: Mapping[str, Tensor]) -> None:
+    """Let modules that wait for their first input see one of the right shape, as PyG's first call would.
+
+    Raises:
+        NotFusable: they do not take it.
+    """
+    names = mentioned(type(conv), function)
+    waiting = [m for k, m in conv._modules.items() if m is not None and (names is None or k in names)
+               and any(is_lazy(p) for p in m.parameters())]
+    if not waiting:
+        return
+    device = next(iter(tensors.values())).device
+    given = {k: _blank(spec, {n: t.dtype for n, t in tensors.items()}, device) for k, spec in args[0].items()}
+    training = {m: m.training for m in conv.modules()}
+    try:
+        conv.eval()  # so that nothing is counted or drawn but the parameters
+        with torch.no_grad():
+            getattr(conv, METHODS[function][0])(**given)
+    except RuntimeError as error:
+        raise NotFusable([f"parameters cannot be initialized: {error}"]) from error
+    finally:
+        for module, flag in training.items():
+            module.training = flag
+
+
+_NUM_BLANK = 3  # rows of arguments that only their shapes matter of
+
+
+def _blank(spec: Any, dtypes: Mapping[str, torch.dtype], device: torch.device) -> Any:
+    """An argument of the right shape and dtype for any number of edges and nodes."""
+    if isinstance(spec, ArgSpec):
+        shape = (_NUM_BLANK, *spec.shape) if spec.domain != Domain.PARAM else spec.shape
+        dtype = torch.bool if spec.is_bool else dtypes.get(spec.name or "", torch.get_default_dtype())
+        return torch.zeros(shape, dtype=dtype, device=device).movedim(0, spec.dim)
+    if isinstance(spec, str) and spec in (INDEX, SIZE_I, SIZE_J):
+        return torch.zeros(_NUM_BLANK, dtype=torch.int64, device=device) if spec == INDEX else _NUM_BLANK
+    return spec
+
+
 def _without_lazy(module: Module) -> Module:
     """``module``, or if parts of it wait for their first input, a stand-in without those parameters.
 
@@ -311,17 +350,7 @@ class _Products(TorchDispatchMode):
 
 def _fake_dtype(conv: Module, methods: Sequence[str], args: Arguments, dtypes: Mapping[str, torch.dtype],
                 device: torch.device) -> torch.dtype | RuntimeError:
-    rows = 3  # any number of edges and nodes
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-
-    def fake(spec: Any) -> Any:
-        if isinstance(spec, ArgSpec):
-            shape = (rows, *spec.shape) if spec.domain != Domain.PARAM else spec.shape
-            return torch.empty(shape, dtype=dtypes[spec.name or ""], device=device)
-        if isinstance(spec, str) and spec in (INDEX, SIZE_I, SIZE_J):
-            return torch.zeros(rows, dtype=torch.int64, device=device) if spec == INDEX else rows
-        return spec
-
     saved = {m: dict(m.__dict__) for m in conv.modules()}
     try:
         with mode, torch.no_grad(), _Products():
@@ -329,7 +358,7 @@ def _fake_dtype(conv: Module, methods: Sequence[str], args: Arguments, dtypes: M
             out: Any = ()
             with _reparametrize_module(conv, state):
                 for method, given in zip(methods, args, strict=True):
-                    out = (getattr(conv, method)(*out, **{k: fake(v) for k, v in given.items()}),)
+                    out = (getattr(conv, method)(*out, **{k: _blank(v, dtypes, device) for k, v in given.items()}),)
             return out[0].dtype
     except RuntimeError as error:
         return RuntimeError(str(error))
