@@ -6,8 +6,8 @@ communication, and lanes are merged once at the end (``RESULT``, unless only edg
 whole row writes the result, a piece of a cut row writes its carry to a workspace slot.
 
 ``ONE_PIECE`` is a kernel with one program per piece. ``WORKERS`` has a fixed number of programs that take every
-``num_workers``-th piece; they hold matrices of weights, and sums over all edges: gradients of parameters, which leave as
-one row per program.
+``num_workers``-th piece; they hold matrices of weights, and sums over all edges: gradients of parameters, which leave
+as one row per program.
 
 ``MERGE``: one program takes one cut row and merges its slots in edge order, so results do not depend on timing. The
 number of cut rows may be an upper bound; what is beyond has no slots.
