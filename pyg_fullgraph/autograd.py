@@ -431,7 +431,7 @@ def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tu
     env = _bind(program, graph, tensors)
     unchanged = reuse.constant_inputs(program, graph, env)
     compiled = compile_program(program, unchanged)
-    like = _like(env)
+    like = _like(env, graph.device)
     if compiled.uses_degree:
         wide = compute_dtype(like.dtype)
         env[ir.DEGREE] = graph.incoming.degree.to(wide)
@@ -467,10 +467,12 @@ def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tu
     return tuple(outputs)
 
 
-def _like(env: Mapping[Node, Tensor]) -> Tensor:
-    """A tensor of the dtype that results have: row inputs decide, parameters follow."""
+def _like(env: Mapping[Node, Tensor], device: torch.device) -> Tensor:
+    """A tensor of the dtype that results have: row inputs decide, parameters follow, then torch's default."""
     floating = [(n, t) for n, t in env.items() if t.is_floating_point()]
     rows = [t for n, t in floating if n.is_row] or [t for _, t in floating]
+    if not rows:
+        return torch.empty((), device=device)
     return torch.empty((), dtype=functools.reduce(torch.promote_types, (t.dtype for t in rows)), device=rows[0].device)
 
 

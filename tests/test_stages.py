@@ -5,7 +5,8 @@ import torch
 
 import zoo
 from oracle import check, random_case
-from pyg_fullgraph.autograd import compile_program
+from pyg_fullgraph.autograd import compile_program, run
+from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output, pointwise
 from pyg_fullgraph.saga.passes import CHUNKS, KERNELS, split
@@ -99,9 +100,6 @@ def test_an_edge_result_beside_a_gather_that_reads_one():
 @pytest.mark.parametrize("zeros", [0, 1, 2, 3])
 def test_a_product_with_zeros_has_torchs_gradient(zeros):
     """Of one zero in a row only that one has a gradient, of several none has."""
-    from pyg_fullgraph.autograd import run
-    from pyg_fullgraph.graph import Graph
-
     w = torch.tensor([[2.0], [3.0], [-1.5], [4.0]], dtype=torch.float64)
     w[:zeros] = 0
     w.requires_grad_()
@@ -119,3 +117,10 @@ def test_results_that_vertex_work_goes_on_with_are_not_rounded():
     assert phase.is_exact
     plain = EdgeProgram((Output("sum", MESSAGE),))
     assert not compile_program(plain).phases[0].is_exact
+
+
+def test_a_result_of_degrees_alone():
+    case = random_case(11, 9, 60)
+    graph = Graph.from_edge_index(case.edge_index, case.size)
+    (out,) = run(EdgeProgram((Output("vertex", pointwise("log", pointwise("add", ir.DEGREE, 1.0))),)), graph, {})
+    torch.testing.assert_close(out, torch.bincount(case.edge_index[1], minlength=9).add(1).log())
