@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 import warnings
 
+import pytest
 import torch
 import torch_geometric.nn as pyg_nn
 from hypothesis import HealthCheck, assume, given, note, settings
 from hypothesis import strategies as st
-from random_layers import Writer, answer, compile_layer, make_inputs
+from random_layers import Text, Writer, answer, compile_layer, make_inputs
 
 import pyg_fullgraph.nn as fused_nn
 import zoo
@@ -44,3 +45,26 @@ def compare_layer(case, data, note=note):
 @given(case=st.sampled_from(GRAPHS), data=st.data())
 def test_a_random_layer_means_what_it_means_in_pyg(case, data):
     compare_layer(case, data)
+
+
+# --- found by the above -----------------------------------------------------------------------------------------
+
+FOUND = {
+    # Its derivative writes in place.
+    "selu": Text(1, 2, "'max'", ["v0 = F.selu(x_j)"], result="v0"),
+    # The gradient of a table that integer data points into.
+    "matrix-of-the-type": Text(1, 3, "'mean'", ["v0 = torch.bmm(x_j.unsqueeze(1), self.p0[t]).squeeze(1)"], result="v0",
+                               parameters={"p0": (3, 3, 2)}),
+    # Without eps it takes that of the dtype.
+    "eps-of-the-dtype": Text(1, 3, "'sum'", ["v0 = F.rms_norm(x_j, (3,))"], result="v0"),
+}
+
+
+@pytest.mark.parametrize("name", [
+    "selu", "matrix-of-the-type",
+    pytest.param("eps-of-the-dtype", marks=pytest.mark.xfail(reason="traced for float32, also in float64",
+                                                             strict=False))])
+def test_found(name):
+    inputs = make_inputs(FOUND[name], zoo.duplicates(), 0)
+    want, got = (answer(compile_layer(FOUND[name], n.MessagePassing), inputs) for n in (pyg_nn, fused_nn))
+    assert {n: e for n, t in want.items() if not (e := error(got[n], t)) <= LIMIT} == {}
