@@ -66,6 +66,7 @@ def _change_class(layer: Any, kind: type) -> None:
     # explain and decomposed_layers put functions of the class on the instance, where PyG's preparation of the class
     # must not find them: it would take them for the class's.
     bound = {name: vars(layer).pop(name) for name in ("propagate", "edge_updater") if name in vars(layer)}
+    vars(layer).pop("_fullgraph_handle", None)  # PyG's classes have none
     layer.__class__ = kind
     layer._set_jittable_templates()
     for name, function in bound.items():

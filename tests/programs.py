@@ -131,7 +131,7 @@ def several_reducers() -> EdgeProgram:
 def products() -> EdgeProgram:
     """Products over edges."""
     value = ir.pointwise("tanh", ir.pointwise("add", ir.input("x", SRC, (WIDTH,)), ir.input("y", DST, (WIDTH,))))
-    return EdgeProgram((Output("mul", ir.pointwise("add", 1.0, ir.pointwise("mul", value, 0.05))),))
+    return EdgeProgram((Output("mul", ir.pointwise("add", 1.0, ir.pointwise("mul", value, 0.01))),))
 
 
 def joined() -> EdgeProgram:

@@ -205,7 +205,7 @@ def test_layout_shapes():
 
 
 #: Operations that run in chunks only.
-WITHOUT_KERNELS = ("atan2",)
+WITHOUT_KERNELS = ("tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh")
 
 
 @pytest.mark.parametrize("op", [o for o in ir.OPS.values() if o.kind == "pointwise"], ids=lambda o: o.name)
@@ -220,7 +220,7 @@ def test_every_pointwise_operation_has_both_rules(op):
     if op.name in ("and", "or", "not", "where"):
         args[0] = args[0] > 1.5
     node = ir.pointwise(op.name, *(ir.input(f"in{k}", SRC, ()) for k in range(count)))
-    assert interpret.apply(node, args).shape == (2,)
+    assert interpret.apply(node, args, args[-1]).shape == (2,)
     # Linear operands: f(a + b) == f(a) + f(b), the others held.
     for k in op.linear_in:
         a, b = torch.randn(2, 5, dtype=torch.float64)

@@ -286,5 +286,7 @@ def test_edges_beyond_two_billion_elements():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [*CASES, *MORE_CASES])
 def test_half_precision_on_a_gpu(name):
-    check(program_of(name), graph_for("cuda"), torch.float16, "cuda")
+    # The first product of an MLP on the edges is rounded once for each end point, not once per edge.
+    slack = 3 if name == "edge-mlp-deep" else 2
+    check(program_of(name), graph_for("cuda"), torch.float16, "cuda", slack=slack)
 

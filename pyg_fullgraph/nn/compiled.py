@@ -12,7 +12,7 @@ import contextlib
 import copy
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.utils.stateless import _reparametrize_module
 
-__all__ = ["call", "can_fuse", "takes"]
+__all__ = ["call", "can_fuse", "register", "takes"]
 
-#: Handle -> layer, and the eager forward of its class.
+#: Handle -> layer. A compiler can read a string off a layer, and hand on nothing but such constants.
 _layers: weakref.WeakValueDictionary[str, Module] = weakref.WeakValueDictionary()
-_forwards: dict[str, Callable[..., Any]] = {}
+_handles = itertools.count(1)
 #: Token -> results and inputs of a forward whose backward may come.
 _runs: dict[int, tuple[Tensor, list[Tensor]]] = {}
 _tokens = itertools.count(1)
@@ -52,21 +52,30 @@ def takes(args: Sequence[Any]) -> bool:
     return True
 
 
+def register(layer: Module) -> str:
+    """A handle of ``layer``, which lives as long as the layer."""
+    handle = str(next(_handles))
+    _layers[handle] = layer
+    weakref.finalize(layer, _forget, handle)
+    return handle
+
+
 @torch.compiler.assume_constant_result
-def can_fuse(layer: Any) -> bool:
-    """Whether ``layer`` is one for the operator; what never fuses is better compiled as PyG has it."""
+def can_fuse(handle: str) -> bool:
+    """Whether a layer is one for the operator; what never fuses is better compiled as PyG has it."""
+    layer: Any = _layers[handle]
     is_ready = not any(torch.nn.parameter.is_lazy(p) for p in layer.parameters())
     return is_ready and not layer._fullgraph_refusals()
 
 
-def call(layer: Module, eager: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """``eager(layer, *args, **kwargs)`` as one operator; for code that a compiler traces."""
+def call(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The forward of ``layer`` as one operator; for code that a compiler traces."""
     tensors: list[Tensor] = []
     sizes: list[Any] = []
     template = _flatten((args, tuple(kwargs.values())), tensors, sizes)
     names = tuple(name for name, _ in layer.named_parameters())
     parameters = [p for _, p in layer.named_parameters()]
-    key = _remember(layer, eager, template, tuple(kwargs), names)
+    key = _remember(layer._fullgraph_handle, template, tuple(kwargs), names)
     kind = tensors[0].device.type if tensors else "cpu"
     autocast = str(torch.get_autocast_dtype(kind)).partition(".")[2] if torch.is_autocast_enabled(kind) else ""
     keep = torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *parameters))
@@ -97,36 +106,28 @@ _calls: dict[str, tuple[str, Template, tuple[str, ...], tuple[str, ...]]] = {}
 
 
 @torch.compiler.assume_constant_result
-def _remember(layer: Module, eager: Callable[..., Any], template: Template, keywords: tuple[str, ...],
-              names: tuple[str, ...]) -> str:
-    handle = str(id(layer))
-    if _layers.get(handle) is not layer:
-        _layers[handle] = layer
-        weakref.finalize(layer, _forget, handle)
-    _forwards[handle] = eager
+def _remember(handle: str, template: Template, keywords: tuple[str, ...], names: tuple[str, ...]) -> str:
     key = f"{handle}/{template!r}/{keywords!r}"
     _calls[key] = (handle, template, keywords, names)
     return key
 
 
 def _forget(handle: str) -> None:
-    _forwards.pop(handle, None)
     for key in [k for k in _calls if k.startswith(f"{handle}/")]:
         del _calls[key]
         for known in [s for s in _shapes if s[0] == key]:
             del _shapes[known]
 
 
-def _run(layer: Module, key: str, tensors: Sequence[Tensor], parameters: Sequence[Tensor], sizes: Sequence[int],
+def _run(layer: Any, key: str, tensors: Sequence[Tensor], parameters: Sequence[Tensor], sizes: Sequence[int],
          autocast: str) -> Any:
-    handle, template, keywords, names = _calls[key]
+    _, template, keywords, names = _calls[key]
     args, values = _unflatten(template, tensors, sizes)
     kind = tensors[0].device.type if tensors else "cpu"
     dtype = getattr(torch, autocast) if autocast else None
-    # Inside the operator nobody compiles, whatever the thread outside is doing.
     with torch.autocast(kind, dtype=dtype, enabled=bool(autocast)), \
             _reparametrize_module(layer, dict(zip(names, parameters, strict=True))):
-        return _forwards[handle](layer, *args, **dict(zip(keywords, values, strict=True)))
+        return type(layer).forward._fullgraph_eager(layer, *args, **dict(zip(keywords, values, strict=True)))
 
 
 # --- operators --------------------------------------------------------------------------------------------------

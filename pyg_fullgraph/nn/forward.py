@@ -99,14 +99,15 @@ def _wrapped(forward: Any, original: Any, is_lazy: bool) -> Any:
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():
-            if takes((args, tuple(kwargs.values()))) and can_fuse(self):
-                return as_operator(self, explained, args, kwargs)
+            if takes((args, tuple(kwargs.values()))) and can_fuse(self._fullgraph_handle):
+                return as_operator(self, args, kwargs)
             return apart(self, *args, **kwargs) if is_lazy else forward(self, *args, **kwargs)
         return explained(self, *args, **kwargs)
 
     function = types.FunctionType(call.__code__, original.__globals__, forward.__name__, None, call.__closure__)
     functools.update_wrapper(function, original)
     function._is_fullgraph = True
+    function._fullgraph_eager = explained
     return function
 
 

@@ -18,7 +18,7 @@ from torch_geometric.utils import is_sparse
 
 from pyg_fullgraph import debug
 from pyg_fullgraph.errors import NotFusable
-from pyg_fullgraph.nn import classes, order
+from pyg_fullgraph.nn import classes, compiled, order
 from pyg_fullgraph.nn.arguments import Call
 from pyg_fullgraph.nn.lazy import EdgeExpr, as_plain, run
 from pyg_fullgraph.nn.tracing import METHODS, mentioned
@@ -91,6 +91,10 @@ class FusedMixin(_Layer):
 
     def _set_jittable_templates(self, raise_on_error: bool = False) -> None:
         classes.install(self, lambda: super(FusedMixin, self)._set_jittable_templates(raise_on_error))
+        object.__setattr__(self, "_fullgraph_handle", compiled.register(self))
+
+    def __setstate__(self, data):
+        super().__setstate__({k: v for k, v in data.items() if k != "_fullgraph_handle"})
 
     def propagate(self, edge_index, size=None, **kwargs):
         """PyG's propagate, for classes that call it through ``super()``."""

@@ -45,7 +45,7 @@ _SIMPLE = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch
 _INTERNAL = frozenset({
     "inspector", "fuse", "_user_args", "_fused_user_args", "_edge_user_args", "_explain", "_edge_mask", "_loop_mask",
     "_apply_sigmoid", "_decomposed_layers", "_cached_edge_index", "_cached_adj_t", "propagate", "edge_updater",
-    "_fullgraph_strict",
+    "_fullgraph_strict", "_fullgraph_handle",
     *(f"_{m}_forward_{h}" for m in ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
       for h in ("pre_hooks", "hooks")),
     *vars(Module()),
