@@ -432,8 +432,10 @@ class Graph(Tensor):
                 plain[id(value)] = value.to_edge_index()
             return plain[id(value)]
 
-        args, kwargs = pytree.tree_map(unwrap, (args, kwargs))
-        return func(*args, **kwargs)
+        # A graph is no inference tensor, and torch gives the version counter of a graph to what views it.
+        with torch.inference_mode(False), torch.set_grad_enabled(torch.is_grad_enabled()):
+            args, kwargs = pytree.tree_map(unwrap, (args, kwargs))
+            return func(*args, **kwargs)
 
     def _share(self) -> Graph:
         graph = Graph(self._incoming, self._outgoing)

@@ -19,7 +19,6 @@ from pyg_fullgraph.saga.ir import EdgeProgram, Node
 
 __all__ = ["constant_inputs", "kept", "reuse_constants", "was_seen"]
 
-_PLAIN = (Tensor, torch.nn.Parameter)
 _enabled = True
 
 
@@ -27,6 +26,7 @@ def reuse_constants(enabled: bool) -> None:
     """Switch on (the default) or off that sums of constant features are computed once and kept.
 
     Off saves one array ``[N, F]`` per first layer; each step then computes it anew. Results agree up to rounding.
+    Features that are written to through NumPy memory or ``.data`` change unseen: switch it off for them.
     """
     global _enabled
     _enabled = bool(enabled)
@@ -50,13 +50,14 @@ def constant_inputs(program: EdgeProgram, graph: Graph, env: Mapping[Node, Tenso
     """Inputs of ``program`` that hold the same unchanged tensors as when it last ran on ``graph``."""
     if not _enabled or torch.compiler.is_compiling():
         return frozenset()
-    return frozenset(node for node, value in env.items() if value.is_floating_point()
+    # Parameters are often written to through ``.data``, which nobody sees.
+    return frozenset(node for node, value in env.items() if node.is_row and value.is_floating_point()
                      and was_seen(graph, (program.digest, node.name), value))
 
 
 def was_seen(graph: Graph, place: object, value: Tensor) -> bool:
     """Whether ``value``, unchanged and without gradient, is what came at ``place`` the last time."""
-    if not _enabled or value.requires_grad or type(value) not in _PLAIN or value.is_inference():
+    if not _enabled or value.requires_grad or type(value) is not Tensor or value.is_inference():
         return False
     seen = graph.memo.setdefault("seen", {})
     known = seen.get(place)
@@ -71,8 +72,9 @@ def kept(graph: Graph, key: str, tensors: Sequence[Tensor], make: Callable[[], S
     memo, place = graph.memo, ("constant", key)
     known = memo.get(place)
     if known is None or not known.holds_for(tensors) or known.versions != [t._version for t in known.results]:
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             results = list(make())
-        known = memo[place] = _Kept(tensors, lambda: memo.pop(place, None))
+        known = _Kept(tensors, lambda: memo.pop(place, None))
         known.results, known.versions = results, [t._version for t in results]
+        memo[place] = known
     return known.results

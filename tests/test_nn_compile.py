@@ -126,3 +126,47 @@ def test_what_the_operator_cannot_take_still_runs():
     want, (_, beta) = layer(x, edge_index, return_attention_weights=True)
     torch.testing.assert_close(out, want)
     torch.testing.assert_close(alpha, beta)
+
+
+def test_masks_are_drawn_for_each_call():
+    """Two calls with the same arguments are not one: each has masks of its own."""
+    layer = fused_nn.GATConv(8, 4, dropout=0.5)
+    x, edge_index = case(40, 150)
+    twice = torch.compile(lambda x, e: layer(x, e) - layer(x, e), fullgraph=True, backend="aot_eager")
+    assert twice(x, edge_index).abs().max() > 0.01
+    layer.eval()
+    assert twice(x, edge_index).abs().max() == 0
+
+
+def test_running_statistics_count_every_call():
+    layer = fused_nn.GINConv(torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4)))
+    x, edge_index = case(40, 150)
+    torch.compile(lambda x, e: layer(x, e) + layer(x, e), fullgraph=True, backend="aot_eager")(x, edge_index)
+    assert int(layer.nn[1].num_batches_tracked) == 2
+
+
+def test_tied_weights_have_the_gradient_of_both_places():
+    layer = fused_nn.SAGEConv(8, 4)
+    layer.lin_r.weight = layer.lin_l.weight
+    x, edge_index = case(40, 150)
+    grads = [torch.autograd.grad(f(x, edge_index).square().sum(), layer.lin_l.weight)[0]
+             for f in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager"))]
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_edge_weights_on_graphs_of_other_sizes(dynamic):
+    layer = fused_nn.GCNConv(8, 4)
+    fast = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for sizes in ((50, 200), (70, 311), (40, 40), (33, 90)):
+        x, edge_index = case(*sizes)
+        weight = torch.rand(sizes[1])
+        torch.testing.assert_close(fast(x, edge_index, weight), layer(x, edge_index, weight))
+
+
+def test_sizes_as_arguments():
+    layer = fused_nn.SAGEConv((8, 8), 4)
+    x, edge_index = case(40, 150)
+    fast = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    got, want = (torch.autograd.grad(f((x, x), edge_index, size=(40, 40)).square().sum(), x)[0] for f in (fast, layer))
+    torch.testing.assert_close(got, want)

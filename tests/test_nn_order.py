@@ -116,3 +116,38 @@ def test_gradient_mode_is_that_of_the_call():
     with torch.no_grad():
         out = ours(features(8, True), EDGES)
     assert not out.requires_grad
+
+
+class Writing(torch.nn.Module):
+    """Writes to its input after it has used it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(8, 3)
+
+    def forward(self, x):
+        out = self.first(x)
+        x.mul_(2)
+        return out
+
+
+def test_a_network_that_writes_to_its_input():
+    torch.manual_seed(0)
+    ours = fused_nn.GINConv(Writing(), eps=-1).double()
+    pygs = pyg_nn.GINConv(Writing(), eps=-1).double()
+    pygs.load_state_dict(ours.state_dict())
+    with torch.no_grad():
+        for _ in range(3):
+            x = features(8, False)
+            torch.testing.assert_close(ours((x, None), EDGES), pygs((x, None), EDGES))
+
+
+@pytest.mark.parametrize("name", ["ChebConv", "ClusterGCNConv", "GENConv", "GCNConv", "SAGEConv", "GATConv"])
+def test_training_after_inference_mode(name):
+    ours = getattr(fused_nn, name)(*((8, 3, 2) if name == "ChebConv" else (8, 3))).double()
+    x = features(8, False)
+    for mode in (True, False, True, False, False, True):
+        with torch.inference_mode(mode):
+            out = ours(x, EDGES.clone() if mode else EDGES)
+        if not mode:
+            out.square().sum().backward()

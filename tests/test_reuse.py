@@ -127,3 +127,21 @@ def test_the_operator_sees_no_constants_while_compiling(graph, monkeypatch):
         run(LINEAR, graph, {"x": x, "w": w})
     assert autograd.compile_program(LINEAR).constant == (None,)
     assert not [k for k in graph.memo if k[0] == "constant"]
+
+
+def test_inference_mode_between_steps(graph):
+    x, w = values()
+    for mode in (False, True, True, False, True, False):
+        with torch.inference_mode(mode):
+            torch.testing.assert_close(run(LINEAR, graph, {"x": x, "w": w})[0], want(x, w))
+
+
+def test_frozen_parameters_may_be_written_to_unseen(graph):
+    """Averages of weights are updated through .data, which no counter sees."""
+    x = values()[0]
+    program = EdgeProgram((Output("sum", ir.pointwise("mul", X, ir.input("p", Domain.PARAM, (8,)))),))
+    p = torch.nn.Parameter(torch.ones(8, dtype=torch.float64), requires_grad=False)
+    plain = run(PLAIN, graph, {"x": x})[0]
+    for _ in range(4):
+        p.data.mul_(2)
+        torch.testing.assert_close(run(program, graph, {"x": x, "p": p})[0], plain * p)

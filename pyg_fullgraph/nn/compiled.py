@@ -75,11 +75,13 @@ def call(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     template = _flatten((args, tuple(kwargs.values())), tensors, sizes)
     names = tuple(name for name, _ in layer.named_parameters())
     parameters = [p for _, p in layer.named_parameters()]
-    key = _remember(layer._fullgraph_handle, template, tuple(kwargs), names)
+    key = _remember(layer._fullgraph_handle, template, tuple(kwargs), names, layer.training)
     kind = tensors[0].device.type if tensors else "cpu"
     autocast = str(torch.get_autocast_dtype(kind)).partition(".")[2] if torch.is_autocast_enabled(kind) else ""
     keep = torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *parameters))
-    return layer_call(key, tensors, parameters, sizes, autocast, keep)[0]
+    # Drawn outside: a call with masks or running statistics must not be merged with an equal one, nor masks redrawn.
+    seed = torch.randint(2**62, (1,), device="cpu") if layer.training else torch.zeros(1, dtype=torch.int64)
+    return layer_call(key, tensors, parameters, sizes, autocast, keep, seed)[0]
 
 
 def _flatten(value: Any, tensors: list[Tensor], sizes: list[Any]) -> Template:
@@ -106,8 +108,10 @@ _calls: dict[str, tuple[str, Template, tuple[str, ...], tuple[str, ...]]] = {}
 
 
 @torch.compiler.assume_constant_result
-def _remember(handle: str, template: Template, keywords: tuple[str, ...], names: tuple[str, ...]) -> str:
-    key = f"{handle}/{template!r}/{keywords!r}"
+def _remember(handle: str, template: Template, keywords: tuple[str, ...], names: tuple[str, ...],
+              is_training: bool) -> str:
+    # Each mode has a key, so that the layer is traced in the thread that finds shapes: no trace is made in an operator.
+    key = f"{handle}/{template!r}/{keywords!r}/{is_training}"
     _calls[key] = (handle, template, keywords, names)
     return key
 
@@ -126,7 +130,7 @@ def _run(layer: Any, key: str, tensors: Sequence[Tensor], parameters: Sequence[T
     kind = tensors[0].device.type if tensors else "cpu"
     dtype = getattr(torch, autocast) if autocast else None
     with torch.autocast(kind, dtype=dtype, enabled=bool(autocast)), \
-            _reparametrize_module(layer, dict(zip(names, parameters, strict=True))):
+            _reparametrize_module(layer, dict(zip(names, parameters, strict=True)), tie_weights=True):
         return type(layer).forward._fullgraph_eager(layer, *args, **dict(zip(keywords, values, strict=True)))
 
 
@@ -145,7 +149,7 @@ def _autograd() -> Iterator[None]:
 
 @torch.library.custom_op("pyg_fullgraph::layer_call", mutates_args=())
 def layer_call(key: str, tensors: Sequence[Tensor], parameters: Sequence[Tensor], sizes: Sequence[int], autocast: str,
-               keep: bool) -> list[Tensor]:
+               keep: bool, seed: Tensor) -> list[Tensor]:
     """The result of a layer, and a token that stands for what its backward needs.
 
     Args:
@@ -155,7 +159,19 @@ def layer_call(key: str, tensors: Sequence[Tensor], parameters: Sequence[Tensor]
         sizes: Every whole number among the arguments.
         autocast: Name of the dtype of autocast, empty if it is off.
         keep: Whether a backward may come.
+        seed: Of what the layer draws, ``[1]`` on the CPU.
     """
+    devices = [t.device for t in tensors[:1] if t.is_cuda]
+    with torch.random.fork_rng(devices):
+        torch.default_generator.manual_seed(int(seed))
+        for device in devices:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(int(seed))
+        return _call_apart(key, tensors, parameters, sizes, autocast, keep)
+
+
+def _call_apart(key: str, tensors: Sequence[Tensor], parameters: Sequence[Tensor], sizes: Sequence[int], autocast: str,
+                keep: bool) -> list[Tensor]:
     layer = _layers[_calls[key][0]]
     token = torch.zeros((), dtype=torch.int64)
     if not keep:
@@ -175,7 +191,7 @@ def layer_call(key: str, tensors: Sequence[Tensor], parameters: Sequence[Tensor]
 
 @layer_call.register_fake
 def _(key: str, tensors: Sequence[Tensor], parameters: Sequence[Tensor], sizes: Sequence[int], autocast: str,
-      keep: bool) -> list[Tensor]:
+      keep: bool, seed: Tensor) -> list[Tensor]:
     token = torch.empty((), dtype=torch.int64)
     rows, tail, dtype = _shape_of(key, tensors, sizes, autocast)
     return [tensors[0].new_empty((rows, *tail), dtype=dtype), token]
@@ -198,7 +214,7 @@ def _(token: Tensor, grad: Tensor, inputs: Sequence[Tensor], needs: Sequence[boo
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    _, tensors, parameters, sizes, _, _ = inputs
+    _, tensors, parameters, sizes, _, _, _ = inputs
     ctx.counts = len(tensors), len(sizes)
     ctx.needs = tuple(t.requires_grad for t in (*tensors, *parameters))
     ctx.save_for_backward(output[1], *tensors, *parameters)
@@ -212,7 +228,7 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
     else:
         found = iter(layer_call_backward(token, grads[0], inputs, ctx.needs))
         made = [next(found) if need else None for need in ctx.needs]
-    return None, made[:count], made[count:], [None] * num_sizes, None, None
+    return None, made[:count], made[count:], None if num_sizes else [], None, None, None
 
 
 layer_call.register_autograd(_backward, setup_context=_setup_context)
@@ -246,7 +262,7 @@ def _is_edge_index(value: Tensor) -> bool:
 
 def _place(rows: list[Any], count: Any) -> int:
     for k, other in enumerate(rows):
-        if count is other or str(count) == str(other):
+        if count is other or bool(count == other):
             return k
     rows.append(count)
     return len(rows) - 1

@@ -22,6 +22,7 @@ from torch.nn import Module
 from torch_geometric.nn.conv import MessagePassing as PyGMessagePassing
 
 from pyg_fullgraph import debug, reuse
+from pyg_fullgraph.errors import InputError
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn.lazy import LazyTensor, run
 from pyg_fullgraph.saga import ir
@@ -71,15 +72,24 @@ class _Open(LazyTensor):
 
     _value: Tensor | None
     _has_grad_mode: bool
+    _versions: list[tuple[Tensor, int]]
 
     @staticmethod
     def _make(cls: type, like: Tensor, shape: tuple[int, ...]) -> Any:
         self = LazyTensor.__new__(cls, shape, like.dtype, like.device)
         self._value, self._has_grad_mode = None, torch.is_grad_enabled()
+        self._versions = []
         return self
+
+    def watch(self, *tensors: Tensor | None) -> None:
+        """Note tensors that must be unchanged when the value is computed."""
+        self._versions = [(t, t._version) for t in tensors if t is not None and not t.is_inference()]
 
     def materialize(self) -> Tensor:
         if self._value is None:
+            for tensor, version in self._versions:
+                if tensor._version != version:
+                    raise InputError("weight", "to stay as it was until the product with it is used", "a write")
             with torch.set_grad_enabled(self._has_grad_mode):
                 self._value = self.compute()
         return self._value
@@ -89,7 +99,7 @@ class _Open(LazyTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.linear and isinstance(args[0], (Features, SummedExpr)) and not kwargs:
+        if func is F.linear and len(args) > 1 and isinstance(args[0], (Features, SummedExpr)) and not kwargs:
             weight, bias = args[1], args[2] if len(args) > 2 else None
             made = args[0].linear(weight, bias) if type(weight) in _PLAIN and weight.dim() == 2 else None
             if made is not None:
@@ -127,6 +137,7 @@ class LinearExpr(_Open):
     def __new__(cls, x: Tensor, weight: Tensor, bias: Tensor | None) -> LinearExpr:
         self = _Open._make(cls, x, (x.shape[0], weight.shape[0]))
         self.x, self.weight, self.bias = x, weight, bias
+        self.watch(x, weight, bias)
         return self
 
     def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -164,12 +175,15 @@ class SummedExpr(_Open):
     graph: Graph
     tensors: Mapping[str, Tensor]
     layer: Module
+    products: list[weakref.ref[LinearOfSum]]
 
     @staticmethod
     def __new__(cls, layer: Module, program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> SummedExpr:
         like = next(t for t in tensors.values() if t.is_floating_point())
         self = _Open._make(cls, like, (graph.num_dst, *program.outputs[0].value.shape))
         self.layer, self.program, self.graph, self.tensors = layer, program, graph, tensors
+        self.products = []
+        self.watch(*tensors.values())
         return self
 
     def __init__(self, layer: Module, program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> None:
@@ -184,6 +198,15 @@ class SummedExpr(_Open):
             return False
         parts = value.args if value.op == "mul" else (value,)
         return any(p.domain == Domain.SRC and p.shape == value.shape for p in parts)
+
+    def materialize(self) -> Tensor:
+        value = super().materialize()
+        # Whoever reads the sum may write to it: products with it are of what it is now.
+        products, self.products = self.products, []
+        for product in (ref() for ref in products):
+            if product is not None:
+                product.materialize()
+        return value
 
     def compute(self) -> Tensor:
         return self.run(self.program, self.tensors)
@@ -209,6 +232,8 @@ class LinearOfSum(_Open):
     def __new__(cls, summed: SummedExpr, weight: Tensor, bias: Tensor | None) -> LinearOfSum:
         self = _Open._make(cls, weight, (summed.shape[0], weight.shape[0]))
         self.summed, self.weight, self.bias = summed, weight, bias
+        self.watch(weight, bias)
+        summed.products.append(weakref.ref(self))
         return self
 
     def __init__(self, summed: SummedExpr, weight: Tensor, bias: Tensor | None) -> None:
