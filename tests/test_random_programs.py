@@ -182,7 +182,7 @@ def test_random_programs(graph, data):
 
 
 @pytest.mark.gpu
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40 * SCALE, deadline=None, suppress_health_check=list(HealthCheck))
 @given(graph=st.sampled_from(zoo.ALL), data=st.data())
 def test_random_programs_on_a_gpu(graph, data):
     check(Programs(data).program(), graph, torch.float64, "cuda", seed=data.draw(st.integers(0, 3)))
