@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The GPU rows of docs/performance.md in one call, about six minutes on one H200; a short table comes last.
+# The GPU rows of docs/performance.md in one call, within ten minutes of one H200 by its deadlines; a short table comes last.
 # Rows go to benchmarks/results, and to $OUT/rows.jsonl where OUT is set. BENCH_ARGS: options for every run.
 set -uo pipefail
 cd "$(dirname "$0")/.."

@@ -233,6 +233,7 @@ class _Orders:
         assert self._outgoing is not None
         return self._outgoing
 
+
 def _pack(order: EdgeOrder | None) -> list[Tensor]:
     if order is None:
         return []
@@ -450,7 +451,7 @@ def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tu
             made = run_stage(stage, phase)
         else:
             held = [env[n] for n in constant]
-            made = reuse.kept(graph, phase.key, held, lambda s=stage, p=phase: run_stage(s, p))  # type: ignore[misc]
+            made = reuse.kept(graph, (phase.key, like.dtype), held, lambda s=stage, p=phase: run_stage(s, p))  # type: ignore[misc]
             given.update(stage.results)
         env.update(zip(stage.results, made, strict=True))
     outputs = []
