@@ -451,7 +451,8 @@ def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tu
             made = run_stage(stage, phase)
         else:
             held = [env[n] for n in constant]
-            made = reuse.kept(graph, (phase.key, like.dtype), held, lambda s=stage, p=phase: run_stage(s, p))  # type: ignore[misc]
+            place = phase.key, like.dtype
+            made = reuse.kept(graph, place, held, lambda s=stage, p=phase: run_stage(s, p))  # type: ignore[misc]
             given.update(stage.results)
         env.update(zip(stage.results, made, strict=True))
     outputs = []

@@ -67,7 +67,8 @@ def was_seen(graph: Graph, place: object, value: Tensor) -> bool:
     return False
 
 
-def kept(graph: Graph, key: object, tensors: Sequence[Tensor], make: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
+def kept(graph: Graph, key: object, tensors: Sequence[Tensor],
+         make: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
     """``make()``, from ``tensors`` that are constant, computed once as long as they and the results are unchanged."""
     memo, place = graph.memo, ("constant", key)
     known = memo.get(place)

@@ -255,3 +255,16 @@ def test_edge_expression_behaves_as_its_tensor():
         assert type(got) is Tensor
         assert_same([got], [function(expected)])
     assert_same([torch.tensor(norm.tolist(), dtype=torch.float64)], [expected.detach()])
+
+
+def test_ordered_sums_are_those_of_scatter():
+    from torch_geometric.utils import scatter
+
+    from pyg_fullgraph.nn.preparation import ordered_sum
+
+    index = torch.tensor([4, 0, 2, 0, 4, 4])
+    src = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    weight = torch.arange(1.0, 7, dtype=torch.float64)
+    results = ordered_sum(src, index, 6), scatter(src, index, 0, 6, "sum")
+    torch.testing.assert_close(*results)
+    torch.testing.assert_close(*(torch.autograd.grad((r * weight).sum(), src) for r in results))

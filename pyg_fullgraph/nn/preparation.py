@@ -389,6 +389,21 @@ def degree(index: Tensor, num_nodes: int | None = None, dtype: torch.dtype | Non
     return count.to(dtype or torch.get_default_dtype(), copy=True)
 
 
+def scatter(src: Tensor, index: Tensor, dim: int = 0, dim_size: int | None = None, reduce: str = "sum") -> Tensor:
+    """PyG's function; a sum of one number per edge has a fixed order on a GPU as well."""
+    is_sum = reduce in ("sum", "add") and src.is_floating_point() and src.dim() == 1 and src.shape == index.shape
+    if is_sum and dim_size is not None and src.is_cuda:
+        return ordered_sum(src, index, dim_size)
+    return pyg_utils.scatter(src, index, dim, dim_size, reduce)
+
+
+def ordered_sum(src: Tensor, index: Tensor, size: int) -> Tensor:
+    """Sums ``[size]`` of ``src`` ``[E]`` by ``index`` ``[E]``, each in the order of the edges."""
+    rows, order = index.sort(stable=True)
+    offsets = torch.searchsorted(rows, torch.arange(size + 1, device=index.device, dtype=index.dtype))
+    return torch.segment_reduce(src.index_select(0, order), "sum", offsets=offsets, axis=0, unsafe=True)
+
+
 #: PyG's function over those above.
 get_laplacian = rebind(pyg_utils.get_laplacian, {
     pyg_utils.remove_self_loops: remove_self_loops, pyg_utils.add_self_loops: add_self_loops})
@@ -400,6 +415,7 @@ REPLACEMENTS: Mapping[Any, Callable[..., Any]] = {
     pyg_utils.add_remaining_self_loops: add_remaining_self_loops,
     pyg_gcn.gcn_norm: gcn_norm,
     pyg_utils.degree: degree,
+    pyg_utils.scatter: scatter,
     pyg_utils.get_laplacian: get_laplacian,
     pyg_rgcn.masked_edge_index: masked_edge_index,
 }
