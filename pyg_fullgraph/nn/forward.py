@@ -28,15 +28,19 @@ _WIDTHS: Mapping[str, tuple[str, ...]] = {
     "x": ("in_channels", "channels"),
     "edge_attr": ("edge_dim", "in_edge_channels", "dim"),
 }
+_EDGE_PHASE = frozenset({"message", "aggregate", "message_and_aggregate", "update", "edge_update"})
 
 
 def install_forward(cls: Any) -> None:
-    """Let ``forward`` and the methods beside it see our functions where they name PyG's preparation functions."""
+    """Let ``forward`` and the methods beside it see our functions where they name PyG's preparation functions.
+
+    The methods of the edge phase stay as they are: the tracer knows PyG's functions in them.
+    """
     changed, original = False, cls.forward
     for name in dir(cls):
         function = inspect.getattr_static(cls, name)
-        is_pygs = name == "forward" or not hasattr(torch.nn.Module, name)
-        if is_pygs and isinstance(function, types.FunctionType) and _names_replaced(function):
+        is_prepared = name == "forward" or not (name in _EDGE_PHASE or hasattr(torch.nn.Module, name))
+        if is_prepared and isinstance(function, types.FunctionType) and _names_replaced(function):
             setattr(cls, name, rebind(function, REPLACEMENTS))
             changed = True
     # What goes from one call to the next may be lazy, which neither a user nor a compiled graph can hold.

@@ -141,7 +141,7 @@ def rebind(function: Callable, replacements: Mapping[Any, Any]) -> Callable:
         if fresh is not None:
             space[name] = fresh
     copy = types.FunctionType(function.__code__, space, function.__name__, function.__defaults__, function.__closure__)
-    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__kwdefaults__, copy.__annotations__ = function.__kwdefaults__, dict(function.__annotations__)
     copy.__dict__.update(function.__dict__)
     copy.__qualname__, copy.__module__, copy.__doc__ = function.__qualname__, function.__module__, function.__doc__
     return copy
