@@ -99,7 +99,7 @@ def _wrapped(forward: Any, original: Any, is_lazy: bool) -> Any:
             _explain(self, original, args, kwargs, error)
             raise
 
-    apart = torch.compiler.disable(explained)
+    apart = torch.compiler.disable(explained, reason=compiled.REASON)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():

@@ -110,7 +110,7 @@ class FusedMixin(_Layer):
         """Asked where a compiler chooses between this layer's operator and PyG's code."""
         return _own_refusals(self)
 
-    @torch.compiler.disable
+    @torch.compiler.disable(reason=compiled.REASON)
     def _fullgraph_propagate(self, edge_index, size, kwargs):
         reasons = [*_own_refusals(self), *_momentary_refusals(self, "propagate")]
         if reasons:
@@ -139,7 +139,7 @@ class FusedMixin(_Layer):
             out = out if changed is None else changed
         return out
 
-    @torch.compiler.disable
+    @torch.compiler.disable(reason=compiled.REASON)
     def _fullgraph_edge_updater(self, edge_index, size, kwargs):
         try:
             reasons = _momentary_refusals(self, "edge_updater")
