@@ -15,6 +15,7 @@ import pyg_fullgraph.nn as fused_nn
 import zoo
 from pyg_fullgraph import debug
 from pyg_fullgraph.errors import ForwardModeError, InputError
+from pyg_fullgraph.nn import tracing
 
 CASE = zoo.self_loops()
 FACTOR = 2.0
@@ -76,8 +77,25 @@ def scaled(self, x_i, x_j):
     return FACTOR * x_j + x_i
 
 
-MESSAGES = (detached, without_gradients, divided_by_edges, divided_by_nodes, branch_on_edges, summed_softmax, distance,
-            normalized, write_into_a_view, relation, time_difference, degree, scaled)
+def smallest_step(self, x_i, x_j):
+    return x_j / (x_i * x_i + 100 * torch.finfo(x_j.dtype).eps)
+
+
+def root_mean_square(self, x_i, x_j):
+    return F.rms_norm(x_i - x_j, (4,))
+
+
+def finite(self, x_i, x_j):
+    return torch.nan_to_num(x_j + float("inf")).log1p() + x_i
+
+
+def another_formula(self, x_i, x_j):
+    return x_j * 2 if x_j.dtype == torch.float64 else x_j.sin()
+
+
+READ_DTYPE = (smallest_step, root_mean_square, finite, another_formula)
+MESSAGES = (*READ_DTYPE, detached, without_gradients, divided_by_edges, divided_by_nodes, branch_on_edges,
+            summed_softmax, distance, normalized, write_into_a_view, relation, time_difference, degree, scaled)
 
 
 class Plain(pyg_nn.MessagePassing):
@@ -120,6 +138,42 @@ def test_it_runs_fused_where_that_is_faithful(message):
     debug.reset()
     answer(layer(Fused, message), message)
     assert debug.counters() == {"fused": 1, "plain": 0}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("message", READ_DTYPE, ids=lambda m: m.__name__)
+def test_a_message_sees_its_own_dtype(message, dtype):
+    x = torch.rand(CASE.num_src, 4, generator=torch.Generator().manual_seed(0)).to(dtype)
+    debug.reset()
+    got, want = (layer(base, message)(x, CASE.edge_index) for base in (Fused, Plain))
+    assert debug.counters()["fused"] == 1
+    assert got.dtype == want.dtype
+    close = {"rtol": 0.1, "atol": 0.1} if torch.finfo(dtype).bits == 16 else {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(got, want, **close)
+
+
+@pytest.mark.parametrize(("message", "count"), [(distance, 1), (smallest_step, 3)], ids=["one", "per-dtype"])
+def test_one_trace_serves_all_dtypes_unless_one_is_read(message, count, monkeypatch):
+    made = []
+    trace = tracing._TRACERS["propagate"]
+    monkeypatch.setitem(tracing._TRACERS, "propagate", lambda *args: made.append(args) or trace(*args))
+    module, x = layer(Fused, message), torch.rand(CASE.num_src, 4)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float32):
+        module(x.to(dtype), CASE.edge_index)
+    assert len(made) == count
+
+
+@pytest.mark.filterwarnings("ignore::pyg_fullgraph.debug.PlainPathWarning")
+@pytest.mark.parametrize(("message", "is_fused"), [(smallest_step, False), (another_formula, True)],
+                         ids=["differs", "the-same"])
+def test_a_dtype_that_autocast_may_change(message, is_fused):
+    """Under autocast a message sees several dtypes; it is fused only if it does the same for all of them."""
+    debug.reset()
+    x = torch.rand(CASE.num_src, 4, generator=torch.Generator().manual_seed(0))
+    with torch.autocast("cpu", torch.bfloat16):
+        got, want = (layer(base, message)(x, CASE.edge_index) for base in (Fused, Plain))
+    assert debug.counters()["fused"] == is_fused
+    torch.testing.assert_close(got, want)
 
 
 def test_what_a_message_reads_around_it_is_read_again(monkeypatch):

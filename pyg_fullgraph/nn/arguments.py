@@ -200,7 +200,7 @@ class Call:
     def _trace(self) -> None:
         """Find the program, with its parameters among :attr:`tensors`."""
         initialize_lazy(self.conv, self.function, self.args, self.tensors)
-        found = traced(self.conv, self.function, self.args)
+        found = traced(self.conv, self.function, self.args, self._visible_dtypes)
         known = tuple({**{place: expr.node for place, expr in self.exprs.items()}, **self._aliases()}.items())
         program, inputs, side = _compose(found.value, tuple(found.side.items()), known, self.function == "propagate")
         for name, node in side.items():
@@ -216,6 +216,14 @@ class Call:
         self._settle_dtype(used)
         self.program, self.side, self.dim = program, side, found.dim
         self.tensors = {n.name: self._cast(used[n]) for n in inputs if n in used}
+
+    def _visible_dtypes(self) -> list[torch.dtype]:
+        """Floating dtypes that the methods may see, of arguments first."""
+        state = (*self.tensors.values(), *self.conv.parameters(), *self.conv.buffers())
+        found = dict.fromkeys(t.dtype for t in state if t.is_floating_point())
+        if torch.is_autocast_enabled(self.graph.device.type):
+            found[torch.get_autocast_dtype(self.graph.device.type)] = None
+        return list(found)
 
     def _settle_dtype(self, used: Mapping[Node, Tensor]) -> None:
         """Find the dtype to compute in, and where not all floating tensors are of it, the one that PyG's result has.
