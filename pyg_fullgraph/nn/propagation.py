@@ -18,7 +18,7 @@ from torch_geometric.utils import is_sparse
 
 from pyg_fullgraph import debug
 from pyg_fullgraph.errors import NotFusable
-from pyg_fullgraph.nn import classes, compiled, order
+from pyg_fullgraph.nn import classes, compiled, derived, order
 from pyg_fullgraph.nn.arguments import Call
 from pyg_fullgraph.nn.lazy import EdgeExpr, as_plain, run
 from pyg_fullgraph.nn.tracing import METHODS, mentioned
@@ -111,6 +111,7 @@ class FusedMixin(_Layer):
         return _own_refusals(self)
 
     @torch.compiler.disable(reason=compiled.REASON)
+    @derived.paused()
     def _fullgraph_propagate(self, edge_index, size, kwargs):
         reasons = [*_own_refusals(self), *_momentary_refusals(self, "propagate")]
         if reasons:
@@ -140,6 +141,7 @@ class FusedMixin(_Layer):
         return out
 
     @torch.compiler.disable(reason=compiled.REASON)
+    @derived.paused()
     def _fullgraph_edge_updater(self, edge_index, size, kwargs):
         try:
             reasons = _momentary_refusals(self, "edge_updater")
