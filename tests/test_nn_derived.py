@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch_geometric.nn as pyg_nn
 
+import pyg_fullgraph as pfg
 import pyg_fullgraph.nn as fused_nn
 import zoo
 from pyg_fullgraph.graph import Graph
@@ -196,6 +197,17 @@ def test_a_prepared_graph_is_reversed_without_a_sort(sorts):
     for _ in range(2):
         torch.testing.assert_close(layer(x, graph), plain(x, CASE.edge_index))
     assert len(sorts) == 1
+
+
+def test_a_layer_for_both_directions(sorts):
+    plain = pyg_nn.DirGNNConv(pyg_nn.GCNConv(4, 4))
+    fused = pfg.convert(copy.deepcopy(plain))
+    edge_index, x = CASE.edge_index.clone(), torch.randn(CASE.num_src, 4)
+    for _ in range(5):
+        assert_equal(fused, plain, x, edge_index)
+    assert len(sorts) == 1
+    assert repr(fused) == repr(plain)
+    assert type(pfg.revert(fused)) is pyg_nn.DirGNNConv
 
 
 def test_layers_that_derive_nothing_are_left_alone():
