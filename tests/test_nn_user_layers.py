@@ -152,6 +152,41 @@ def test_a_message_sees_its_own_dtype(message, dtype):
     torch.testing.assert_close(got, want, **close)
 
 
+def largest(self, x_i, x_j):
+    return (x_i * x_j).max(-1, keepdim=True)[0] * x_j
+
+
+def smallest(self, x_i, x_j):
+    return (x_i * x_j).view(-1, 2, 2).min(1).values
+
+
+def largest_of_many(self, x_i, x_j):
+    return torch.cat([x_i * x_j] * 80, -1).max(-1, keepdim=True)[0]
+
+
+def largest_or_nan(self, x_i, x_j):
+    return torch.where(x_i > 1, torch.nan, x_j).max(-1, keepdim=True)[0] + x_i
+
+
+def split_evenly(self, x_i, x_j):
+    return (x_i * x_j).amax(-1, keepdim=True) - (x_i + x_j).view(-1, 2, 2).amin((1, 2)).view(-1, 1)
+
+
+@pytest.mark.parametrize("message", [largest, smallest, largest_of_many, largest_or_nan, split_evenly],
+                         ids=lambda m: m.__name__)
+def test_ties_of_features_have_torchs_gradient(message):
+    """A maximum along a dimension is the first of equal ones, as its position says; amax is all of them."""
+    results = []
+    for base in (Fused, Plain):
+        x = torch.randint(3, (CASE.num_src, 4), generator=torch.Generator().manual_seed(0)).double().requires_grad_()
+        debug.reset()
+        out = layer(base, message)(x, CASE.edge_index)
+        assert debug.counters()["plain"] == 0
+        weight = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
+        results.append([out, *torch.autograd.grad(out, x, weight)])
+    torch.testing.assert_close(*results, equal_nan=True)
+
+
 @pytest.mark.parametrize(("message", "count"), [(distance, 1), (smallest_step, 3)], ids=["one", "per-dtype"])
 def test_one_trace_serves_all_dtypes_unless_one_is_read(message, count, monkeypatch):
     made = []
