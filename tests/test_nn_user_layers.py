@@ -152,6 +152,77 @@ def test_a_message_sees_its_own_dtype(message, dtype):
     torch.testing.assert_close(got, want, **close)
 
 
+class Tables(nn.Module):
+    """Parameters, and a buffer, with a row per node or per type of edge."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.node, self.kind = nn.Parameter(torch.randn(CASE.num_dst + 2, 4)), nn.Parameter(torch.randn(3, 4))
+        self.scalar, self.pair = nn.Parameter(torch.randn(CASE.num_dst)), nn.Parameter(torch.randn(CASE.num_dst, 3))
+        self.embedding, self.lin = nn.Embedding(CASE.num_dst, 4), nn.Linear(4, 4)
+        self.register_buffer("fixed", torch.randn(CASE.num_dst, 4))
+
+
+LOOKUPS = {
+    "type": lambda self, x_j, kind: x_j * self.t.kind[kind],
+    "type before": lambda self, x_j, kind: x_j * self.t.kind[kind - 1],
+    "row": lambda self, x_j, index: x_j * self.t.node[index],
+    "row by name": lambda self, x_j, edge_index_i: x_j * self.t.node[edge_index_i],
+    "row of the source": lambda self, x_j, edge_index_j: x_j * self.t.node[edge_index_j],
+    "selected row": lambda self, x_j, index: x_j * self.t.node.index_select(0, index),
+    "number": lambda self, x_j, index: x_j * self.t.scalar[index].view(-1, 1),
+    "embedding": lambda self, x_j, index: x_j * self.t.embedding(index),
+    "buffer": lambda self, x_j, index: x_j + self.t.fixed[index],
+    "computed row": lambda self, x_j, index: x_j * (self.t.node.sigmoid() + self.t.kind[0])[index],
+    "linear map": lambda self, x_j, index: x_j * self.t.lin(self.t.embedding.weight).relu()[index],
+    "row and feature": lambda self, x_j, index: x_j * self.t.pair[index, 1].view(-1, 1),
+    "row and type": lambda self, x_j, index, kind: x_j * self.t.pair[index, kind].view(-1, 1),
+    "argument": lambda self, x_j, index, table: x_j * table[index],
+}
+
+
+def with_tables(base, message, flow):
+    class Layer(base):
+        def __init__(self):
+            super().__init__(flow=flow)
+            self.t = Tables()
+
+        def forward(self, x, edge_index, **given):
+            return self.propagate(edge_index, x=x, **given)
+
+    named = types.FunctionType(message.__code__, message.__globals__, "message")
+    return type("Layer", (Layer,), {"message": named})()
+
+
+def lookup_results(base, message, flow="source_to_target", num_nodes=CASE.num_dst):
+    module = with_tables(base, message, flow)
+    generator = torch.Generator().manual_seed(0)
+    x, table = (torch.randn(num_nodes, 4, generator=generator).requires_grad_() for _ in range(2))
+    out = module(x, CASE.edge_index, kind=torch.arange(CASE.num_edges) % 3, table=table)
+    grads = torch.autograd.grad(out.square().sum(), [x, table, *module.parameters()], allow_unused=True)
+    return [out, *(torch.zeros(()) if g is None or not g.any() else g for g in grads)]
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+@pytest.mark.parametrize("flow", ["source_to_target", "target_to_source"])
+def test_a_table_is_read_by_type_or_by_node(name, flow):
+    want = lookup_results(pyg_nn.MessagePassing, LOOKUPS[name], flow)
+    debug.reset()
+    torch.testing.assert_close(lookup_results(fused_nn.MessagePassing, LOOKUPS[name], flow), want)
+    assert debug.counters() == {"fused": 1, "plain": 0}
+
+
+@pytest.mark.filterwarnings("ignore::pyg_fullgraph.debug.PlainPathWarning")
+def test_a_table_with_fewer_rows_than_nodes_runs_plain():
+    """PyG reads it as long as no edge points behind its end."""
+    message = LOOKUPS["number"]
+    want = lookup_results(pyg_nn.MessagePassing, message, num_nodes=CASE.num_dst + 1)
+    debug.reset()
+    torch.testing.assert_close(lookup_results(fused_nn.MessagePassing, message, num_nodes=CASE.num_dst + 1), want)
+    assert "with 5 rows by the target index, with 6 target nodes" in str(debug.plain_reasons())
+
+
 def largest(self, x_i, x_j):
     return (x_i * x_j).max(-1, keepdim=True)[0] * x_j
 

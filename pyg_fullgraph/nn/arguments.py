@@ -24,6 +24,7 @@ from pyg_fullgraph.nn.order import LinearExpr
 from pyg_fullgraph.nn.preparation import check_edge_rows, is_derived, prepared_graph
 from pyg_fullgraph.nn.tracing import METHODS, attribute, initialize_lazy, result_dtype, traced
 from pyg_fullgraph.saga import ir
+from pyg_fullgraph.saga.forms import TARGET_ROWS
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output
 from pyg_fullgraph.saga.trace import INDEX, SIZE_I, SIZE_J, ArgSpec
 
@@ -210,6 +211,8 @@ class Call:
         for node in inputs:
             if node.name.startswith("param."):
                 used[node] = self._parameter(node.name[6:])
+            elif node.name.startswith(TARGET_ROWS):
+                used[node] = self._target_rows(node.name.removeprefix(TARGET_ROWS))
             elif node not in used and node.is_integer:
                 # Drawn here, so that an expression gives the same values each time it is computed.
                 used[node] = torch.randint(2**63 - 1, (1,), device=self.graph.device)
@@ -261,6 +264,14 @@ class Call:
         if value.device != self.graph.device:
             raise DeviceError(name, self.graph.device, value.device)
         return value
+
+    def _target_rows(self, name: str) -> Tensor:
+        """The rows of a table that the target index points to."""
+        table = self._parameter(name[6:]) if name.startswith("param.") else self.tensors[name]
+        if table.size(0) < self.graph.num_dst:
+            raise NotFusable([f"reads '{_shown(name)}' with {table.size(0)} rows by the target index, "
+                              f"with {self.graph.num_dst} target nodes"])
+        return table[:self.graph.num_dst]
 
     def _aliases(self) -> dict[Node, Node]:
         """Arguments that an edge expression reads already: one input, read once and with one gradient."""
