@@ -24,7 +24,8 @@ from pyg_fullgraph.autograd import EdgePhase
 from pyg_fullgraph.execution import kernel_of
 from pyg_fullgraph.saga.codegen import KernelSource
 from pyg_fullgraph.saga.ir import EdgeProgram
-from pyg_fullgraph.saga.passes import KERNELS, Sweep, split
+from pyg_fullgraph.saga.passes import split
+from pyg_fullgraph.saga.plans import KERNELS, Sweep
 from tests.programs import CASES, MORE_CASES, WIDE_CASES
 from triton_kernels import launch
 

@@ -22,7 +22,8 @@ from pyg_fullgraph.execution import kernel_of
 from pyg_fullgraph.saga import codegen, ir
 from pyg_fullgraph.saga.codegen import KernelSource
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
-from pyg_fullgraph.saga.passes import KERNELS, Sweep, split
+from pyg_fullgraph.saga.passes import split
+from pyg_fullgraph.saga.plans import KERNELS, Sweep
 from triton_kernels import launch
 
 SRC, DST, EDGE, PARAM = Domain.SRC, Domain.DST, Domain.EDGE, Domain.PARAM

@@ -20,7 +20,8 @@ from pyg_fullgraph.autograd import EdgePhase
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output
-from pyg_fullgraph.saga.passes import KERNELS, split
+from pyg_fullgraph.saga.passes import split
+from pyg_fullgraph.saga.plans import KERNELS
 
 SCALE = 50 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 1
 DOMAINS = (Domain.SRC, Domain.DST, Domain.EDGE, Domain.PARAM)
