@@ -75,8 +75,10 @@ LAYERS: dict[str, Callable[[ModuleType, int, int, int, bool], nn.Module]] = {
     "gin": lambda ns, i, o, h, last: ns.GINConv(nn.Linear(i, o)),
     "gat": lambda ns, i, o, h, last: ns.GATConv(i, o if last else o // h, heads=h, concat=not last),
     "gatv2": lambda ns, i, o, h, last: ns.GATv2Conv(i, o if last else o // h, heads=h, concat=not last),
+    "gatv2-edges": lambda ns, i, o, h, last: ns.GATv2Conv(i, o if last else o // h, heads=h, concat=not last,
+                                                          edge_dim=EDGE_FEATURES["gatv2-edges"]),
     "edgeconv": lambda ns, i, o, h, last: ns.EdgeConv(nn.Linear(2 * i, o), aggr="max"),
-    "gmm": lambda ns, i, o, h, last: ns.GMMConv(i, o, dim=2, kernel_size=3),
+    "gmm": lambda ns, i, o, h, last: ns.GMMConv(i, o, dim=EDGE_FEATURES["gmm"], kernel_size=3),
     "transformer": lambda ns, i, o, h, last: ns.TransformerConv(i, o // h, heads=h),
     "res-gated": lambda ns, i, o, h, last: ns.ResGatedGraphConv(i, o),
     "pna": lambda ns, i, o, h, last: ns.PNAConv(i, o, ["mean", "min", "max", "std"],
@@ -86,7 +88,9 @@ LAYERS: dict[str, Callable[[ModuleType, int, int, int, bool], nn.Module]] = {
 }
 #: How many nodes have 0, 1, 2 ... edges, as far as PNA's scalers ask: a mean of log(degree + 1).
 _DEGREES = torch.tensor([0, 10, 20, 30, 20, 10])
-_ATTENTION = ("gat", "gatv2", "transformer")
+#: Features per edge of the layers that take some.
+EDGE_FEATURES = {"gmm": 2, "gatv2-edges": 8}
+_ATTENTION = ("gat", "gatv2", "gatv2-edges", "transformer")
 #: Rows of the case's width that a step must read per edge: forward and backward, each source row once per pass.
 _GATHERS = {("gcn", "forward"): 1, ("gcn", "step"): 2, ("sage", "forward"): 1, ("sage", "step"): 2,
             ("gin", "forward"): 1, ("gin", "step"): 2, ("gat", "forward"): 1, ("gat", "step"): 2,
@@ -99,6 +103,12 @@ def _layer_case(layer: str, graph: str, dtype: str = "float32", direction: str =
     return Case(name + ("-forward" if direction == "forward" else ""), layer, graph, dtype=dtype, direction=direction,
                 heads=4 if layer in _ATTENTION else 1, is_sampled=graph in ("reddit", "products"),
                 gathers=None if gathers is None else 256 * gathers)
+
+
+def first_use_case(layer: str, device: str) -> Case:
+    """A layer of the usual width on a graph so small that a step takes little time."""
+    width = 64 if layer == "edge-mlp" else 256  # as in the cases that time steps
+    return Case(f"first-use-{layer}", layer, "tiny", device, width, width, heads=4 if layer in _ATTENTION else 1)
 
 
 def _cpu_case(layer: str, graph: str, is_model: bool) -> Case:
@@ -199,8 +209,9 @@ class Problem:
         self.num_classes = num_classes
         self.num_nodes, self.num_edges = self.x.shape[0], self.edge_index.shape[1]
         self.edge_data: tuple[Tensor, ...] = ()
-        if case.layer == "gmm":
-            self.edge_data = (torch.rand((self.num_edges, 2), generator=generator, device=device).to(dtype),)
+        if case.layer in EDGE_FEATURES:
+            shape = self.num_edges, EDGE_FEATURES[case.layer]
+            self.edge_data = (torch.rand(shape, generator=generator, device=device).to(dtype),)
         self.grad = None if case.is_model else torch.randn(
             (self.num_nodes, case.width), generator=generator, device=device).to(dtype)
         self.state = self.net(pyg_nn).state_dict()
