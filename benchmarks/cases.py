@@ -107,7 +107,7 @@ def _layer_case(layer: str, graph: str, dtype: str = "float32", direction: str =
 
 def first_use_case(layer: str, device: str) -> Case:
     """A layer of the usual width on a graph so small that a step takes little time."""
-    width = 64 if layer == "edge-mlp" else 256  # as in the cases that time steps
+    width = 64 if layer == "edge-mlp" or device == "cpu" else 256  # as in the cases that time steps
     return Case(f"first-use-{layer}", layer, "tiny", device, width, width, heads=4 if layer in _ATTENTION else 1)
 
 

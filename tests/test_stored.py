@@ -242,7 +242,8 @@ class Doubled(TorchDispatchMode):
 @pytest.mark.parametrize("ambient", [
     lambda: torch.autocast("cpu", torch.bfloat16), torch.inference_mode, torch.no_grad, Doubled,
     lambda: saved_tensors_hooks(lambda t: t.to(torch.bfloat16), lambda t: t.float() * 2),
-    lambda: torch.device("meta")], ids=["autocast", "inference", "no-grad", "dispatch", "hooks", "device"])
+    lambda: torch.device("meta"), lambda: torch.autograd.set_detect_anomaly(True)],
+    ids=["autocast", "inference", "no-grad", "dispatch", "hooks", "device", "anomaly"])
 @pytest.mark.parametrize("name", ["gat", "edge-mlp"])
 def test_the_callers_modes_have_no_part_in_it(folder, derived, name, ambient):
     with ambient():

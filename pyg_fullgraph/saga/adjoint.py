@@ -119,8 +119,9 @@ def adjoint(outputs: tuple[Output, ...]) -> Adjoint:
         return list(torch.autograd.grad([f for f, _ in pairs], [env[n] for n in wrt], [g for _, g in pairs],
                                         allow_unused=True))
 
-    traced = make_fx(joint, decomposition_table=DECOMPOSITIONS, tracing_mode="symbolic",
-                     _allow_non_fake_inputs=True)(anchor, fakes, grads_in)
+    with torch.autograd.set_detect_anomaly(False):  # which looks for NaN in values that a trace has not
+        traced = make_fx(joint, decomposition_table=DECOMPOSITIONS, tracing_mode="symbolic",
+                         _allow_non_fake_inputs=True)(anchor, fakes, grads_in)
     traced.graph.eliminate_dead_code()
     results = Importer("", softmax_backward).run(traced.graph, [None, *leaves, *cotangents])
     grads = {n: _collect(n, r) for n, r in zip(wrt, results, strict=True)}
