@@ -19,8 +19,10 @@ from rich.console import Console
 from benchmarks import measure
 from benchmarks.cases import Case, CaseSkipped, Problem, select
 from benchmarks.checks import CheckFailed, check, is_repeatable
+from benchmarks.peers import NotOffered
 from benchmarks.table import render
 from benchmarks.workloads import PROVIDERS, Workload
+from pyg_fullgraph import tune_kernels
 
 RESULTS = Path(__file__).parent / "results"
 Row = dict[str, Any]
@@ -42,7 +44,7 @@ def run_case(case: Case, providers: Sequence[str], budget_s: float = 2.0) -> lis
             because the peak of one must not hold what another left.
         budget_s: About how long to time each.
 
-    Returns: one row per provider; one that failed has ``error`` instead of times.
+    Returns: one row per provider that has such a layer; one that failed has ``error`` instead of times.
     Raises: CaseSkipped.
     """
     where = measure.environment(case.device)
@@ -60,7 +62,7 @@ def run_case(case: Case, providers: Sequence[str], budget_s: float = 2.0) -> lis
         made = None
         ready.clear()
         _free()
-    return [{**row, **where} for row in rows.values()]
+    return [{**row, **where} for row in rows.values() if "error" in row or "p50_ms" in row]
 
 
 def _time(case: Case, problem: Problem, ready: dict[str, tuple[Workload, measure.PeakMemory]], rows: dict[str, Row],
@@ -84,6 +86,8 @@ def _guarded(row: Row, work: Callable[[], Any]) -> Any:
         return work()
     except CheckFailed as error:
         row["error"] = f"check failed, not timed: {error}"
+    except NotOffered as error:
+        print(f"skipped {row['case']} by {row['provider']}: {error}", flush=True)
     except Exception as error:
         if is_out_of_memory(error):
             row["error"] = "out of memory"
@@ -169,9 +173,11 @@ def main(
     budget_s: Annotated[float, typer.Option(help="Seconds of timing per case and provider.")] = 2.0,
     deadline_s: Annotated[float, typer.Option(help="Start no case after this many seconds.")] = float("inf"),
     threads: Annotated[int, typer.Option(help="CPU threads of torch.")] = 2,
+    tune: Annotated[bool, typer.Option(help="Search the launch shapes of our kernels first.")] = False,
 ) -> None:
     """Time benchmark cases."""
     torch.set_num_threads(threads)
+    tune_kernels(tune)
     chosen = providers.split(",")
     unknown = [p for p in chosen if p not in PROVIDERS]
     if unknown:
@@ -189,7 +195,8 @@ def main(
             print(f"skipped {one.name}: no CUDA device", flush=True)
             continue
         try:
-            fresh = run_case(one, chosen, budget_s)
+            fresh = [{**row, "is_tuned": True} if tune and row["provider"] == "ours" else row
+                     for row in run_case(one, chosen, budget_s)]
         except CaseSkipped as reason:
             print(f"skipped {one.name}: {reason}", flush=True)
             continue

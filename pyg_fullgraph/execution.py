@@ -19,8 +19,8 @@ from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.graph import EdgeOrder
 from pyg_fullgraph.saga import codegen, interpret, ir
 from pyg_fullgraph.saga.ir import Domain, Node
-from pyg_fullgraph.saga.passes import CHUNKS, KERNELS, Plan, Sweep, Target
-from triton_kernels import launch
+from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, Plan, Sweep, Target
+from triton_kernels import launch, tune
 
 #: Most edges of one piece of a row.
 MAX_PIECE = 1024
@@ -94,10 +94,10 @@ def run_sweep(sweep: Sweep, order: EdgeOrder, leaf: chunks.Leaf, like: Tensor,
 
 
 @lru_cache(maxsize=4096)
-def kernel_of(sweep: Sweep, lanes: int = 4) -> codegen.KernelSource | NotFusable:
-    """The generated kernel of ``sweep`` for ``lanes`` features per 16 bytes, or why there is none."""
+def kernel_of(sweep: Sweep, lanes: int = 4, tile: int = codegen.TILE_FEATURES) -> codegen.KernelSource | NotFusable:
+    """The generated kernel of ``sweep`` (see :func:`codegen.generate`), or why there is none."""
     try:
-        return codegen.generate(sweep, lanes)
+        return codegen.generate(sweep, lanes, tile)
     except NotFusable as reason:
         return reason
 
@@ -110,12 +110,51 @@ def chunk_reasons(sweep: Sweep, lanes: int = 4) -> tuple[str, ...]:
     return ("its kernel does not fit the device",) if kernel.source in _TOO_LARGE else ()
 
 
+#: Bounds of what tuning tries: values of the widest tile in flight per program and per thread.
+_MOST_VALUES, _MOST_VALUES_PER_THREAD = 16384, 128
+
+
 def _launch_sweep(sweep: Sweep, kernel: codegen.KernelSource, order: EdgeOrder, leaf: chunks.Leaf, like: Tensor,
                   exact: Container[Node]) -> dict[Node, Tensor]:
+    """Run ``kernel``, or the same sweep in another shape where that was found to be faster."""
+    lanes = 16 // like.element_size()
+    default = _default_shape(kernel, order)
+    if not tune.is_enabled(like.device):
+        return _launch_in(default, sweep, kernel, order, leaf, like, exact)
+
+    def kernel_in(shape: tune.Shape) -> codegen.KernelSource | NotFusable:
+        return kernel if shape.tile == kernel.width else kernel_of(sweep, lanes, shape.tile)
+
+    def fits(shape: tune.Shape) -> bool:
+        values = shape.tile * shape.block_e
+        if not (shape.tile >= min(32, kernel.width) and 1 <= shape.num_warps <= 16 and 128 <= shape.max_piece <= 8192
+                and values <= min(_MOST_VALUES, 32 * shape.num_warps * _MOST_VALUES_PER_THREAD)):
+            return shape == default
+        chosen = kernel_in(shape)
+        return (isinstance(chosen, codegen.KernelSource) and chosen.width == shape.tile
+                and chosen.source not in _TOO_LARGE and chosen.min_block_e <= shape.block_e <= 128)
+
+    def run(shape: tune.Shape) -> dict[Node, Tensor]:
+        chosen = kernel_in(shape)
+        assert isinstance(chosen, codegen.KernelSource)
+        return _launch_in(shape, sweep, chosen, order, leaf, like, exact)
+
+    key = tune.key_of(kernel.source, like.dtype, order.num_rows, order.num_edges, like.device)
+    return run(tune.choose(key, default, fits, run, tune.milliseconds))
+
+
+def _default_shape(kernel: codegen.KernelSource, order: EdgeOrder) -> tune.Shape:
+    """Measured on an H200 for each kind of loop; rows of few edges leave no lanes idle."""
+    mean_degree = order.num_edges / max(order.num_rows, 1)
+    block_e = max(min(kernel.block_e, codegen.next_power_of_2(max(math.ceil(mean_degree), 4))), kernel.min_block_e)
+    return tune.Shape(kernel.width, block_e, kernel.num_warps(block_e), MAX_PIECE)
+
+
+def _launch_in(shape: tune.Shape, sweep: Sweep, kernel: codegen.KernelSource, order: EdgeOrder, leaf: chunks.Leaf,
+               like: Tensor, exact: Container[Node]) -> dict[Node, Tensor]:
     device, stat_dtype = like.device, chunks.compute_dtype(like.dtype)
     kinds = {r: g.attr("kind") for r, g in sweep.gathers}
-
-    schedule = order.schedule(MAX_PIECE)
+    schedule = order.schedule(shape.max_piece)
     num_workers = _num_workers(kernel, schedule.num_pieces)
 
     def result(node: Node) -> Tensor:
@@ -138,20 +177,17 @@ def _launch_sweep(sweep: Sweep, kernel: codegen.KernelSource, order: EdgeOrder, 
     floats = tl.float64 if stat_dtype == torch.float64 else tl.float32
     ids = tl.int32 if order.ptr.dtype == torch.int32 else tl.int64
     constants = {"FLOAT": floats, "ID": ids, "UNSET": torch.iinfo(order.ptr.dtype).max}
-    mean_degree = order.num_edges / max(order.num_rows, 1)
-    block_e = max(min(kernel.block_e, codegen.next_power_of_2(max(math.ceil(mean_degree), 4))), kernel.min_block_e)
-    num_warps = kernel.num_warps(block_e)
     eid = order.ptr if order.eid is None else order.eid
     out = list(results.values())
     workers = [num_workers] if kernel.has_workers else []
     launch.launch(kernel.source, kernel.name, num_workers * kernel.num_tiles,
                   [order.other, eid, schedule.piece_row, schedule.piece_start, schedule.piece_end, schedule.piece_slot,
                    schedule.num_pieces, *workers, *inputs, *out, *workspace],
-                  {"BLOCK_E": block_e, "HAS_EID": order.eid is not None, **constants}, num_warps, device)
+                  {"BLOCK_E": shape.block_e, "HAS_EID": order.eid is not None, **constants}, shape.num_warps, device)
     if kernel.has_merge:
         launch.launch(kernel.source, kernel.merge_name, schedule.num_split * kernel.num_tiles,
                       [schedule.split_row, schedule.split_ptr, order.ptr, schedule.num_split,
-                       *(results[b.node] for b in kernel.rows), *workspace], constants, num_warps, device)
+                       *(results[b.node] for b in kernel.rows), *workspace], constants, shape.num_warps, device)
     # A parameter's gradient leaves the kernel as one row per program.
     return {n: t.sum(0).to(like.dtype) if n.domain == Domain.PARAM else t for n, t in results.items()}
 

@@ -1,5 +1,6 @@
 """Benchmarks: graphs of the stated shape, rows that are complete, and no times without right numbers."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -10,9 +11,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import graphs, measure, table
+from benchmarks import first_use, graphs, measure, table
 from benchmarks import run as bench
-from benchmarks.cases import CASES, CaseSkipped, Problem, select
+from benchmarks.cases import CASES, Case, CaseSkipped, Problem, select
 from benchmarks.checks import CheckFailed, check, compare, sampled_rows_exactly
 from benchmarks.workloads import Workload
 
@@ -84,6 +85,18 @@ def test_tiny_case_runs_and_writes_complete_rows(tmp_path):
     assert shown.exit_code == 0 and "| train-gat-tiny | ours |" in shown.output
 
 
+def test_first_use_in_processes_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(first_use.tempfile, "TemporaryDirectory", lambda: contextlib.nullcontext(str(tmp_path)))
+    row = first_use.time_layer("gat", "cpu", threads=1, repeats=1)
+    assert list((tmp_path / "pyg_fullgraph" / "adjoints").iterdir())
+    assert row["case"] == "first-use-gat"
+    assert row["cold_ms"] > row["second_ms"] > 0
+    assert row["warm_ms"] == row["warm_least_ms"] > row["second_ms"]
+    assert row["start_ms"] > 0 and row["warm_cpu_ms"] > 0
+    with pytest.raises(RuntimeError, match="first use of nowhere"):
+        first_use.run_apart("nowhere", "cpu", 1, tmp_path)
+
+
 def _app(function):
     import typer
 
@@ -101,6 +114,30 @@ def test_wrong_numbers_are_refused_not_timed(monkeypatch):
     monkeypatch.setattr(Workload, "forward", wrong)
     (row,) = bench.run_case(CASES["gcn-tiny"], ["ours"], budget_s=0.01)
     assert row["error"].startswith("check failed, not timed: Expected 'out'") and "p50_ms" not in row
+
+
+def test_edge_phases_side_by_side_with_other_libraries(capsys):
+    rows = bench.run_case(CASES["sum-tiny"], ["pyg", "ours", "cusparse"], budget_s=0.01)
+    assert [r["provider"] for r in rows] == ["pyg", "ours", "cusparse"]
+    assert all(r["check"]["error"] < 1e-6 and r["p50_ms"] > 0 for r in rows[1:])
+    rows = bench.run_case(CASES["gatv2-phase-tiny"], ["ours", "cusparse"], budget_s=0.01)
+    assert [r["provider"] for r in rows] == ["ours"] and rows[0]["check"]["error"] < 1e-5
+    assert "skipped gatv2-phase-tiny by cusparse: there is no GATv2Attention in it" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("layer, more, edge_data", [("gat-phase", (2, 2), 0), ("gatv2-phase", (8,), 0),
+                                                    ("dot-phase", (8, 8), 0), ("dot-phase", (8, 8), 8)])
+def test_edge_phases_equal_pyg_with_all_gradients_and_on_sampled_rows(monkeypatch, layer, more, edge_data):
+    monkeypatch.setitem(graphs.SIZES, "small", graphs.SIZES["tiny"])
+    case = Case("phase", layer, "tiny", "cpu", num_in=8, width=8, heads=2, node_data=more, edge_data=edge_data,
+                needs_grad_edges=True)
+    problem = Problem(case)
+    ours = Workload(problem, "ours")
+    names = {f"grad of input {k}" for k in range(1, len(more) + 1 + bool(edge_data))}
+    assert names <= set(ours.results())
+    assert check(problem, ours)["error"] < 1e-5
+    sampled = Problem(replace(case, is_sampled=True))
+    assert check(sampled, Workload(sampled, "ours"))["rows_error"] < 1e-5
 
 
 def test_out_of_memory_is_a_row(monkeypatch):
@@ -158,6 +195,13 @@ def test_table_shows_errors_and_speedups():
     failed = {"case": "a", "provider": "pyg", "error": "out of memory", **common}
     assert "PyG: out of memory" in table.markdown([failed, timed])
     assert table.latest([plain, timed, {**timed, "p50_ms": 1.0}])[1]["p50_ms"] == 1.0
+    first = {**common, "case": "first-use-gat", "provider": "ours", "kind": "first-use", "layer": "gat",
+             "cold_ms": 1500.2, "warm_ms": 180.4, "warm_least_ms": 170.1, "warm_cpu_ms": 160.0, "second_ms": 2.26,
+             "start_ms": 3000.0}
+    both = table.markdown([plain, first, timed])
+    assert both.startswith(text.rstrip())
+    assert both.endswith("| gat | 1500 | 180 (170) | 160 | 2.3 | 3000 |\n")
+    assert "largest error" not in table.markdown([first])
     marked = "a\n<!-- table:begin -->\nold\n<!-- table:end -->\nb"
     assert table.replace_between_marks(marked, "new\n") == "a\n<!-- table:begin -->\nnew\n<!-- table:end -->\nb"
     with pytest.raises(ValueError, match="marks"):

@@ -17,16 +17,16 @@ import torch
 import torch.fx.traceback as fx_traceback
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedOperatorException
+from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.saga import ir
-from pyg_fullgraph.saga.aten import DECOMPOSITIONS, Importer, dropout_mask, fake_rows
+from pyg_fullgraph.saga.aten import DECOMPOSITIONS, Importer, dropout_mask, fake_mode, fake_rows
 from pyg_fullgraph.saga.forms import EDGE_HINT, INDEX, NUM_TARGETS, OTHER_NUM_TARGETS, form
 from pyg_fullgraph.saga.idioms import recognize
 from pyg_fullgraph.saga.ir import Domain, Node
@@ -252,7 +252,7 @@ class _Trace:
         self.conv, self.method, self.args = conv, method, args
         self.dtype = dtype or torch.get_default_dtype()
         self.asked_dtype = False
-        self.mode = mode = FakeTensorMode(shape_env=ShapeEnv(duck_shape=True), allow_non_fake_inputs=True)
+        self.mode = mode = fake_mode()
         self.edges = _symbol(fake_rows(mode, "edges", ()))
         self.targets = _symbol(fake_rows(mode, "targets", (), rows=EDGE_HINT + 2))
         self.inputs: dict[str, Tensor] = {}
