@@ -104,7 +104,8 @@ def record(layer: Module, method: str, program: EdgeProgram | None = None, graph
         warnings.warn(f"{kind.__name__}.{method} runs as plain PyG: {reason}", PlainPathWarning, _callers_level())
 
 
-_LIBRARIES = tuple(str(Path(m.__file__ or "").parent) for m in (torch, torch_geometric)) + (str(Path(__file__).parent),)
+_LIBRARIES = (*(str(Path(m.__file__ or "").parent) for m in (torch, torch_geometric)), str(Path(__file__).parent),
+              contextlib.__file__)
 
 
 def _callers_level() -> int:

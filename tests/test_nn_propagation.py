@@ -17,7 +17,7 @@ from torch_geometric.utils import softmax, to_torch_coo_tensor, to_torch_csc_ten
 
 import pyg_fullgraph.nn as fused_nn
 import zoo
-from pyg_fullgraph import debug, errors
+from pyg_fullgraph import convert, debug, errors
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn import tracing
 
@@ -371,16 +371,31 @@ def test_explain_masks_edges(is_plain_first):
     assert_fused(2)
 
 
-def test_decomposed_layers_run_plain():
-    plain, fused = twins(BY_NAME["gcn"])
-    x, _ = BY_NAME["gcn"].inputs(CASE)
-    fused.decomposed_layers = 2
-    assert_same([fused(x, CASE.edge_index)], [plain(x, CASE.edge_index)])
-    assert reasons() == {"decomposed_layers=2"}
+@pytest.mark.parametrize("name", ["gcn", "tag", "cluster_gcn", "lg"])  # PyG cannot cut the features of pairs
+def test_decomposed_layers_are_one_program_per_chunk_of_features(name):
+    plain, fused = twins(BY_NAME[name])
+    x, given = BY_NAME[name].inputs(CASE)
+    fused.decomposed_layers = plain.decomposed_layers = 2
+    out, expected = (layer(x, CASE.edge_index, **given, **BY_NAME[name].options) for layer in (fused, plain))
+    assert_same([out], [expected])
+    assert_same(list(torch.autograd.grad(out.sin().sum(), x)), list(torch.autograd.grad(expected.sin().sum(), x)))
+    in_parts = debug.counters()["fused"]
     fused.decomposed_layers = 1
     debug.reset()
-    fused(x, CASE.edge_index)
-    assert_fused(1)
+    fused(x, CASE.edge_index, **given, **BY_NAME[name].options)
+    assert debug.counters() == {"fused": in_parts // 2, "plain": 0}
+
+
+class Sums(pyg_nn.MessagePassing):
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x)
+
+
+def test_decomposed_layers_that_do_not_fuse_are_pygs():
+    plain, fused = Sums(aggr="median", decomposed_layers=3), convert(Sums(aggr="median", decomposed_layers=3))
+    x, _ = BY_NAME["sage"].inputs(CASE)
+    assert_same([fused(x, CASE.edge_index)], [plain(x, CASE.edge_index)])
+    assert debug.counters() == {"fused": 0, "plain": 1}
 
 
 @pytest.mark.parametrize("aggr", ["median", ["mean", "median"], "lstm"])
@@ -725,3 +740,20 @@ def test_special_arguments_may_be_annotated_at_will(annotation):
     assert_same([attention(fused_nn.MessagePassing)(x, CASE.edge_index)],
                 [attention(pyg_nn.MessagePassing)(x, CASE.edge_index)])
     assert_fused(1)
+
+
+@pytest.mark.parametrize("aggr", ["mean", "median"])
+def test_the_base_class_is_a_layer_too_and_changes_no_other(aggr):
+    fused = fused_nn.MessagePassing(aggr=aggr)  # PyG's own base class cannot propagate, and breaks others when made
+    x, _ = gated_inputs()
+    assert_same([fused.propagate(CASE.edge_index, x=x)], [Sums(aggr=aggr)(x, CASE.edge_index)])
+    assert debug.counters() == ({"fused": 1, "plain": 0} if aggr == "mean" else {"fused": 0, "plain": 1})
+    debug.reset()
+
+    class Fresh(fused_nn.MessagePassing):
+        def forward(self, x, edge_index):
+            return self.propagate(edge_index, x=x)
+
+    Fresh()(x, CASE.edge_index)
+    fused_nn.AGNNConv().double()(x, CASE.edge_index)
+    assert_fused(2)

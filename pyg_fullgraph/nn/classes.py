@@ -61,6 +61,8 @@ def _is_generated(cls: type, method: str, function: Any) -> bool:
 def install(conv: PyGMessagePassing, build: Callable[[], None]) -> None:
     """Prepare the class of ``conv``; ``build`` is PyG's ``_set_jittable_templates``. Runs once per class."""
     cls = type(conv)
+    if PyGMessagePassing in cls.__bases__:  # no layer yet: takes any arguments, and others inherit from it
+        return
     own = vars(cls)
     installed = own.get("_fullgraph_installed")
     if installed is not None and all(own[m] is own[f"_jinja_{m}"] for m in installed):
@@ -69,7 +71,7 @@ def install(conv: PyGMessagePassing, build: Callable[[], None]) -> None:
     own_methods = {m: own_method(cls, m) for m in wanted}
     methods = [m for m in wanted if own_methods[m][0] is None]
     for method in methods:
-        setattr(cls, method, getattr(PyGMessagePassing, method))
+        setattr(cls, method, GENERIC[method])
         # PyG looks its generated modules up by name; one that a class of the same name left is not ours.
         sys.modules.pop(f"{cls.__module__}_{cls.__name__}_{method}", None)
     # PyG caches class sources by name, so of two classes of one name in the MRO it would read only the first, and the
@@ -146,7 +148,7 @@ def _install_dispatcher(conv: PyGMessagePassing, method: str) -> None:
     setattr(cls, method, dispatcher)
     setattr(cls, f"_jinja_{method}", dispatcher)
     # Not the parent's generated function, which PyG takes if the parent was instantiated first: it ignores explain.
-    setattr(cls, f"_orig_{method}", _recorded(method))
+    setattr(cls, f"_orig_{method}", on_instance(method))
 
 
 def _install_own(cls: type, method: str, own: Any) -> None:
@@ -183,14 +185,15 @@ def _generic(method: str) -> Any:
 
 
 @functools.cache
-def _recorded(method: str) -> Any:
-    """PyG's generic function, which explain and decomposed_layers put on an instance; counts itself as plain."""
+def on_instance(method: str) -> Any:
+    """What explain and decomposed_layers put on an instance: for explain PyG's generic function, counted as plain."""
     generic = GENERIC[method]
 
     @functools.wraps(generic)
     def function(self: Any, edge_index: Any, size: Any = None, **kwargs: Any) -> Any:
-        why = "explain is on" if self.explain else f"decomposed_layers={self.decomposed_layers}"
-        debug.record(self, method, reasons=[why])
+        if not self.explain:
+            return getattr(self, f"_fullgraph_{method}")(edge_index, size, kwargs)
+        debug.record(self, method, reasons=["explain is on"])
         return generic(self, edge_index, size=size, **kwargs)
 
     function._is_fullgraph = True

@@ -94,7 +94,7 @@ OPTIONS: Mapping[str, str] = {
         "not made of sums and extrema",
     "BatchNorm in a network that message applies, while training": "one edge depends on all others",
     "hooks on message, aggregate, edge_update or a module that they call": "a hook wants the values of all edges",
-    "explain, decomposed_layers > 1": "PyG's generic propagate does it",
+    "explain": "PyG's generic propagate does it",
     "EGConv on a sparse matrix": "PyG's product with the matrix is not what its message and aggregate compute",
     "GINConv, MFConv, RGCNConv, SAGEConv, SignedConv on a torch.sparse matrix":
         "PyG multiplies by the matrix's values there, which message does not see",

@@ -9,6 +9,7 @@ This module's names reach PyG's generated code through a star import, so names o
 
 from __future__ import annotations
 
+import functools
 import typing
 import weakref
 
@@ -66,8 +67,6 @@ def _momentary_refusals(conv: typing.Any, function: str) -> list[str]:
     reasons = []
     if conv.explain:
         reasons.append("explain is on")
-    if conv.decomposed_layers > 1:
-        reasons.append(f"decomposed_layers={conv.decomposed_layers}")
     for method in METHODS[function]:
         if getattr(conv, f"_{method}_forward_pre_hooks") or getattr(conv, f"_{method}_forward_hooks"):
             reasons.append(f"{method} has hooks")
@@ -88,6 +87,9 @@ class FusedMixin(_Layer):
 
     _plain_propagate = classes.GENERIC["propagate"]
     _plain_edge_updater = classes.GENERIC["edge_updater"]
+    # For the base class, for which nothing is generated: PyG's own has functions of these names from its instances.
+    _orig_propagate = _jinja_propagate = classes.on_instance("propagate")
+    _orig_edge_updater = _jinja_edge_updater = classes.on_instance("edge_updater")
 
     def _set_jittable_templates(self, raise_on_error: bool = False) -> None:
         classes.install(self, lambda: super(FusedMixin, self)._set_jittable_templates(raise_on_error))
@@ -121,24 +123,29 @@ class FusedMixin(_Layer):
             changed = hook(self, (edge_index, size, kwargs))
             if changed is not None:
                 edge_index, size, kwargs = changed
+        parts = _feature_parts(self, kwargs)
         try:
-            call = Call(self, "propagate", edge_index, size, kwargs)
+            calls = [Call(self, "propagate", edge_index, size, part) for part in parts]
         except NotFusable as error:
             return _run_plain(self, "propagate", edge_index, size, kwargs, error.reasons, has_run_hooks)
-        if order.is_open(self) and not call.side and call.is_plain:
-            later = order.sum_later(self, call.program, call.graph, call.tensors)
+        if len(calls) == 1 and order.is_open(self) and not calls[0].side and calls[0].is_plain:
+            later = order.sum_later(self, calls[0].program, calls[0].graph, calls[0].tensors)
             if later is not None:
                 return later
+        results = [self._fullgraph_edge_phase(call, edge_index) for call in calls]
+        out = results[0] if len(results) == 1 else torch.cat(results, dim=-1)
+        for hook in self._propagate_forward_hooks.values():
+            changed = hook(self, (edge_index, calls[0].size, kwargs), out)
+            out = out if changed is None else changed
+        return out
+
+    def _fullgraph_edge_phase(self, call, edge_index):
         debug.record(self, "propagate", call.program, call.graph)
         (out,) = run(call.program, call.graph, call.tensors)
         for name, value in call.side_results().items():
             # Sparse matrices take coefficients as their values, so they get a tensor.
             setattr(self, name, as_plain(value) if is_sparse(edge_index) else value)
-        out = self.update(call.result(out), **call.update_arguments())
-        for hook in self._propagate_forward_hooks.values():
-            changed = hook(self, (edge_index, call.size, kwargs), out)
-            out = out if changed is None else changed
-        return out
+        return self.update(call.result(out), **call.update_arguments())
 
     @torch.compiler.disable(reason=compiled.REASON)
     @derived.paused()
@@ -162,6 +169,15 @@ class FusedMixin(_Layer):
         return out.materialize() if is_sparse(edge_index) else out
 
 
+def _feature_parts(conv, kwargs):
+    """The arguments of each layer that PyG's ``decomposed_layers`` makes of one: chunks of the features of sources."""
+    if conv.decomposed_layers == 1:
+        return [kwargs]
+    names = {name[:-2] for name in conv._user_args if name.endswith("_j")}
+    chunks = {name: kwargs[name].chunk(conv.decomposed_layers, -1) for name in names}
+    return [{**kwargs, **{n: c[k] for n, c in chunks.items()}} for k in range(conv.decomposed_layers)]
+
+
 _refused: weakref.WeakKeyDictionary[typing.Any, typing.Any] = weakref.WeakKeyDictionary()
 
 
@@ -178,6 +194,8 @@ def _run_plain(conv, function, edge_index, size, kwargs, reasons, has_run_hooks=
     """PyG's own function; its pre-hooks are kept from running twice."""
     debug.record(conv, function, reasons=reasons)
     plain = getattr(conv, f"_plain_{function}")
+    if conv.decomposed_layers > 1:  # which what PyG generates for a class does not know
+        plain = functools.partial(classes.GENERIC[function], conv)
     if not has_run_hooks:
         return plain(edge_index, size=size, **kwargs)
     hooks = conv._propagate_forward_pre_hooks
