@@ -260,6 +260,22 @@ def test_cached_layers(make, is_warm):
     torch.testing.assert_close(fast(x, other), want)
 
 
+@pytest.mark.parametrize("make", [
+    lambda: fused_nn.GCNConv(8, 4, cached=True), lambda: fused_nn.APPNP(2, 0.1, cached=True)])
+def test_a_cached_value_of_another_call_has_no_gradient_to_give(make):
+    """Plain PyG fails there too: what the value was computed from is gone."""
+    x, edge_index = torch.randn(9, 8), torch.randint(0, 9, (2, 30))
+    weight = torch.rand(30).requires_grad_()
+    layer = make()
+    want = torch.autograd.grad(copy.deepcopy(layer)(x, edge_index, weight).sin().sum(), weight)
+    fast = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    got = torch.autograd.grad(fast(x, edge_index, weight).sin().sum(), weight)
+    torch.testing.assert_close(got, want)
+    again = fast(x, edge_index, weight)
+    with pytest.raises(CompiledResultError, match="cached=False"):
+        torch.autograd.grad(again.sum(), weight)
+
+
 def test_a_layer_that_was_changed():
     """Another aggregation is taken as it comes; another shape is refused until it is compiled anew."""
     layer = fused_nn.SimpleConv(aggr="mean")

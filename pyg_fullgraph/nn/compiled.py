@@ -22,9 +22,10 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Module
 from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._pytree import tree_leaves
 
 from pyg_fullgraph.errors import CompiledResultError
-from pyg_fullgraph.nn.lazy import LazyTensor
+from pyg_fullgraph.nn.lazy import EdgeExpr, LazyTensor
 
 __all__ = ["REASON", "call", "can_fuse", "register", "takes"]
 
@@ -36,7 +37,7 @@ REASON = ("pyg_fullgraph: under torch.compile a fused layer takes plain tensors 
 _layers: weakref.WeakValueDictionary[str, Module] = weakref.WeakValueDictionary()
 _handles = itertools.count(1)
 #: Token -> results and inputs of a forward whose backward may come; the results as places in its graph.
-_runs: dict[int, tuple[list[Any], list[Tensor]]] = {}
+_runs: dict[int, tuple[list[Any], list[Tensor], tuple[str, str, str] | None]] = {}
 _tokens = itertools.count(1)
 #: Rows of the tiny graphs on which shapes are found: numbers that no feature size has.
 _ROWS = ((1009, 1013, 1019, 1021, 1031, 1033), (1087, 1091, 1093, 1097, 1103, 1109))
@@ -221,15 +222,19 @@ def _call_apart(known: _Call, tensors: Sequence[Tensor], parameters: Sequence[Te
     # Others go in as they came: what was derived from them is remembered with them.
     inputs = [t.detach().requires_grad_() if need else t
               for t, need in zip((*tensors, *parameters), needs, strict=True)]
+    layer = _layers[known.handle]
+    kept = _kept_with_gradient(layer)
     with _autograd() if any(needs) else torch.no_grad():
-        out = _run(_layers[known.handle], known, inputs[:len(tensors)], inputs[len(tensors):], sizes, autocast)
+        out = _run(layer, known, inputs[:len(tensors)], inputs[len(tensors):], sizes, autocast)
     outs: list[Tensor] = []
     form = _flatten(out, outs, [])
     _check(known, form, outs, tensors, sizes, autocast)
     if any(needs):
         number = next(_tokens)
         token.fill_(number)
-        _runs[number] = [get_gradient_edge(o) if o.requires_grad else None for o in outs], inputs
+        refusal = None if kept is None else (type(layer).__name__, "to keep nothing that has a gradient",
+                                             f"{kept} of an earlier call; use cached=False")
+        _runs[number] = [get_gradient_edge(o) if o.requires_grad else None for o in outs], inputs, refusal
         # Tensors are wrapped anew on their way to the backward; their memory stays the same.
         weakref.finalize(token.untyped_storage(), _runs.pop, number, None)
     return [o.detach() for o in outs]
@@ -261,8 +266,14 @@ def _(key: str, tensors: Sequence[Tensor], parameters: Sequence[Tensor], sizes: 
 @torch.library.custom_op("pyg_fullgraph::layer_call_backward", mutates_args=())
 def layer_call_backward(token: Tensor, grads: Sequence[Tensor], places: Sequence[int], inputs: Sequence[Tensor],
                         needs: Sequence[bool]) -> list[Tensor]:
-    """Gradients of the inputs (tensors, then parameters) that ``needs`` picks, from those of the results ``places``."""
-    outs, inner = _runs[int(token)]
+    """Gradients of the inputs (tensors, then parameters) that ``needs`` picks, from those of the results ``places``.
+
+    Raises:
+        CompiledResultError: a cached value was made of the inputs of another call, which would get no gradient.
+    """
+    outs, inner, refusal = _runs[int(token)]
+    if refusal is not None:
+        raise CompiledResultError(*refusal)
     wanted = [t for t, need in zip(inner, needs, strict=True) if need]
     found = [(outs[place], grad) for place, grad in zip(places, grads, strict=True) if outs[place] is not None]
     made: Sequence[Tensor | None] = [None] * len(wanted)
@@ -414,6 +425,16 @@ def _copy_without_graph(layer: Module) -> Module:
         if value is not None and (name.startswith("_cached") or isinstance(value, LazyTensor) or
                                   (isinstance(value, Tensor) and not value.is_leaf))}
     return copy.deepcopy(layer, forgotten).cpu()
+
+
+def _kept_with_gradient(layer: Module) -> str | None:
+    """The attribute in which a cached layer keeps something that was computed from what has a gradient."""
+    for module in layer.modules():
+        for name, value in vars(module).items():
+            if name.startswith("_cached") and any(t.needs_grad if isinstance(t, EdgeExpr) else t.requires_grad
+                                                  for t in tree_leaves(value) if isinstance(t, Tensor)):
+                return name
+    return None
 
 
 def _check(known: _Call, form: Template, outs: Sequence[Tensor], tensors: Sequence[Tensor], sizes: Sequence[int],
