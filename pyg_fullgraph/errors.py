@@ -97,6 +97,21 @@ class PackageConflictError(PygFullgraphError, ImportError):
         )
 
 
+class MissingPackageError(PygFullgraphError, ImportError):
+    """An option needs a package that is installed with an extra."""
+
+    def __init__(self, package: str, option: str, extra: str) -> None:
+        super().__init__(f"Expected package '{package}' to be installed for {option}: "
+                         f"pip install 'pyg-fullgraph[{extra}]' (got no such package)")
+
+
+class PartitionFileError(PygFullgraphError, RuntimeError):
+    """A saved partition is missing, unreadable or of another kind."""
+
+    def __init__(self, path: object, got: object) -> None:
+        super().__init__(f"Expected '{path}' to be a partition saved by Partition.save (got {got})")
+
+
 class NotFusable(PygFullgraphError):
     """A message-passing method cannot become an edge program; carries every reason that was found."""
 

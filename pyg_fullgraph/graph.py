@@ -41,8 +41,10 @@ class EdgeOrder:
         other: [E] the other endpoint of each position.
         eid: [E] index of each position in the user's order, or None where the two orders are the same.
         num_rows, num_others: number of nodes on either side.
+        ids: [E] what dropout masks and arguments of extrema know the edge of each position by, where that is not
+            ``eid``: part of a graph has edge tensors of its own, and ids of the whole graph.
 
-    All index tensors share one dtype: int32 if S, N and E fit, else int64.
+    All index tensors but ``ids`` share one dtype: int32 if S, N and E fit, else int64.
     """
 
     ptr: Tensor
@@ -50,6 +52,7 @@ class EdgeOrder:
     eid: Tensor | None
     num_rows: int
     num_others: int
+    ids: Tensor | None = None
     _cache: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -113,6 +116,22 @@ class EdgeOrder:
             return None
         return self._cached(("heads", count), lambda: HeadOrder.of(self, count))
 
+    @property
+    def id_dtype(self) -> torch.dtype:
+        """The dtype of edge ids."""
+        return self.ptr.dtype if self.ids is None else self.ids.dtype
+
+    def subset(self, mask: Tensor, other: Tensor, num_others: int) -> EdgeOrder:
+        """The positions where ``mask`` [E] is set, with the same rows and other endpoints ``other`` [sum of mask].
+
+        Edge tensors stay those of all edges.
+        """
+        count = torch.zeros(self.num_edges + 1, dtype=self.ptr.dtype, device=self.ptr.device)
+        torch.cumsum(mask, 0, dtype=self.ptr.dtype, out=count[1:])
+        eid = (self.positions if self.eid is None else self.eid)[mask]
+        ids = None if self.ids is None else self.ids[mask]
+        return EdgeOrder(count.index_select(0, self.ptr), other, eid, self.num_rows, num_others, ids)
+
     def _count(self) -> Tensor:
         return torch.arange(self.num_edges, dtype=self.ptr.dtype, device=self.ptr.device)
 
@@ -126,6 +145,7 @@ class EdgeOrder:
 
     def transpose(self) -> EdgeOrder:
         """The same edges grouped by the other endpoint. Cost: at most one stable sort of E keys."""
+        assert self.ids is None
         # From the user's order, not from this one, so that rows of the result ascend in it too.
         others = segment.scatter_by(self.other, self.eid)
         rows = segment.scatter_by(segment.expand_rows(self.ptr, self.num_edges), self.eid)
@@ -134,7 +154,8 @@ class EdgeOrder:
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> EdgeOrder:
         eid = None if self.eid is None else change(self.eid)
-        return EdgeOrder(change(self.ptr), change(self.other), eid, self.num_rows, self.num_others)
+        ids = None if self.ids is None else change(self.ids)
+        return EdgeOrder(change(self.ptr), change(self.other), eid, self.num_rows, self.num_others, ids)
 
     def _cached(self, key: object, build: Callable[[], Any]) -> Any:
         if key not in self._cache:
