@@ -529,7 +529,7 @@ def _bind(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> 
             continue
         value = tensors.get(node.name)
         if value is None and node in _seeds(program):
-            value = torch.randint(2**63 - 1, (1,), device=graph.device)
+            value = graph.draw_seed()
         if value is None:
             raise InputError(node.name, "among the inputs of the program", sorted(tensors))
         want = node.shape if not node.is_row else (rows[node.domain][0], *node.shape)

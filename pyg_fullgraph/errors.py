@@ -112,6 +112,22 @@ class PartitionFileError(PygFullgraphError, RuntimeError):
         super().__init__(f"Expected '{path}' to be a partition saved by Partition.save (got {got})")
 
 
+class GroupError(PygFullgraphError, RuntimeError):
+    """Processes that share a graph disagree; raised by all of them."""
+
+    def __init__(self, name: str, found: Sequence[object]) -> None:
+        ranks = ", ".join(f"rank {k}: {v}" for k, v in enumerate(found))
+        super().__init__(f"Expected '{name}' to be the same on every rank (got {ranks})")
+
+
+class ShardedGraphError(PygFullgraphError, NotImplementedError):
+    """Something was asked of a part of a graph that only the whole graph can tell."""
+
+    def __init__(self, operation: str) -> None:
+        super().__init__("Expected a ShardedGraph to be used by fused layers only; 'join' gives whole results and the "
+                         f"Graph it was made from has all edges (got {operation})")
+
+
 class NotFusable(PygFullgraphError):
     """A message-passing method cannot become an edge program; carries every reason that was found."""
 

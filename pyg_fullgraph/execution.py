@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import triton.language as tl
@@ -39,7 +39,25 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def run_plan(plan: Plan, incoming: EdgeOrder, outgoing: EdgeOrder | None, tensors: Mapping[Node, Tensor],
+class FetchingOrder(Protocol):
+    """Edges by row, where the rows of other endpoints have to be fetched: it runs a sweep by :func:`run_sweep`, or by
+    :func:`run_tiles` as they come."""
+
+    @property
+    def degree(self) -> Tensor:
+        """As of an :class:`EdgeOrder`."""
+
+    def inv_degree(self, dtype: torch.dtype = ...) -> Tensor:
+        """As of an :class:`EdgeOrder`."""
+
+    def run_sweep(self, sweep: Sweep, leaf: chunks.Leaf, like: Tensor, exact: Container[Node]) -> dict[Node, Tensor]:
+        """As :func:`run_sweep`."""
+
+
+Order = EdgeOrder | FetchingOrder
+
+
+def run_plan(plan: Plan, incoming: Order, outgoing: Order | None, tensors: Mapping[Node, Tensor],
              like: Tensor) -> list[Tensor]:
     """Run every step of ``plan`` and return its outputs.
 
@@ -67,7 +85,10 @@ def run_plan(plan: Plan, incoming: EdgeOrder, outgoing: EdgeOrder | None, tensor
         if isinstance(step, Sweep):
             order = incoming if step.rows == Domain.DST else outgoing
             assert order is not None
-            env.update(run_sweep(step, order, env.__getitem__, like, plan.exact))
+            if isinstance(order, EdgeOrder):
+                env.update(run_sweep(step, order, env.__getitem__, like, plan.exact))
+            else:
+                env.update(order.run_sweep(step, env.__getitem__, like, plan.exact))
         else:
             env[step[0]] = interpret.evaluate((step[1],), exact_leaf, exact_like)[0]
         for node in done:
@@ -82,15 +103,32 @@ _TOO_LARGE: set[str] = set()
 def run_sweep(sweep: Sweep, order: EdgeOrder, leaf: chunks.Leaf, like: Tensor,
               exact: Container[Node] = ()) -> dict[Node, Tensor]:
     """One sweep by a generated kernel where there is one for it and for the device, else in chunks."""
-    if like.device.type == "cuda" or interpreted():
-        kernel = kernel_of(sweep, 16 // like.element_size())
-        if isinstance(kernel, codegen.KernelSource) and kernel.source not in _TOO_LARGE:
-            try:
-                return _launch_sweep(sweep, kernel, order, leaf, like, exact)
-            except OutOfResources as error:
-                _TOO_LARGE.add(kernel.source)
-                warnings.warn(f"Kernel {kernel.name} does not fit the device ({error}); runs in chunks", stacklevel=2)
+    kernel = _kernel_for(sweep, like)
+    if kernel is not None:
+        try:
+            return _launch_sweep(sweep, kernel, order, leaf, like, exact)
+        except OutOfResources as error:
+            _TOO_LARGE.add(kernel.source)
+            warnings.warn(f"Kernel {kernel.name} does not fit the device ({error}); runs in chunks", stacklevel=2)
     return chunks.run_sweep(sweep, order, leaf, like, exact)
+
+
+def run_tiles(sweep: Sweep, rows: EdgeOrder, tiles: Iterable[tuple[EdgeOrder, chunks.Leaf]], like: Tensor,
+              exact: Container[Node] = ()) -> dict[Node, Tensor]:
+    """One sweep over edges that come in tiles, see :func:`chunks.run_tiles`."""
+    return chunks.run_tiles(sweep, rows, tiles, like, exact)
+
+
+def has_kernel(sweep: Sweep, like: Tensor) -> bool:
+    """Whether ``sweep`` runs by a kernel, which takes all edges at once."""
+    return _kernel_for(sweep, like) is not None
+
+
+def _kernel_for(sweep: Sweep, like: Tensor) -> codegen.KernelSource | None:
+    if like.device.type != "cuda" and not interpreted():
+        return None
+    kernel = kernel_of(sweep, 16 // like.element_size())
+    return kernel if isinstance(kernel, codegen.KernelSource) and kernel.source not in _TOO_LARGE else None
 
 
 @lru_cache(maxsize=4096)

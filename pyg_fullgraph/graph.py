@@ -23,7 +23,7 @@ from pyg_fullgraph.memo import Memo, state_of
 from triton_kernels import segment
 from triton_kernels.segment import RowSchedule
 
-__all__ = ["EdgeOrder", "Graph", "RowSchedule", "graph_of"]
+__all__ = ["EdgeOrder", "Graph", "RowSchedule", "graph_of", "is_part"]
 
 Size = tuple[int | None, int | None]
 
@@ -427,6 +427,47 @@ class Graph(Tensor):
             self.memo["reverse"] = Graph(self.outgoing, self._incoming)
         return self.memo["reverse"]
 
+    def rewired(self, kept: Tensor | None, num_loops: int) -> Tensor:
+        """The edges at the positions ``kept`` (None for all) and, after them, a loop at each of the first nodes.
+
+        Returns: a Graph of the same nodes; an ``edge_index`` where there are not as many nodes as loops.
+        """
+        plain = self.to_edge_index() if kept is None else self.to_edge_index().index_select(1, kept)
+        loop = torch.arange(num_loops, device=plain.device).expand(2, -1)
+        full = torch.cat([plain, loop], dim=1)
+        return full if num_loops > min(self.num_src, self.num_dst) else \
+            Graph.from_edge_index(full, (self.num_src, self.num_dst))
+
+    # What concerns the whole graph, where this is a part of one; parts have to decide alike
+
+    is_part = False
+    own_side = 1  # row of the edge_index whose vertices a part owns
+
+    def nodes_with_edges(self) -> int:
+        """How many nodes there are if the largest id of an edge is the last one."""
+        return int(self.to_edge_index().max()) + 1 if self.num_edges else 0
+
+    def holds_anywhere(self, fact: bool) -> bool:
+        """Whether ``fact`` holds for any part of the graph."""
+        return fact
+
+    def holds_everywhere(self, fact: bool) -> bool:
+        """Whether ``fact`` holds for every part of the graph."""
+        return fact
+
+    def largest(self, value: Tensor) -> Tensor:
+        """The largest of edge values ``[E, ...]`` of all parts."""
+        return value.max()
+
+    def draw_seed(self) -> Tensor:
+        """A seed ``[1]`` of dropout masks from torch's generator, the same for every part."""
+        return torch.randint(2**63 - 1, (1,), device=self.device)
+
+    @property
+    def src_ids(self) -> Tensor:
+        """[S] id of each source in the whole graph."""
+        return torch.arange(self.num_src, device=self.device)
+
     # What makes it a tensor
 
     @classmethod
@@ -502,6 +543,11 @@ class Graph(Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         return self.to_edge_index().numpy(force=force)
+
+
+def is_part(edge_index: Any) -> bool:
+    """Whether an ``edge_index`` is a Graph that holds only some edges of a graph, as one of several processes."""
+    return isinstance(edge_index, Graph) and edge_index.is_part
 
 
 # Checks

@@ -335,7 +335,7 @@ class Shard:
 
     Attributes:
         incoming, outgoing: edges by destination and by source.
-        src_ids, dst_ids: the user's ids of this rank's vertices, int64.
+        src_ids, dst_ids: the user's ids of this rank's vertices, int64; one tensor where both are one set of vertices.
         edge_ids: [e] id in the whole graph of each home edge, int64.
         sizes: number of sources, destinations and edges of the whole graph.
         departing: [e] home edges in the order in which their values leave, by owner of the source.
@@ -361,6 +361,11 @@ class Shard:
     def num_parts(self) -> int:
         return len(self.departing_counts)
 
+    @property
+    def is_square(self) -> bool:
+        """Whether sources and destinations are one set of vertices with one partition."""
+        return self.src_ids is self.dst_ids
+
     @staticmethod
     def of(graph: Graph, src: Partition, dst: Partition, rank: int) -> Shard:
         """The shard of ``rank`` from a whole graph.
@@ -380,7 +385,8 @@ class Shard:
         home = (dst.owner(index[1]) == rank).nonzero().view(-1)
         away = (src.owner(index[0]) == rank).nonzero().view(-1)
         ends = [Edges(src.place[index[0, e]], dst.place[index[1, e]], e) for e in (home, away)]
-        return Shard.build(ends[0], ends[1], src.bounds, dst.bounds, rank, src.part(rank), dst.part(rank),
+        ids = src.part(rank)
+        return Shard.build(ends[0], ends[1], src.bounds, dst.bounds, rank, ids, ids if src is dst else dst.part(rank),
                            (graph.num_src, graph.num_dst, graph.num_edges))
 
     @staticmethod
@@ -433,6 +439,7 @@ class Shard:
         src_ids, dst_ids, edge_ids, departing = (
             t.to(device, non_blocking=non_blocking)
             for t in (self.src_ids, self.dst_ids, self.edge_ids, self.departing))
+        dst_ids = src_ids if self.is_square else dst_ids
         return Shard(self.incoming.to(device, non_blocking), self.outgoing.to(device, non_blocking), src_ids, dst_ids,
                      edge_ids, self.sizes, departing, self.departing_counts, self.arriving_counts)
 

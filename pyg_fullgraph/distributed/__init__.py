@@ -1,0 +1,6 @@
+"""One graph over several processes, each with its part of the vertices, on CPUs (gloo) or GPUs (NCCL)."""
+
+from pyg_fullgraph.distributed.graph import ShardedGraph, shard
+from pyg_fullgraph.distributed.group import Group
+
+__all__ = ["Group", "ShardedGraph", "shard"]
