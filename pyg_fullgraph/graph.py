@@ -468,6 +468,16 @@ class Graph(Tensor):
         """[S] id of each source in the whole graph."""
         return torch.arange(self.num_src, device=self.device)
 
+    @property
+    def dst_ids(self) -> Tensor:
+        """[N] id of each destination in the whole graph."""
+        return torch.arange(self.num_dst, device=self.device)
+
+    @property
+    def edge_ids(self) -> Tensor:
+        """[E] position of each edge in the edge_index of the whole graph."""
+        return torch.arange(self.num_edges, device=self.device)
+
     # What makes it a tensor
 
     @classmethod

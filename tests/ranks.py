@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 #: Seconds that one call may take before the ranks are given up.
-TIMEOUT_S = 240
+TIMEOUT_S = 900
 
 
 def _serve(rank: int, size: int, store: str, calls: Any, results: Any) -> None:
@@ -59,7 +59,7 @@ class Ranks:
         found: dict[int, Any] = {}
         while len(found) < self.size:
             try:
-                rank, value, error = self.results.get(timeout=TIMEOUT_S if not found else 30)
+                rank, value, error = self.results.get(timeout=TIMEOUT_S if not found else 60)
             except queue.Empty:
                 error = f"ranks {sorted(set(range(self.size)) - set(found))} did not answer: they wait for others"
             if error is not None:

@@ -14,25 +14,52 @@ PLAIN = {f"rgat_{mode}_within_{mod}" for mode in ("add", "mul") for mod in (None
 ON_NODES = [layer.name for layer in (*SQUARE, *MORE) if layer.name not in {*REFUSED, *PLAIN}]
 ON_PAIRS = [layer.name for layer in (*PAIRS, *MORE_PAIRS) if layer.name not in REFUSED]
 #: Of seven parts: one per reducer, stage structure and kind of edge data.
-FEW = ["gcn_weight", "gcn_reversed_weight", "sage", "sage_max", "sage_std", "sage_mul", "gat_edge", "gatv2", "gat_fill_max",
-       "edge_conv", "cheb_weight", "transformer_edge", "rgcn", "fast_rgcn_bases", "pna", "gen_softmax", "appnp"]
+FEW = ["gcn_weight", "gcn_reversed_weight", "sage", "sage_max", "sage_std", "sage_mul", "gat_edge", "gatv2",
+       "gat_fill_max", "edge_conv", "cheb_weight", "transformer_edge", "rgcn", "fast_rgcn_bases", "pna", "gen_softmax",
+       "appnp"]
 BOTH = [("halo", False), ("broadcast", True)]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_layers_equal_the_whole(size):
-    ranks(size).run(sharded.check_layers, ON_NODES, "hub", *BOTH)
-    ranks(size).run(sharded.check_layers, ON_PAIRS, "bipartite", *BOTH)
+#: All layers, and every third, each time others.
+ALL = [pytest.param(size, 0, 1, marks=[pytest.mark.slow] * (size != 2)) for size in (1, 2, 3, 4)]
+SOME = [(1, 0, 3), (3, 1, 3), (4, 2, 3)]
+
+
+@pytest.mark.parametrize("size, first, step", [*ALL, *SOME])
+def test_layers_equal_the_whole(size, first, step):
+    ranks(size).run(sharded.check_layers, ON_NODES[first::step], "hub", *BOTH)
+    ranks(size).run(sharded.check_layers, ON_PAIRS[first::step], "bipartite", *BOTH)
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_layers_equal_the_whole_by_the_other_way(size):
     other = [("halo", True), ("broadcast", False)]
-    ranks(size).run(sharded.check_layers, ON_NODES[::3], "isolated", *other)
+    ranks(size).run(sharded.check_layers, FEW, "isolated", *other)
     ranks(size).run(sharded.check_layers, FEW, "self_loops", *other)
-    ranks(size).run(sharded.check_layers, ON_PAIRS, "bipartite_wide", *other)
+    ranks(size).run(sharded.check_layers, ON_PAIRS[::2], "bipartite_wide", *other)
 
 
 def test_seven_parts():
     ranks(7).run(sharded.check_layers, FEW, "prime", *BOTH)
-    ranks(7).run(sharded.check_layers, FEW, "isolated", ("broadcast", False))
+    ranks(7).run(sharded.check_layers, FEW[::2], "isolated", ("broadcast", False))
+
+
+def test_training_equals_the_whole():
+    for size in (1, 2, 3):
+        ranks(size).run(sharded.check_training, "gcn", "halo")
+        ranks(size).run(sharded.check_training, "gat", "broadcast")
+
+
+def test_gradients_of_several_backwards():
+    ranks(3).run(sharded.check_accumulation)
+
+
+def test_whole_tensors():
+    ranks(3).run(sharded.check_take_and_join, "prime")
+    ranks(3).run(sharded.check_take_and_join, "bipartite")
+
+
+@pytest.mark.parametrize("check", [
+    "check_refused_options", "check_refused_operations", "check_refused_layers", "check_mismatches"])
+def test_what_is_refused(check):
+    ranks(2).run(getattr(sharded, check))

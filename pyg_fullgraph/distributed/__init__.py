@@ -2,5 +2,6 @@
 
 from pyg_fullgraph.distributed.graph import ShardedGraph, shard
 from pyg_fullgraph.distributed.group import Group
+from pyg_fullgraph.distributed.model import DistributedModel
 
-__all__ = ["Group", "ShardedGraph", "shard"]
+__all__ = ["DistributedModel", "Group", "ShardedGraph", "shard"]
