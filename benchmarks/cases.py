@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ import torch_geometric.nn as pyg_nn
 from torch import Tensor, nn
 
 from benchmarks import graphs
+from benchmarks.edge_phases import edge_phases
 from pyg_fullgraph.data import load_dataset
 from pyg_fullgraph.errors import UnknownDatasetError
 
@@ -31,7 +32,8 @@ class Case:
     Attributes:
         name: As given to ``--case``.
         layer: Key of :data:`LAYERS`.
-        graph: Key of :data:`benchmarks.graphs.SIZES`, or the name of a shared dataset, whose own features are used.
+        graph: Key of :data:`benchmarks.graphs.SIZES`, relabelled at random if it ends in ``-shuffled``, or the name of
+            a shared dataset, whose own features are used.
         device: ``cuda`` or ``cpu``.
         num_in: Width of the features of a synthetic graph.
         width: Output features of the layer, of all heads together; of the first layer of a model.
@@ -41,7 +43,10 @@ class Case:
         num_classes: Of a model on a synthetic graph.
         dtype: Of features and parameters.
         direction: ``forward``, or ``step``: forward and backward.
+        node_data: Widths of further node tensors that the layer is given.
+        edge_data: Features of each edge; 0 for none.
         needs_grad_x: Whether the features of a single layer get a gradient, as they do inside a model.
+        needs_grad_edges: Whether the features of edges do.
         is_sampled: Plain PyG does not fit: check sampled rows, and gradients on a small graph.
         gathers: Source rows read per edge in one step, at least, in elements of a row; None where that says little.
     """
@@ -58,7 +63,10 @@ class Case:
     num_classes: int = 0
     dtype: str = "float32"
     direction: str = "step"
+    node_data: tuple[int, ...] = ()
+    edge_data: int = 0
     needs_grad_x: bool = True
+    needs_grad_edges: bool = False
     is_sampled: bool = False
     gathers: int | None = None
 
@@ -68,7 +76,7 @@ class Case:
 
 
 #: name -> (namespace, in, out, heads, is_last) -> layer. ``out`` counts all heads, except for an averaged last layer.
-LAYERS: dict[str, Callable[[ModuleType, int, int, int, bool], nn.Module]] = {
+LAYERS: dict[str, Callable[[SimpleNamespace, int, int, int, bool], nn.Module]] = {
     "gcn": lambda ns, i, o, h, last: ns.GCNConv(i, o),
     "sage": lambda ns, i, o, h, last: ns.SAGEConv(i, o),
     "sage-max": lambda ns, i, o, h, last: ns.SAGEConv(i, o, aggr="max"),
@@ -81,6 +89,10 @@ LAYERS: dict[str, Callable[[ModuleType, int, int, int, bool], nn.Module]] = {
     "res-gated": lambda ns, i, o, h, last: ns.ResGatedGraphConv(i, o),
     "pna": lambda ns, i, o, h, last: ns.PNAConv(i, o, ["mean", "min", "max", "std"],
                                                 ["identity", "amplification", "attenuation"], _DEGREES),
+    "sum": lambda ns, i, o, h, last: ns.Sum(),
+    "gat-phase": lambda ns, i, o, h, last: ns.GATAttention(h),
+    "gatv2-phase": lambda ns, i, o, h, last: ns.GATv2Attention(h, o),
+    "dot-phase": lambda ns, i, o, h, last: ns.DotAttention(h),
     "edge-mlp": lambda ns, i, o, h, last: ns.EdgeConv(nn.Sequential(
         nn.Linear(2 * i, o), nn.ReLU(), nn.Linear(o, o)), aggr="max"),
 }
@@ -90,15 +102,28 @@ _ATTENTION = ("gat", "gatv2", "transformer")
 #: Rows of the case's width that a step must read per edge: forward and backward, each source row once per pass.
 _GATHERS = {("gcn", "forward"): 1, ("gcn", "step"): 2, ("sage", "forward"): 1, ("sage", "step"): 2,
             ("gin", "forward"): 1, ("gin", "step"): 2, ("gat", "forward"): 1, ("gat", "step"): 2,
-            ("gatv2", "forward"): 1, ("gatv2", "step"): 4}
+            ("gatv2", "forward"): 1, ("gatv2", "step"): 4, ("sum", "forward"): 1, ("sum", "step"): 2,
+            ("gat-phase", "forward"): 1, ("gat-phase", "step"): 2, ("gatv2-phase", "forward"): 1,
+            ("gatv2-phase", "step"): 4, ("dot-phase", "forward"): 2, ("dot-phase", "step"): 5}
 
 
 def _layer_case(layer: str, graph: str, dtype: str = "float32", direction: str = "step") -> Case:
     name = f"{layer}-{graph}" + ("" if dtype == "float32" else f"-{dtype}")
     gathers = _GATHERS.get((layer, direction))
     return Case(name + ("-forward" if direction == "forward" else ""), layer, graph, dtype=dtype, direction=direction,
-                heads=4 if layer in _ATTENTION else 1, is_sampled=graph in ("reddit", "products"),
-                gathers=None if gathers is None else 256 * gathers)
+                heads=4 if layer in _ATTENTION else 1, edge_data=2 if layer == "gmm" else 0,
+                is_sampled=graph in _LARGE, gathers=None if gathers is None else 256 * gathers)
+
+
+def _phase_case(layer: str, graph: str, width: int = 256, heads: int = 4, dtype: str = "float32",
+                direction: str = "step") -> Case:
+    """One edge phase without linear maps; ``graph`` may end in ``-shuffled``."""
+    more = {"gat-phase": (heads, heads), "gatv2-phase": (width,), "dot-phase": (width, width)}.get(layer, ())
+    name = "-".join([layer, graph, str(width), *([] if dtype == "float32" else [dtype]),
+                     *(["forward"] if direction == "forward" else [])])
+    return Case(name, layer, graph, num_in=width, width=width, heads=heads, dtype=dtype, direction=direction,
+                node_data=more, is_sampled=graph.removesuffix(graphs.SHUFFLED) in _LARGE,
+                gathers=width * _GATHERS[layer, direction])
 
 
 def _cpu_case(layer: str, graph: str, is_model: bool) -> Case:
@@ -106,6 +131,9 @@ def _cpu_case(layer: str, graph: str, is_model: bool) -> Case:
                 heads=8 if layer in _ATTENTION else 1, is_model=is_model, needs_grad_x=False)
 
 
+#: Graphs on which plain PyG runs out of memory.
+_LARGE = ("reddit", "products")
+_ORDERS = ("", graphs.SHUFFLED)
 SHARED = ("cora", "citeseer", "amazon_computers", "coauthor_cs", "tolokers")
 CASES: dict[str, Case] = {c.name: c for c in [
     Case("train-gat-reddit", "gat", "reddit", num_in=602, width=256, heads=4, is_model=True, last_heads=4,
@@ -119,6 +147,17 @@ CASES: dict[str, Case] = {c.name: c for c in [
     *[_layer_case(layer, "arxiv", direction="forward") for layer in ("sage", "gat")],
     Case("edgeconv-points", "edgeconv", "points", num_in=256, width=256),
     Case("edge-mlp-points", "edge-mlp", "points", num_in=64, width=64),
+    *[_phase_case("sum", graph + order, width, 1, dtype, "forward") for graph in ("arxiv", *_LARGE)
+      for order in _ORDERS for width in (32, 128, 256) for dtype in ("float32", "bfloat16")],
+    *[_phase_case("sum", graph, heads=1) for graph in _LARGE],
+    *[_phase_case(layer, graph, dtype=dtype) for layer in ("gat-phase", "gatv2-phase", "dot-phase")
+      for graph in ("arxiv", *_LARGE) for dtype in ("float32", "float16")],
+    *[_phase_case("dot-phase", graph, 128, 1, "float16", direction) for graph in _LARGE
+      for direction in ("forward", "step")],
+    Case("dot-phase-mesh", "dot-phase", "mesh", num_in=1024, width=1024, heads=16, dtype="float16",
+         node_data=(1024, 1024), edge_data=1024, needs_grad_edges=True),
+    Case("gatv2-phase-tiny", "gatv2-phase", "tiny", "cpu", num_in=16, width=16, heads=4, node_data=(16,)),
+    Case("sum-tiny", "sum", "tiny-shuffled", "cpu", num_in=16, width=16),
     *[_cpu_case(layer, graph, is_model) for graph in SHARED for layer in ("gcn", "sage", "gat")
       for is_model in (False, True)],
 ]}
@@ -146,7 +185,7 @@ class CaseSkipped(Exception):
 class Net(nn.Module):
     """One layer, or two with an activation between them."""
 
-    def __init__(self, layers: ModuleType, case: Case, num_in: int, num_classes: int) -> None:
+    def __init__(self, layers: SimpleNamespace, case: Case, num_in: int, num_classes: int) -> None:
         super().__init__()
         make = LAYERS[case.layer]
         convs = [make(layers, num_in, case.width, case.heads, False)]
@@ -155,10 +194,10 @@ class Net(nn.Module):
         self.convs = nn.ModuleList(convs)
         self.activation = F.elu if case.layer in _ATTENTION else F.relu
 
-    def forward(self, x: Tensor, graph: Any, *edge_data: Tensor) -> Tensor:
-        """Scores ``[N, width]`` from ``x`` ``[N, in]``."""
+    def forward(self, x: Tensor, graph: Any, *data: Tensor) -> Tensor:
+        """Scores ``[N, width]`` from ``x`` ``[N, in]``; ``data`` has a row per node or edge."""
         for k, conv in enumerate(self.convs):
-            x = conv(self.activation(x) if k else x, graph, *edge_data)
+            x = conv(self.activation(x) if k else x, graph, *data)
         return x
 
 
@@ -170,7 +209,7 @@ class Problem:
         x: ``[N, F]``.
         y, mask: Labels and training nodes, of a model.
         grad: What is fed back into a single layer, ``[N, width]``.
-        edge_data: Further arguments of the layer, one row per edge.
+        node_data, edge_data: Further arguments of the layer, one row per node or edge.
         state: Weights, by PyG's names.
     """
 
@@ -180,10 +219,10 @@ class Problem:
         generator = torch.Generator(device).manual_seed(seed)
         name = graph or case.graph
         num_classes = case.num_classes
-        if name in graphs.SIZES:
-            size = graphs.SIZES[name]
+        if name.removesuffix(graphs.SHUFFLED) in graphs.SIZES:
+            size = graphs.SIZES[name.removesuffix(graphs.SHUFFLED)]
             count = graphs.num_nodes(size)
-            self.edge_index = graphs.draw(size, device, seed)
+            self.edge_index = graphs.draw(size, device, seed, name.endswith(graphs.SHUFFLED))
             self.x = torch.randn((count, case.num_in), generator=generator, device=device)
             if case.layer == "sage-max":
                 # Ranks instead of values: where two sources tie, PyG and we give the gradient to other edges.
@@ -198,14 +237,16 @@ class Problem:
             self.y, self.mask = data.y, data.train_mask
         self.num_classes = num_classes
         self.num_nodes, self.num_edges = self.x.shape[0], self.edge_index.shape[1]
-        self.edge_data: tuple[Tensor, ...] = ()
-        if case.layer == "gmm":
-            self.edge_data = (torch.rand((self.num_edges, 2), generator=generator, device=device).to(dtype),)
+        self.node_data = tuple(torch.randn((self.num_nodes, width), generator=generator, device=device).to(dtype)
+                               for width in case.node_data)
+        edges = [case.edge_data] if case.edge_data else []
+        self.edge_data = tuple(torch.rand((self.num_edges, width), generator=generator, device=device).to(dtype)
+                               for width in edges)
         self.grad = None if case.is_model else torch.randn(
             (self.num_nodes, case.width), generator=generator, device=device).to(dtype)
-        self.state = self.net(pyg_nn).state_dict()
+        self.state = self.net(edge_phases(pyg_nn)).state_dict()
 
-    def net(self, layers: ModuleType) -> Net:
+    def net(self, layers: SimpleNamespace) -> Net:
         """The module of the case out of the classes in ``layers``, with this problem's weights once it has them."""
         net = Net(layers, self.case, self.x.shape[1], self.num_classes)
         if hasattr(self, "state"):

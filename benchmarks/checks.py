@@ -18,6 +18,7 @@ import torch_geometric.nn as pyg_nn
 from torch import Tensor
 
 from benchmarks.cases import LAYERS, Case, Problem
+from benchmarks.edge_phases import edge_phases
 from benchmarks.workloads import Workload
 
 #: Relative error (norms over a tensor) that needs no excuse.
@@ -63,6 +64,7 @@ def _float64(problem: Problem) -> Problem:
     exact.case = replace(problem.case, dtype="float64")
     exact.x = problem.x.double()
     exact.grad = None if problem.grad is None else problem.grad.double()
+    exact.node_data = tuple(t.double() for t in problem.node_data)
     exact.edge_data = tuple(t.double() for t in problem.edge_data)
     return exact
 
@@ -149,7 +151,8 @@ def sampled_rows_exactly(problem: Problem, k: int, x: Tensor, rows: Tensor) -> T
     place[nodes] = torch.arange(len(nodes), device=x.device)
     conv = _layer(problem, k, x.shape[1])
     with torch.no_grad():
-        out = conv(x[nodes].double(), place[part], *(t[kept].double() for t in problem.edge_data))
+        out = conv(x[nodes].double(), place[part], *(t[nodes].double() for t in problem.node_data),
+                   *(t[kept].double() for t in problem.edge_data))
     return out[place[rows]]
 
 
@@ -157,7 +160,7 @@ def _layer(problem: Problem, k: int, num_in: int) -> torch.nn.Module:
     case: Case = problem.case
     is_last = k > 0
     out, heads = (problem.num_classes, case.last_heads) if is_last else (case.width, case.heads)
-    conv = LAYERS[case.layer](pyg_nn, num_in, out, heads, is_last)
+    conv = LAYERS[case.layer](edge_phases(pyg_nn), num_in, out, heads, is_last)
     prefix = f"convs.{k}."
     conv.load_state_dict({n.removeprefix(prefix): t for n, t in problem.state.items() if n.startswith(prefix)})
     return conv.to(case.device, torch.float64)

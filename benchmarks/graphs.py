@@ -37,11 +37,14 @@ SIZES: dict[str, Size | Clouds] = {
     "reddit": Size(232_965, 114_615_892, 44),
     "products": Size(2_449_029, 123_718_280, 346),
     "proteins": Size(132_534, 79_122_504, 13),
+    "mesh": Size(40_962, 327_660, 2),
     "small": Size(20_000, 400_000, 100),
     "tiny": Size(300, 2_400, 10),
     "points": Clouds(32, 1024, 40),
     "few-points": Clouds(2, 30, 5),
 }
+#: Names of graphs that are relabelled at random end like this.
+SHUFFLED = "-shuffled"
 COMMUNITY = 2000
 INSIDE = 0.7
 

@@ -19,6 +19,7 @@ from rich.console import Console
 from benchmarks import measure
 from benchmarks.cases import Case, CaseSkipped, Problem, select
 from benchmarks.checks import CheckFailed, check, is_repeatable
+from benchmarks.peers import NotOffered
 from benchmarks.table import render
 from benchmarks.workloads import PROVIDERS, Workload
 
@@ -42,7 +43,7 @@ def run_case(case: Case, providers: Sequence[str], budget_s: float = 2.0) -> lis
             because the peak of one must not hold what another left.
         budget_s: About how long to time each.
 
-    Returns: one row per provider; one that failed has ``error`` instead of times.
+    Returns: one row per provider that has such a layer; one that failed has ``error`` instead of times.
     Raises: CaseSkipped.
     """
     where = measure.environment(case.device)
@@ -60,7 +61,7 @@ def run_case(case: Case, providers: Sequence[str], budget_s: float = 2.0) -> lis
         made = None
         ready.clear()
         _free()
-    return [{**row, **where} for row in rows.values()]
+    return [{**row, **where} for row in rows.values() if "error" in row or "p50_ms" in row]
 
 
 def _time(case: Case, problem: Problem, ready: dict[str, tuple[Workload, measure.PeakMemory]], rows: dict[str, Row],
@@ -84,6 +85,8 @@ def _guarded(row: Row, work: Callable[[], Any]) -> Any:
         return work()
     except CheckFailed as error:
         row["error"] = f"check failed, not timed: {error}"
+    except NotOffered as error:
+        print(f"skipped {row['case']} by {row['provider']}: {error}", flush=True)
     except Exception as error:
         if is_out_of_memory(error):
             row["error"] = "out of memory"

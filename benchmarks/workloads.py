@@ -1,10 +1,12 @@
-"""Providers side by side: the same problem as a step of plain PyG, of PyG under ``torch.compile``, and of ours."""
+"""Providers side by side: the same problem as a step of plain PyG, of PyG under ``torch.compile``, of kernels of others
+(:mod:`benchmarks.peers`), and of ours.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,7 +15,9 @@ import torch_geometric.nn as pyg_nn
 from torch import Tensor
 
 import pyg_fullgraph.nn as fullgraph_nn
+from benchmarks import peers
 from benchmarks.cases import Problem
+from benchmarks.edge_phases import edge_phases
 from pyg_fullgraph.graph import Graph
 
 
@@ -21,7 +25,7 @@ from pyg_fullgraph.graph import Graph
 class Provider:
     """Where layers come from, what becomes of ``edge_index``, and what of the module."""
 
-    layers: ModuleType
+    layers: SimpleNamespace
     prepare: Callable[[Problem], Any]
     wrap: Callable[[Any], Any] = lambda module: module
 
@@ -33,9 +37,11 @@ def _both_orders(problem: Problem) -> Graph:
 
 
 PROVIDERS = {
-    "pyg": Provider(pyg_nn, lambda problem: problem.edge_index),
-    "ours": Provider(fullgraph_nn, _both_orders),
-    "torch_compile": Provider(pyg_nn, lambda problem: problem.edge_index, torch.compile),
+    "pyg": Provider(edge_phases(pyg_nn), lambda problem: problem.edge_index),
+    "ours": Provider(edge_phases(fullgraph_nn), _both_orders),
+    "torch_compile": Provider(edge_phases(pyg_nn), lambda problem: problem.edge_index, torch.compile),
+    "cusparse": Provider(peers.CUSPARSE, lambda p: peers.csr_pair(p.edge_index, p.num_nodes, p.case.torch_dtype)),
+    "turbo_gnn": Provider(peers.TURBO, lambda p: peers.turbo_graph(p.edge_index, p.num_nodes)),
 }
 
 
@@ -53,17 +59,21 @@ class Workload:
         self.graph = how.prepare(problem) if graph is None else graph
         self.net = problem.net(how.layers)
         self.module = how.wrap(self.net)
-        self.x = problem.x.detach().requires_grad_(not case.is_model and case.needs_grad_x
-                                                   and case.direction == "step")
+        is_trained = not case.is_model and case.direction == "step"
+        self.inputs = [t.detach().requires_grad_(is_trained and case.needs_grad_x)
+                       for t in (problem.x, *problem.node_data)]
+        self.inputs += [t.detach().requires_grad_(is_trained and case.needs_grad_edges) for t in problem.edge_data]
         self.optimizer = torch.optim.Adam(self.net.parameters(), lr=1e-3) if case.is_model else None
 
     def forward(self) -> Tensor:
         """Scores."""
-        return self.module(self.x, self.graph, *self.problem.edge_data)
+        x, *data = self.inputs
+        return self.module(x, self.graph, *data)
 
     def backward(self) -> Tensor:
         """Forward and backward; the loss of a model, else the layer's output."""
-        self.x.grad = None
+        for tensor in self.inputs:
+            tensor.grad = None
         self.net.zero_grad(set_to_none=True)
         out, problem = self.forward(), self.problem
         if problem.case.is_model:
@@ -87,6 +97,7 @@ class Workload:
         """Output and gradients of one step without an update, by name."""
         if self.problem.case.direction == "forward":
             return {"out": self.step()}
-        found = {"out": self.backward(), "grad x": self.x.grad}
+        found = {"out": self.backward(), "grad x": self.inputs[0].grad}
+        found.update({f"grad of input {k}": t.grad for k, t in enumerate(self.inputs[1:], start=1)})
         found.update({f"grad {n}": p.grad for n, p in self.net.named_parameters()})
         return {k: v for k, v in found.items() if v is not None}

@@ -28,7 +28,8 @@ from pyg_fullgraph.graph import EdgeOrder, Graph
 from pyg_fullgraph.saga import interpret, ir
 from pyg_fullgraph.saga.adjoint import Adjoint, adjoint, grad_input
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node
-from pyg_fullgraph.saga.passes import Plan, Split, Stage, Target, plan, reduction, split
+from pyg_fullgraph.saga.passes import Split, Stage, plan, reduction, split
+from pyg_fullgraph.saga.plans import Plan, Target
 
 Needs = tuple[bool, ...]
 

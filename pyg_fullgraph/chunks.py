@@ -20,7 +20,7 @@ from pyg_fullgraph.graph import EdgeOrder, HeadOrder
 from pyg_fullgraph.recipe import ONE_HOT_ROWS, Step, recipe_of
 from pyg_fullgraph.saga import interpret
 from pyg_fullgraph.saga.ir import Domain, Node
-from pyg_fullgraph.saga.passes import STAGED, Sweep
+from pyg_fullgraph.saga.plans import STAGED, Sweep
 from triton_kernels import reference, segment
 
 #: Elements that the values of one chunk have together: about the last-level cache on a CPU; on a GPU enough to fill it,

@@ -19,7 +19,7 @@ from pyg_fullgraph.explanation import Explanation, PhaseReport, ProgramReport, e
 from pyg_fullgraph.nn.coverage import FUSED, OPTIONS, PARTS, PLAIN
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, Node
-from pyg_fullgraph.saga.passes import KERNELS, Plan
+from pyg_fullgraph.saga.plans import KERNELS, Plan
 
 __all__ = ["EXAMPLES", "page"]
 

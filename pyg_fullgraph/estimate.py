@@ -16,7 +16,7 @@ from pyg_fullgraph.chunks import compute_dtype
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node
-from pyg_fullgraph.saga.passes import Plan, Sweep, Target
+from pyg_fullgraph.saga.plans import Plan, Sweep, Target
 
 #: How inputs are called whose product with a weight was kept open (see :mod:`pyg_fullgraph.nn.order`).
 FEATURES = ".features"
@@ -76,18 +76,8 @@ class Saved:
     num_bytes: int
 
 
-def _cost(node: Node) -> int:
-    """Arithmetic of one row."""
-    kind = ir.OPS[node.op].kind
-    if node.op == "mm":
-        return 2 * node.args[0].numel * node.args[1].shape[-1]
-    if kind == "pointwise" or node.op == "weight":
-        return node.numel
-    return node.args[0].numel if kind == "reduce" else 0
-
-
 def _expression_flops(roots: Iterable[Node], rows: Callable[[Node], int]) -> int:
-    return sum(_cost(n) * rows(n) for n in ir.walk(*roots) if n.op != "gather")
+    return sum(ir.arithmetic(n) * rows(n) for n in ir.walk(*roots) if n.op != "gather")
 
 
 def vertex_work(values: Iterable[Node], sizes: Sizes) -> Work:
@@ -97,7 +87,7 @@ def vertex_work(values: Iterable[Node], sizes: Sizes) -> Work:
         if ir.OPS[node.op].kind in ("pointwise", "reduce", "dense") or node.op == "cat":
             read += sum(a.numel * sizes.rows(a.domain) for a in node.args)
             written += node.numel * sizes.rows(node.domain)
-            flops += _cost(node) * sizes.rows(node.domain)
+            flops += ir.arithmetic(node) * sizes.rows(node.domain)
     return Work(read * sizes.value, written * sizes.value, flops)
 
 
@@ -198,7 +188,7 @@ def unfused(program: EdgeProgram, sizes: Sizes) -> Unfused:
         if node.op == "input" and node in below and node.domain in (Domain.SRC, Domain.DST):
             total += Work(made + edges * 8, made, 0)
         elif kind in ("pointwise", "reduce", "dense") or node.op in ("cat", "dropout"):
-            total += Work(sum(a.numel * rows(a) for a in node.args) * value, made, _cost(node) * rows(node))
+            total += Work(sum(a.numel * rows(a) for a in node.args) * value, made, ir.arithmetic(node) * rows(node))
         else:
             continue
         if node in below and node.is_row:

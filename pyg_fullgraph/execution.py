@@ -19,7 +19,7 @@ from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.graph import EdgeOrder
 from pyg_fullgraph.saga import codegen, interpret, ir
 from pyg_fullgraph.saga.ir import Domain, Node
-from pyg_fullgraph.saga.passes import CHUNKS, KERNELS, Plan, Sweep, Target
+from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, Plan, Sweep, Target
 from triton_kernels import launch
 
 #: Most edges of one piece of a row.

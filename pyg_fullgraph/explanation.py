@@ -28,7 +28,8 @@ from pyg_fullgraph.nn.tracing import is_lazy
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.codegen import KernelSource
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node
-from pyg_fullgraph.saga.passes import CHUNKS, KERNELS, STAGED, Plan, Stage, Target, rewritten
+from pyg_fullgraph.saga.passes import Stage, rewritten
+from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, STAGED, Plan, Target
 
 __all__ = ["Explanation", "LayerReport", "PhaseReport", "ProgramReport", "explain"]
 

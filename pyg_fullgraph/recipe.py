@@ -14,7 +14,7 @@ from torch import Tensor
 from pyg_fullgraph.saga import interpret, ir
 from pyg_fullgraph.saga.axes import AxisMap
 from pyg_fullgraph.saga.ir import Domain, Node
-from pyg_fullgraph.saga.passes import Sweep
+from pyg_fullgraph.saga.plans import Sweep
 
 #: Rows of a parameter up to which its gradient is a product with a matrix of zeros and ones.
 ONE_HOT_ROWS = 64

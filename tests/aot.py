@@ -24,7 +24,8 @@ from pyg_fullgraph.autograd import EdgePhase
 from pyg_fullgraph.execution import kernel_of
 from pyg_fullgraph.saga.codegen import KernelSource
 from pyg_fullgraph.saga.ir import EdgeProgram
-from pyg_fullgraph.saga.passes import KERNELS, Sweep, split
+from pyg_fullgraph.saga.passes import split
+from pyg_fullgraph.saga.plans import KERNELS, STAGED, Sweep
 from tests.programs import CASES, MORE_CASES, WIDE_CASES
 from triton_kernels import launch
 
@@ -50,7 +51,8 @@ def compile_kernel(kernel: KernelSource, name: str, dtype: str = "fp32", index: 
             signature[arg] = "i32"
         elif buffer is not None:
             is_seed = buffer.integer and not buffer.node.is_row
-            signature[arg] = "*i64" if is_seed else f"*{index}" if buffer.integer else f"*{dtype}"
+            kept = stat if buffer.node.name.startswith(STAGED) else dtype
+            signature[arg] = "*i64" if is_seed else f"*{index}" if buffer.integer else f"*{kept}"
         elif arg.startswith("ws"):
             signature[arg] = f"*{index}" if kernel.carries[int(arg[2:-4])][1] else f"*{stat}"
         elif arg == "piece_slot_ptr" or arg.endswith("_ptr"):

@@ -11,7 +11,8 @@ from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.adjoint import adjoint, grad_input
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
-from pyg_fullgraph.saga.passes import CHUNKS, KERNELS, reduction, split
+from pyg_fullgraph.saga.passes import reduction, split
+from pyg_fullgraph.saga.plans import CHUNKS, KERNELS
 
 SMALL = random_case(5, 7, 13)
 NO_KERNELS = ("wide",)  # 1,100 features: the same expression as "gcn"

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from benchmarks import graphs, measure, table
 from benchmarks import run as bench
-from benchmarks.cases import CASES, CaseSkipped, Problem, select
+from benchmarks.cases import CASES, Case, CaseSkipped, Problem, select
 from benchmarks.checks import CheckFailed, check, compare, sampled_rows_exactly
 from benchmarks.workloads import Workload
 
@@ -101,6 +101,30 @@ def test_wrong_numbers_are_refused_not_timed(monkeypatch):
     monkeypatch.setattr(Workload, "forward", wrong)
     (row,) = bench.run_case(CASES["gcn-tiny"], ["ours"], budget_s=0.01)
     assert row["error"].startswith("check failed, not timed: Expected 'out'") and "p50_ms" not in row
+
+
+def test_edge_phases_side_by_side_with_other_libraries(capsys):
+    rows = bench.run_case(CASES["sum-tiny"], ["pyg", "ours", "cusparse"], budget_s=0.01)
+    assert [r["provider"] for r in rows] == ["pyg", "ours", "cusparse"]
+    assert all(r["check"]["error"] < 1e-6 and r["p50_ms"] > 0 for r in rows[1:])
+    rows = bench.run_case(CASES["gatv2-phase-tiny"], ["ours", "cusparse"], budget_s=0.01)
+    assert [r["provider"] for r in rows] == ["ours"] and rows[0]["check"]["error"] < 1e-5
+    assert "skipped gatv2-phase-tiny by cusparse: there is no GATv2Attention in it" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("layer, more, edge_data", [("gat-phase", (2, 2), 0), ("gatv2-phase", (8,), 0),
+                                                    ("dot-phase", (8, 8), 0), ("dot-phase", (8, 8), 8)])
+def test_edge_phases_equal_pyg_with_all_gradients_and_on_sampled_rows(monkeypatch, layer, more, edge_data):
+    monkeypatch.setitem(graphs.SIZES, "small", graphs.SIZES["tiny"])
+    case = Case("phase", layer, "tiny", "cpu", num_in=8, width=8, heads=2, node_data=more, edge_data=edge_data,
+                needs_grad_edges=True)
+    problem = Problem(case)
+    ours = Workload(problem, "ours")
+    names = {f"grad of input {k}" for k in range(1, len(more) + 1 + bool(edge_data))}
+    assert names <= set(ours.results())
+    assert check(problem, ours)["error"] < 1e-5
+    sampled = Problem(replace(case, is_sampled=True))
+    assert check(sampled, Workload(sampled, "ours"))["rows_error"] < 1e-5
 
 
 def test_out_of_memory_is_a_row(monkeypatch):

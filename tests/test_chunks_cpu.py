@@ -14,7 +14,7 @@ from pyg_fullgraph.autograd import run
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain
-from pyg_fullgraph.saga.passes import Sweep
+from pyg_fullgraph.saga.plans import Sweep
 from triton_kernels import reference, segment
 
 SRC, DST, EDGE = Domain.SRC, Domain.DST, Domain.EDGE

@@ -20,7 +20,7 @@ from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.model import convert
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
-from pyg_fullgraph.saga.passes import KERNELS
+from pyg_fullgraph.saga.plans import KERNELS
 
 CASE = zoo.prime()
 GRAPH = Graph.from_edge_index(CASE.edge_index, CASE.num_dst)
@@ -69,7 +69,7 @@ def test_every_layer_is_reported_and_nothing_is_changed():
     assert text.startswith("3 of 3 message-passing layers run fused")
     for part in ("convs.1 (GATConv): fused", "saved for backward", "recomputed in backward", f"{N} destinations",
                  "softmax_j(leaky_relu(alpha_j + alpha_i, 0.2))", "log-sum-exp of the softmax",
-                 "passes over the edges: 1 (by destination) forward, 2 (by destination, source) backward",
+                 "passes over the edges: 1 (by destination) forward, 2 (by source, destination) backward",
                  "generated kernels on a GPU: 1 forward, 2 backward", "because the graph is on the CPU"):
         assert part in text, part
 
@@ -183,7 +183,7 @@ def test_picture_and_dictionary():
     assert layer["verdict"] == "fused"
     (program,) = layer["programs"]
     assert program["num_edges"] == report.layers["convs.0"].parts[0].graph.num_edges
-    assert [s["rows"] for s in program["phases"][0]["backward"]] == ["destination", "source"]
+    assert [s["rows"] for s in program["phases"][0]["backward"]] == ["source", "destination"]
     assert program["saved_bytes"] == sum(s["num_bytes"] for p in program["phases"] for s in p["saved"])
 
 

@@ -34,6 +34,8 @@ LAYERS = (
     "pyg_fullgraph.saga.idioms",
     "pyg_fullgraph.saga.trace",
     "pyg_fullgraph.saga.adjoint",
+    "pyg_fullgraph.saga.plans",
+    "pyg_fullgraph.saga.recompute",
     "pyg_fullgraph.saga.passes",
     "pyg_fullgraph.saga.codegen",
     "pyg_fullgraph.saga",

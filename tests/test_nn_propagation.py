@@ -5,7 +5,7 @@ import dataclasses
 import gc
 import warnings
 import weakref
-from typing import Optional
+from typing import Any, Optional
 
 import pytest
 import torch
@@ -705,3 +705,23 @@ def test_mlp_width_is_part_of_the_structure():
         x, _ = BY_NAME["edge_conv"].inputs(CASE)
         assert_same([fused(x, CASE.edge_index)], [plain(x, CASE.edge_index)])
     assert_fused(2)
+
+
+@pytest.mark.parametrize("annotation", [object, torch.Tensor, Any])
+def test_special_arguments_may_be_annotated_at_will(annotation):
+    """PyG compares the annotations of a layer's methods, but not those of what it fills in itself."""
+
+    def attention(base):
+        class Attention(base):
+            def forward(self, x, edge_index):
+                return self.propagate(edge_index, x=x)
+
+            def message(self, x_j, x_i, index, ptr: annotation, size_i: annotation):
+                return softmax((x_j * x_i).sum(-1, keepdim=True), index, ptr, size_i) * x_j
+
+        return Attention()
+
+    x, _ = gated_inputs()
+    assert_same([attention(fused_nn.MessagePassing)(x, CASE.edge_index)],
+                [attention(pyg_nn.MessagePassing)(x, CASE.edge_index)])
+    assert_fused(1)

@@ -11,10 +11,11 @@ from programs import CASES, make_tensors
 from pyg_fullgraph.autograd import EdgePhase
 from pyg_fullgraph.execution import run_plan
 from pyg_fullgraph.graph import Graph
-from pyg_fullgraph.saga import interpret, ir
+from pyg_fullgraph.saga import interpret, ir, recompute
 from pyg_fullgraph.saga.interpret import run_reference
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output, pointwise
-from pyg_fullgraph.saga.passes import CHUNKS, KERNELS, PASSES, canonicalize, hoist, plan, reduction, reorganize, split
+from pyg_fullgraph.saga.passes import PASSES, canonicalize, hoist, plan, reduction, reorganize, split
+from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, STAGED
 
 SRC, DST, EDGE, PARAM = Domain.SRC, Domain.DST, Domain.EDGE, Domain.PARAM
 GRAPHS = [zoo.prime(), zoo.hub(), zoo.bipartite(), zoo.no_edges()]
@@ -188,24 +189,46 @@ def test_forward_is_one_sweep(name):
 
 
 @pytest.mark.parametrize("name, rows", [
-    ("gcn", [DST, SRC]), ("gin", [SRC]), ("sage-mean", [SRC]), ("gat", [DST, SRC]), ("gat-dropout", [DST, SRC]),
-    ("gatv2", [DST, SRC]), ("edge-max", [DST, SRC]), ("gmm", [DST, SRC])])
-def test_backward_is_one_sweep_per_side(name, rows):
+    ("gcn", [SRC]), ("gin", [SRC]), ("sage-mean", [SRC]), ("gat", [SRC, DST]), ("gat-dropout", [SRC, DST]),
+    ("gatv2", [SRC, DST]), ("edge-max", [DST, SRC]), ("gmm", [SRC])])
+def test_backward_is_one_sweep_per_side_and_what_edges_get_joins_one_of_them(name, rows):
     _, backward = plans(name, KERNELS)
-    assert sorted(s.rows for s in backward.sweeps) == sorted(rows)
+    assert [s.rows for s in backward.sweeps] == rows
 
 
-@pytest.mark.parametrize("name", ["gat", "gat-dropout", "gatv2", "gatv2-edge-dropout"])
-def test_narrow_values_are_handed_on_between_chunked_sweeps(name):
-    """Attention [E, H] and the gradient of its scores are read by the sweep over sources, not made again."""
-    _, backward = plans(name, CHUNKS)
-    first, second = backward.sweeps
-    staged = [r for r, _ in first.edges if r.name.startswith("%staged")]
-    assert [r.numel for r in staged] == [3, 3]
+@pytest.mark.parametrize("name, target", [
+    ("gat", KERNELS), ("gat", CHUNKS), ("gat-dropout", KERNELS), ("gatv2", KERNELS), ("gatv2-edge-dropout", KERNELS)])
+def test_gradients_of_scores_are_handed_on_and_not_made_again(name, target):
+    """The sweep by source needs the weights [E, H] and the gradients of the scores, the one by destination only these."""
+    _, backward = plans(name, target)
+    first, second, *_ = backward.sweeps
+    staged = [r for r, _ in first.edges if r.name.startswith(STAGED)]
+    assert (first.rows, second.rows) == (SRC, DST)
+    assert [r.numel for r in staged] == [3]
     assert set(staged) <= set(second.inputs)
-    assert not any(n.op in ("exp", "sum") for n in ir.walk(*second.operands))
-    _, backward = plans(name, KERNELS)
-    assert not any(r.name.startswith("%staged") for s in backward.sweeps for r, _ in s.edges)
+    assert not any(n.op == "exp" for n in ir.walk(*second.operands))
+
+
+def test_handing_on_spares_the_gather_of_wide_rows():
+    """Attention that adds a number per source and per destination: backward reads wide rows once, not per sweep."""
+    _, backward = plans("gat", KERNELS)
+    widths = [max(n.numel for n in s.inputs if n.domain not in (PARAM, s.rows)) for s in backward.sweeps]
+    assert widths[1] == 3 < widths[0]
+    phase = EdgePhase(split(program_of("gat")).stages[0].core)
+    phase.differentiate()
+    grads = {n.name: g for n, g in phase.adjoint.grads.items() if g is not None}
+    apart = plan(grads, KERNELS, disable=["hand_on"])
+    assert [max(n.numel for n in s.inputs if n.domain not in (PARAM, s.rows)) for s in apart.sweeps] == [widths[0]] * 2
+    assert recompute.price(backward.steps, KERNELS) < recompute.price(apart.steps, KERNELS)
+
+
+@TARGETS
+@pytest.mark.parametrize("name", CASES)
+def test_no_edge_value_as_wide_as_rows_is_handed_on(name, target):
+    for made in plans(name, target):
+        rows = [n.numel for s in made.sweeps for n in (*s.inputs, *(r for r, _ in s.gathers)) if n.domain in (SRC, DST)]
+        staged = [r.numel for s in made.sweeps for r, _ in s.edges if r.name.startswith(STAGED)]
+        assert 2 * max(staged, default=0) <= max(rows, default=0)
 
 
 def test_what_is_handed_on_is_not_made_from_what_is_handed_on_twice():

@@ -9,7 +9,8 @@ from pyg_fullgraph.autograd import compile_program, run
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output, pointwise
-from pyg_fullgraph.saga.passes import CHUNKS, KERNELS, split
+from pyg_fullgraph.saga.passes import split
+from pyg_fullgraph.saga.plans import CHUNKS, KERNELS
 
 SRC, DST, EDGE, PARAM = Domain.SRC, Domain.DST, Domain.EDGE, Domain.PARAM
 X, Y, W = ir.input("x", SRC, (3,)), ir.input("y", DST, (3,)), ir.input("w", EDGE, (1,))

@@ -65,8 +65,9 @@ class Call:
     def __init__(self, conv: Any, function: str, edge_index: Any, size: Any, kwargs: Mapping[str, Any]) -> None:
         self.conv, self.function = conv, function
         self.methods = METHODS[function]
-        read = conv.inspector.get_flat_param_names(
-            [*self.methods, "update"] if function == "propagate" else [*self.methods])
+        methods = [*self.methods, "update"] if function == "propagate" else self.methods
+        # Not the inspector's union: it compares annotations, which PyG does not do for special arguments.
+        read = list(dict.fromkeys(n for m in methods for n in conv.inspector.get_param_names(m)))
         slots = conv._check_input(edge_index, size)
         self.is_matrix = is_sparse(edge_index)
         if self.is_matrix:

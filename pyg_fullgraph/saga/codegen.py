@@ -17,7 +17,7 @@ from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.axes import Axis, AxisMap
 from pyg_fullgraph.saga.features import Place, place_slices
 from pyg_fullgraph.saga.ir import Domain, Node
-from pyg_fullgraph.saga.passes import Sweep
+from pyg_fullgraph.saga.plans import Sweep
 from pyg_fullgraph.saga.reducers import Carry, Outer, Reducer, Softmax, reducers_of
 from triton_kernels import skeletons
 from triton_kernels.reference import dropout_threshold

@@ -235,6 +235,10 @@ def _rebuild_node(op: str, args: tuple[Node, ...], shape: Shape, domain: int, at
     return Node(op, args, shape, Domain(domain), **attrs)
 
 
+#: Operations whose result is true or false.
+TRUTHS = ("gt", "ge", "lt", "le", "eq", "ne", "and", "or", "not")
+
+
 # --- building ---------------------------------------------------------------------------------------------------
 
 
@@ -379,6 +383,16 @@ INV_DEGREE = input("graph.inv_degree", Domain.DST, ())
 
 
 # --- walking ----------------------------------------------------------------------------------------------------
+
+
+def arithmetic(node: Node) -> int:
+    """Operations that one row of ``node`` takes: one per element, two per element of a matrix product."""
+    kind = OPS[node.op].kind
+    if node.op == "mm":
+        return 2 * node.args[0].numel * node.args[1].shape[-1]
+    if kind == "pointwise" or node.op == "weight":
+        return node.numel
+    return node.args[0].numel if kind == "reduce" else 0
 
 
 def walk(*roots: Node) -> Iterator[Node]:

@@ -10,16 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
-from pyg_fullgraph.saga import features, ir
+from pyg_fullgraph.saga import features, ir, recompute
 from pyg_fullgraph.saga.adjoint import scales_linearly, softmax_from
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output, pointwise
+from pyg_fullgraph.saga.plans import Plan, Sweep, Target
 
 #: Passes that ``disable`` can leave out, for ablations.
-PASSES = ("reorganize", "order", "fuse")
-#: Names of edge values that one sweep hands to another start like this.
-STAGED = "%staged."
+PASSES = ("reorganize", "order", "fuse", "hand_on")
 
 
 # --- canonicalize -----------------------------------------------------------------------------------------------
@@ -291,9 +289,6 @@ def _sum_first(scale: Node | None, x: Node, weight: Node, constant: Container[No
 # --- hoist ------------------------------------------------------------------------------------------------------
 
 
-_TRUTHS = ("gt", "ge", "lt", "le", "eq", "ne", "and", "or", "not")
-
-
 def is_vertex_work(node: Node) -> bool:
     """Whether a vertex or parameter expression is better computed once per vertex than once per edge.
 
@@ -301,7 +296,7 @@ def is_vertex_work(node: Node) -> bool:
     """
     if node.op in ("input", "const") or node.domain == Domain.EDGE or node.op == "gather":
         return False
-    if node.op in _TRUTHS:  # inputs are numbers
+    if node.op in ir.TRUTHS:  # inputs are numbers
         return False
     if node.domain == Domain.PARAM:
         return True
@@ -434,107 +429,6 @@ def _levels(roots: Iterable[Node]) -> dict[Node, int]:
 # --- fuse and plan ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Target:
-    """What the executor can do in one pass.
-
-    Attributes:
-        stage: Keep narrow per-edge results (``[E, H]``) of one sweep for the next instead of recomputing them.
-        dense: Products of edge values with edge values, summed over all edges, ride along with other reductions.
-    """
-
-    stage: bool
-    dense: bool
-
-
-KERNELS = Target(stage=False, dense=False)
-CHUNKS = Target(stage=True, dense=True)
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """One pass over the edges, row by row of one side.
-
-    Attributes:
-        rows: ``DST`` walks incoming edges of each destination, ``SRC`` outgoing edges of each source.
-        gathers: Result input -> gather node over inputs only. Targets are ``rows`` or ``PARAM``.
-        edges: Result input -> edge expression that is written in the user's edge order.
-    """
-
-    rows: Domain
-    gathers: tuple[tuple[Node, Node], ...]
-    edges: tuple[tuple[Node, Node], ...]
-
-    @property
-    def operands(self) -> tuple[Node, ...]:
-        """The edge expressions of the sweep."""
-        return tuple(a for _, g in self.gathers for a in g.args) + tuple(e for _, e in self.edges)
-
-    @property
-    def inputs(self) -> tuple[Node, ...]:
-        return ir.inputs_of(*self.operands)
-
-    @property
-    def digest(self) -> str:
-        """A content hash that is the same in every process."""
-        parts = [node for pair in (*self.gathers, *self.edges) for node in pair]
-        return Node("gather", parts, (), self.rows, kind="sweep", gathers=len(self.gathers)).digest
-
-    def __str__(self) -> str:
-        names, lines = ir.listing(self.operands)
-        side = "destinations" if self.rows == Domain.DST else "sources"
-        body = [f"  {line}" for line in lines if not line.endswith("= input")]
-        for result, g in self.gathers:
-            args = ", ".join(names[a] for a in g.args)
-            body.append(f"  {result.name}: {result.domain.label}{list(result.shape)} = {g.attr('kind')}({args})")
-        body += [f"  {r.name}: edge{list(r.shape)} = {names[e]}" for r, e in self.edges]
-        return "\n".join([f"sweep over {side}, inputs {', '.join(n.name for n in self.inputs)}", *body])
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is run, in order: vertex steps ``(result, expression)`` and sweeps; then ``outputs`` over their results.
-
-    Results of sweeps in ``exact`` are kept in the dtype of the arithmetic, not of storage.
-    """
-
-    steps: tuple[tuple[Node, Node] | Sweep, ...]
-    outputs: Mapping[str, Node]
-    exact: frozenset[Node] = frozenset()
-
-    @cached_property
-    def done(self) -> tuple[tuple[Node, ...], ...]:
-        """Per step the results of steps that nothing reads after it."""
-        made = [[r for r, _ in (*s.gathers, *s.edges)] if isinstance(s, Sweep) else [s[0]] for s in self.steps]
-        last = {n: k for k, nodes in enumerate(made) for n in nodes}
-        for k, step in enumerate(self.steps):
-            for n in step.inputs if isinstance(step, Sweep) else ir.inputs_of(step[1]):
-                if n in last:
-                    last[n] = k
-        kept = set(ir.inputs_of(*self.outputs.values()))
-        return tuple(tuple(n for n, at in last.items() if at == k and n not in kept) for k in range(len(self.steps)))
-
-    @property
-    def sweeps(self) -> tuple[Sweep, ...]:
-        return tuple(s for s in self.steps if isinstance(s, Sweep))
-
-    @cached_property
-    def inputs(self) -> frozenset[Node]:
-        """What the plan reads, its own results among it."""
-        steps = (n for s in self.steps for n in (s.inputs if isinstance(s, Sweep) else ir.inputs_of(s[1])))
-        return frozenset((*steps, *ir.inputs_of(*self.outputs.values())))
-
-    def __str__(self) -> str:
-        lines = []
-        for step in self.steps:
-            if isinstance(step, Sweep):
-                lines.append(str(step))
-            else:
-                _, text = ir.listing([step[1]])
-                lines.append(f"vertex {step[0].name} = " + "; ".join(t for t in text if not t.endswith("= input")))
-        return "\n".join(lines)
-
-
 def reduction(output: Output) -> Node:
     """The output of an edge phase as an expression: its value per edge, or a gather that executors know."""
     if output.kind == "min":
@@ -585,118 +479,80 @@ def plan(outputs: Mapping[str, Node], target: Target, disable: Sequence[str] = (
         roots = fuse(roots)
     roots = canonicalize(features.split_features(expand_softmax(roots)))
     gathers = [n for n in ir.walk(*roots) if n.op == "gather"]
-    placed = _place(gathers, _levels(roots), [p for r in roots if r.domain == Domain.EDGE for p in features.parts(r)],
-                    target.dense)
-
-    steps: list[tuple[Node, Node] | Sweep] = []
-    known: dict[Node, Node] = {}
-    edge_results: dict[Node, Node] = {}
-    hoisted: dict[Node, Node] = {}
-    for rows, members, edges in placed:
-        operands = ir.substitute(tuple(a for g in members for a in g.args) + tuple(edges), known)
-        lean, fresh = hoist(operands)
-        for name, expression in fresh.items():
-            if name not in hoisted:
-                hoisted[name] = expression
-                steps.append((name, expression))
-        waiting = iter(lean)
-        pairs = []
-        for g in members:
-            core = g.rebuild([next(waiting) for _ in g.args])
-            known[g] = ir.input(f"%{g.attr('kind')}.{g.digest[:8]}", g.domain, g.shape, g.is_integer)
-            pairs.append((known[g], core))
-        written = []
-        for e in edges:
-            edge_results[e] = ir.input(f"%edge.{e.digest[:8]}", Domain.EDGE, e.shape)
-            written.append((edge_results[e], next(waiting)))
-        steps.append(Sweep(rows, tuple(pairs), tuple(written)))
-    if target.stage:
-        steps = _stage(steps)
-    finals = [features.rejoin(r, edge_results) if r.domain == Domain.EDGE else ir.substitute(r, known) for r in roots]
+    edges = list(dict.fromkeys(p for r in roots if r.domain == Domain.EDGE for p in features.parts(r)))
+    known = {g: ir.input(f"%{g.attr('kind')}.{g.digest[:8]}", g.domain, g.shape, g.is_integer) for g in gathers}
+    written = {e: ir.input(f"%edge.{e.digest[:8]}", Domain.EDGE, e.shape) for e in edges}
+    candidates = (_steps(p, known, written) for p in _placements(gathers, _levels(roots), edges, target.dense))
+    if "hand_on" in disable:
+        steps = next(candidates)
+    else:
+        steps = min((recompute.hand_on(s, target) for s in candidates), key=lambda s: recompute.price(s, target))
+    finals = [features.rejoin(r, written) if r.domain == Domain.EDGE else ir.substitute(r, known) for r in roots]
     results = dict(zip(outputs, finals, strict=True))
     wanted = {n for name in exact for n in ir.inputs_of(results[name])}
-    handed = {r for s in steps if isinstance(s, Sweep) for r, _ in s.edges} - set(edge_results.values())
-    return Plan(tuple(steps), results, frozenset(wanted | handed))
+    handed = {r for s in steps if isinstance(s, Sweep) for r, _ in s.edges} - set(written.values())
+    return Plan(steps, results, frozenset(wanted | handed))
 
 
-def _place(gathers: Sequence[Node], level: Mapping[Node, int], edges: Sequence[Node],
-           with_dense: bool) -> list[tuple[Domain, list[Node], list[Node]]]:
-    """Group gathers into sweeps: same side and level; results that nothing waits for join the latest sweep."""
+_Group = tuple[Domain, list[Node], list[Node]]
+
+
+def _steps(groups: Iterable[_Group], known: Mapping[Node, Node],
+           written: Mapping[Node, Node]) -> recompute.Steps:
+    """One sweep per group of gathers and edge expressions, each after the vertex steps that it is the first to need."""
+    steps: list[tuple[Node, Node] | Sweep] = []
+    hoisted: set[Node] = set()
+    for rows, members, edges in groups:
+        lean, fresh = hoist(ir.substitute(tuple(a for g in members for a in g.args) + tuple(edges), known))
+        steps += [(name, expression) for name, expression in fresh.items() if name not in hoisted]
+        hoisted.update(fresh)
+        waiting = iter(lean)
+        pairs = tuple((known[g], g.rebuild([next(waiting) for _ in g.args])) for g in members)
+        steps.append(Sweep(rows, pairs, tuple((written[e], next(waiting)) for e in edges)))
+    return tuple(steps)
+
+
+def _placements(gathers: Sequence[Node], level: Mapping[Node, int], edges: Sequence[Node],
+                with_dense: bool) -> Iterator[list[_Group]]:
+    """Every way to group gathers and edge values into sweeps, and to order these, that is worth a look."""
+    sides = {g.domain for g in gathers} & {Domain.DST, Domain.SRC}
+    is_free = bool(edges) or any(g.domain == Domain.PARAM for g in gathers)
+    for side in (Domain.DST, Domain.SRC) if is_free and len(sides) > 1 else (Domain.DST,):
+        yield from recompute.orders(_place(gathers, level, edges, with_dense, side))
+
+
+def _place(gathers: Sequence[Node], level: Mapping[Node, int], edges: Sequence[Node], with_dense: bool,
+           side: Domain) -> list[tuple[int, _Group]]:
+    """Group gathers into sweeps: same side and level; results that nothing waits for join the latest sweep.
+
+    Edge values and sums over all edges are made by a sweep of ``side`` if there is one late enough. Levels are numbered
+    so that sweeps of one may run in any order.
+    """
     users = [*(a for g in gathers for a in g.args), *edges]
     needed = {n for n in ir.walk(*users) if n.op == "gather"}
     last: dict[Domain, int] = {}
     for g in gathers:
         last[g.domain] = max(last.get(g.domain, 0), level[g])
-    for e in edges:
-        last[Domain.DST] = max(last.get(Domain.DST, 0), level[e] + 1)
     groups: dict[tuple[int, int, Domain], tuple[list[Node], list[Node]]] = {}
 
     def group(at: int, rows: Domain, dense: bool = False) -> tuple[list[Node], list[Node]]:
         return groups.setdefault((at, 2 if dense else int(rows == Domain.SRC), rows), ([], []))
 
+    def side_at(at: int) -> Domain:
+        return next((r for r in (side, Domain.DST, Domain.SRC) if last.get(r, 0) >= at), Domain.DST)
+
     for g in gathers:
         if g.domain != Domain.PARAM:
             group(level[g] if g in needed else last[g.domain], g.domain)[0].append(g)
+    written_at = max((level[e] + 1 for e in edges), default=0)
+    rows = side_at(written_at)
+    last[rows] = max(last.get(rows, 0), written_at)
+    for e in edges:
+        group(last[rows], rows)[1].append(e)
     for g in gathers:
         if g.domain == Domain.PARAM:
             dense = g.attr("kind") in ("outer", "index_sum") and not with_dense
-            rows = next((r for r in (Domain.DST, Domain.SRC) if last.get(r, 0) >= level[g]), Domain.DST)
+            rows = side_at(level[g])
             group(max(level[g], last.get(rows, 0)), rows, dense)[0].append(g)
-    for e in dict.fromkeys(edges):
-        group(last[Domain.DST], Domain.DST)[1].append(e)
-    return [(key[2], *groups[key]) for key in sorted(groups, key=lambda k: (k[0], k[1]))]
-
-
-def _stage(steps: Sequence[tuple[Node, Node] | Sweep]) -> list[tuple[Node, Node] | Sweep]:
-    """Hand narrow edge values from one sweep to the later ones that would make them again."""
-    out: list[tuple[Node, Node] | Sweep] = []
-    made: dict[Node, int] = {}  # edge expression -> the first step that makes it
-    handed: dict[Node, Node] = {}  # edge expression -> its stand-in
-    for step in steps:
-        if not isinstance(step, Sweep):
-            out.append(step)
-            continue
-        for node in _worth_handing(step, made):
-            if node not in handed:
-                handed[node] = ir.input(f"{STAGED}{node.digest[:8]}", Domain.EDGE, node.shape)
-                maker = out[made[node]]
-                assert isinstance(maker, Sweep)
-                # What the maker is handed itself, it does not make again.
-                before = {n: s for n, s in handed.items() if made[n] < made[node]}
-                edge = (handed[node], ir.substitute(node, before))
-                out[made[node]] = Sweep(maker.rows, maker.gathers, (*maker.edges, edge))
-        waiting = iter(ir.substitute(step.operands, handed))
-        gathers = tuple((r, g.rebuild([next(waiting) for _ in g.args])) for r, g in step.gathers)
-        for node in ir.walk(*step.operands):
-            if node.domain == Domain.EDGE:
-                made.setdefault(node, len(out))
-        out.append(Sweep(step.rows, gathers, tuple((r, next(waiting)) for r, _ in step.edges)))
-    return out
-
-
-#: Operations that must be saved for an edge value to be written and read again instead.
-_HANDED_OPS = 3
-
-
-def _worth_handing(step: Sweep, made: Mapping[Node, int]) -> list[Node]:
-    """The largest edge expressions of ``step`` that are made before, narrow and not cheap."""
-    rows = [*(n for n in step.inputs if n.domain in (Domain.SRC, Domain.DST)), *(r for r, _ in step.gathers)]
-    widest = max((n.numel for n in rows), default=0)
-    found: list[Node] = []
-    seen: set[Node] = set()
-    waiting = list(reversed(step.operands))
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        work = sum(n.op not in ("input", "const", "view") for n in ir.walk(node))
-        if node in made and 2 * node.numel <= widest and work >= _HANDED_OPS and not _is_mask(node):
-            found.append(node)
-        else:
-            waiting += reversed(node.args)
-    return found
-
-
-def _is_mask(node: Node) -> bool:
-    return node.op in ("gt", "ge", "lt", "le", "eq", "ne", "and", "or", "not")
+    return [(2 * level + (place == 2), (rows, *groups[level, place, rows]))
+            for level, place, rows in sorted(groups, key=lambda k: k[:2])]

@@ -1,0 +1,86 @@
+"""Edge phases on their own, without the linear maps around them: what kernel libraries offer, and papers measure.
+
+Written once for any ``MessagePassing``, PyG's or ours. Further node tensors follow ``edge_index``; all have one row per
+node, heads and channels of a head side by side.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch_geometric.utils import softmax
+
+
+@lru_cache
+def edge_phases(layers: ModuleType) -> SimpleNamespace:
+    """What ``layers`` has, and ``Sum, GATAttention, GATv2Attention, DotAttention`` on its ``MessagePassing``."""
+    base: Any = layers.MessagePassing
+
+    class Sum(base):
+        """``sum_j x_j``."""
+
+        def forward(self, x: Tensor, edge_index: Any) -> Tensor:
+            return self.propagate(edge_index, x=x)
+
+        def message(self, x_j: Tensor) -> Tensor:
+            return x_j
+
+    class Attention(base):
+        """``sum_j softmax_j(score) x_j`` for ``heads`` heads."""
+
+        def __init__(self, heads: int) -> None:
+            super().__init__(aggr="add", node_dim=0)
+            self.heads = heads
+
+        def split(self, x: Tensor) -> Tensor:
+            return x.view(x.shape[0], self.heads, -1)
+
+    class GATAttention(Attention):
+        """``leaky_relu(a_j + b_i)`` from one number per node, side and head: ``x [N, H * C], a [N, H], b [N, H]``."""
+
+        def forward(self, x: Tensor, edge_index: Any, a: Tensor, b: Tensor) -> Tensor:
+            return self.propagate(edge_index, x=self.split(x), a=(a, b)).flatten(1)
+
+        def message(self, x_j: Tensor, a_j: Tensor, a_i: Tensor, index: Tensor, ptr: Any, size_i: Any) -> Tensor:
+            alpha = softmax(F.leaky_relu(a_j + a_i, 0.2), index, ptr, size_i)
+            return alpha.unsqueeze(-1) * x_j
+
+    class GATv2Attention(Attention):
+        """``<att, leaky_relu(x_j + y_i)>``: ``x [N, H * C]`` of sources, ``y [N, H * C]`` of destinations."""
+
+        def __init__(self, heads: int, width: int) -> None:
+            super().__init__(heads)
+            self.att = nn.Parameter(torch.randn(heads, width // heads) / math.sqrt(width // heads))
+
+        def forward(self, x: Tensor, edge_index: Any, y: Tensor) -> Tensor:
+            return self.propagate(edge_index, x=(self.split(x), self.split(y))).flatten(1)
+
+        def message(self, x_j: Tensor, x_i: Tensor, index: Tensor, ptr: Any, size_i: Any) -> Tensor:
+            alpha = softmax((F.leaky_relu(x_j + x_i, 0.2) * self.att).sum(-1), index, ptr, size_i)
+            return alpha.unsqueeze(-1) * x_j
+
+    class DotAttention(Attention):
+        """``<query_i, key_j> / sqrt(C)``, with ``e`` ``[E, H * C]`` added to keys and values where there is one."""
+
+        def forward(self, query: Tensor, edge_index: Any, key: Tensor, value: Tensor,
+                    e: Tensor | None = None) -> Tensor:
+            e = None if e is None else self.split(e)
+            return self.propagate(edge_index, query=self.split(query), key=self.split(key), value=self.split(value),
+                                  e=e).flatten(1)
+
+        def message(self, query_i: Tensor, key_j: Tensor, value_j: Tensor, e: Any, index: Tensor, ptr: Any,
+                    size_i: Any) -> Tensor:
+            if e is not None:
+                key_j, value_j = key_j + e, value_j + e
+            alpha = softmax((query_i * key_j).sum(-1) / math.sqrt(query_i.shape[-1]), index, ptr, size_i)
+            return alpha.unsqueeze(-1) * value_j
+
+    found = {k: v for k, v in vars(layers).items() if not k.startswith("_")}
+    return SimpleNamespace(**found, Sum=Sum, GATAttention=GATAttention, GATv2Attention=GATv2Attention,
+                           DotAttention=DotAttention)

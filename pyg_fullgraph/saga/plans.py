@@ -1,0 +1,125 @@
+"""What is run: sweeps over the edges with vertex steps between them, and what each kind of executor pays for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from pyg_fullgraph.saga import ir
+from pyg_fullgraph.saga.ir import Domain, Node
+
+#: Names of edge values that one sweep hands to another start like this.
+STAGED = "%staged."
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the executor can do in one pass, and what it pays for (bytes per edge, see :mod:`recompute`).
+
+    Attributes:
+        dense: Products of edge values with edge values, summed over all edges, ride along with other reductions.
+        sector: Fewest bytes that a row read from another place costs.
+        write: Bytes read that one byte written costs.
+        operation, product: Bytes moved in the time of one operation on an element, and of one in a matrix product.
+    """
+
+    dense: bool
+    sector: int
+    write: float
+    operation: float
+    product: float
+
+    def row_bytes(self, node: Node) -> int:
+        """One row of ``node`` in float32."""
+        return max(4 * node.numel, self.sector)
+
+
+#: Kernels read 32 bytes at least, and reach about a byte per operation where a reduction over features waits for lanes.
+KERNELS = Target(dense=False, sector=32, write=2.0, operation=1.0, product=0.125)
+#: Every operation in a chunk is an array that is written and read again.
+CHUNKS = Target(dense=True, sector=4, write=1.0, operation=4.0, product=0.5)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """One pass over the edges, row by row of one side.
+
+    Attributes:
+        rows: ``DST`` walks incoming edges of each destination, ``SRC`` outgoing edges of each source.
+        gathers: Result input -> gather node over inputs only. Targets are ``rows`` or ``PARAM``.
+        edges: Result input -> edge expression that is written in the user's edge order.
+    """
+
+    rows: Domain
+    gathers: tuple[tuple[Node, Node], ...]
+    edges: tuple[tuple[Node, Node], ...]
+
+    @property
+    def operands(self) -> tuple[Node, ...]:
+        """The edge expressions of the sweep."""
+        return tuple(a for _, g in self.gathers for a in g.args) + tuple(e for _, e in self.edges)
+
+    @property
+    def inputs(self) -> tuple[Node, ...]:
+        return ir.inputs_of(*self.operands)
+
+    @property
+    def digest(self) -> str:
+        """A content hash that is the same in every process."""
+        parts = [node for pair in (*self.gathers, *self.edges) for node in pair]
+        return Node("gather", parts, (), self.rows, kind="sweep", gathers=len(self.gathers)).digest
+
+    def __str__(self) -> str:
+        names, lines = ir.listing(self.operands)
+        side = "destinations" if self.rows == Domain.DST else "sources"
+        body = [f"  {line}" for line in lines if not line.endswith("= input")]
+        for result, g in self.gathers:
+            args = ", ".join(names[a] for a in g.args)
+            body.append(f"  {result.name}: {result.domain.label}{list(result.shape)} = {g.attr('kind')}({args})")
+        body += [f"  {r.name}: edge{list(r.shape)} = {names[e]}" for r, e in self.edges]
+        return "\n".join([f"sweep over {side}, inputs {', '.join(n.name for n in self.inputs)}", *body])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is run, in order: vertex steps ``(result, expression)`` and sweeps; then ``outputs`` over their results.
+
+    Results of sweeps in ``exact`` are kept in the dtype of the arithmetic, not of storage.
+    """
+
+    steps: tuple[tuple[Node, Node] | Sweep, ...]
+    outputs: Mapping[str, Node]
+    exact: frozenset[Node] = frozenset()
+
+    @cached_property
+    def done(self) -> tuple[tuple[Node, ...], ...]:
+        """Per step the results of steps that nothing reads after it."""
+        made = [[r for r, _ in (*s.gathers, *s.edges)] if isinstance(s, Sweep) else [s[0]] for s in self.steps]
+        last = {n: k for k, nodes in enumerate(made) for n in nodes}
+        for k, step in enumerate(self.steps):
+            for n in step.inputs if isinstance(step, Sweep) else ir.inputs_of(step[1]):
+                if n in last:
+                    last[n] = k
+        kept = set(ir.inputs_of(*self.outputs.values()))
+        return tuple(tuple(n for n, at in last.items() if at == k and n not in kept) for k in range(len(self.steps)))
+
+    @property
+    def sweeps(self) -> tuple[Sweep, ...]:
+        return tuple(s for s in self.steps if isinstance(s, Sweep))
+
+    @cached_property
+    def inputs(self) -> frozenset[Node]:
+        """What the plan reads, its own results among it."""
+        steps = (n for s in self.steps for n in (s.inputs if isinstance(s, Sweep) else ir.inputs_of(s[1])))
+        return frozenset((*steps, *ir.inputs_of(*self.outputs.values())))
+
+    def __str__(self) -> str:
+        lines = []
+        for step in self.steps:
+            if isinstance(step, Sweep):
+                lines.append(str(step))
+            else:
+                _, text = ir.listing([step[1]])
+                lines.append(f"vertex {step[0].name} = " + "; ".join(t for t in text if not t.endswith("= input")))
+        return "\n".join(lines)

@@ -1,0 +1,131 @@
+"""What one pass over the edges hands to the next, and what each makes again (SAGA-opt section 6).
+
+Nothing of size edges x features is kept. A narrow edge value, of which there is one per head and not one per feature,
+may be written by the first pass that makes it and read by later ones: that pays where it spares them a gather of wide
+rows or enough arithmetic. Which pass comes first then matters, so every order that the dependences allow is priced.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+from pyg_fullgraph.saga import ir
+from pyg_fullgraph.saga.ir import Domain, Node
+from pyg_fullgraph.saga.plans import STAGED, Sweep, Target
+
+__all__ = ["Steps", "hand_on", "orders", "price"]
+
+Steps = tuple[tuple[Node, Node] | Sweep, ...]
+Group = TypeVar("Group")
+
+#: An edge value is narrow if rows have at least this many times as many features.
+NARROW = 2
+
+
+def orders(groups: Iterable[tuple[int, Group]]) -> Iterator[list[Group]]:
+    """Every order of ``(level, group)`` in which a level comes after those before it; as given first."""
+    levels: dict[int, list[Group]] = {}
+    for level, group in groups:
+        levels.setdefault(level, []).append(group)
+    for chosen in itertools.product(*(itertools.permutations(levels[k]) for k in sorted(levels))):
+        yield [group for level in chosen for group in level]
+
+
+def price(steps: Steps, target: Target) -> float:
+    """What the sweeps among ``steps`` cost per edge, in bytes; arithmetic as what could be moved meanwhile.
+
+    Rows of the side that is walked are left out: they are read once for all their edges.
+    """
+    return sum(_price_of(s, target) for s in steps if isinstance(s, Sweep))
+
+
+def _price_of(sweep: Sweep, target: Target) -> float:
+    moved: float = sum(target.row_bytes(n) for n in sweep.inputs if n.domain not in (Domain.PARAM, sweep.rows))
+    moved += sum(target.write * target.row_bytes(r) for r, _ in sweep.edges)
+    work = sum(g.args[-1].numel for _, g in sweep.gathers) * target.operation
+    for node in ir.walk(*sweep.operands):
+        if node.domain not in (Domain.PARAM, sweep.rows):
+            work += ir.arithmetic(node) * (target.product if node.op == "mm" else target.operation)
+    return moved + work
+
+
+def hand_on(steps: Steps, target: Target) -> Steps:
+    """Let sweeps read narrow edge values that an earlier one makes, where that is cheaper than to make them again."""
+    done: Steps = ()
+    for step in steps:
+        if not isinstance(step, Sweep):
+            done += (step,)
+            continue
+        made = _made(done)
+        chosen = _narrow(step, made)
+        best = _handed(done, step, (), made)
+        if chosen:
+            best = min(best, _handed(done, step, chosen, made), key=lambda s: price(s, target))
+            for node in chosen:  # each for itself: one may not be worth it
+                fewer = [n for n in chosen if n is not node]
+                without = _handed(done, step, fewer, made)
+                if price(without, target) < price(best, target):
+                    best, chosen = without, fewer
+        done = best
+    return done
+
+
+def _made(steps: Steps) -> dict[Node, int]:
+    """Edge expression -> the first of ``steps`` that makes it."""
+    made: dict[Node, int] = {}
+    for k, step in enumerate(steps):
+        if isinstance(step, Sweep):
+            for node in ir.walk(*ir.substitute(step.operands, _read_back(steps[:k]))):
+                if node.domain == Domain.EDGE and node.op != "input":
+                    made.setdefault(node, k)
+    return made
+
+
+def _read_back(steps: Steps) -> dict[Node, Node]:
+    """Stand-in -> what it stands for, over inputs alone."""
+    known: dict[Node, Node] = {}
+    for step in steps:
+        if isinstance(step, Sweep):
+            known.update({r: ir.substitute(e, known) for r, e in step.edges if r.name.startswith(STAGED)})
+    return known
+
+
+def _handed(steps: Steps, sweep: Sweep, nodes: Sequence[Node], made: Mapping[Node, int]) -> Steps:
+    """``steps`` and ``sweep``, with ``nodes`` written by the steps that make them first."""
+    out = list(steps)
+    stand_ins = {e: r for r, e in _read_back(steps).items()}
+    for node in nodes:
+        if node in stand_ins:
+            continue
+        maker = out[made[node]]
+        assert isinstance(maker, Sweep)
+        result = ir.input(f"{STAGED}{node.digest[:8]}", Domain.EDGE, node.shape)
+        earlier = {e: r for r, e in _read_back(tuple(out[:made[node]])).items()}
+        out[made[node]] = Sweep(maker.rows, maker.gathers, (*maker.edges, (result, ir.substitute(node, earlier))))
+        stand_ins[node] = result
+    given = {n: stand_ins[n] for n in nodes}
+    waiting = iter(ir.substitute(sweep.operands, given))
+    gathers = tuple((r, g.rebuild([next(waiting) for _ in g.args])) for r, g in sweep.gathers)
+    return (*out, Sweep(sweep.rows, gathers, tuple((r, next(waiting)) for r, _ in sweep.edges)))
+
+
+def _narrow(sweep: Sweep, made: Container[Node]) -> list[Node]:
+    """The largest expressions of ``sweep`` that are ``made`` before and have few features, other than masks."""
+    read_or_made = (*sweep.inputs, *(r for r, _ in sweep.gathers))
+    widest = max((n.numel for n in read_or_made if n.domain in (Domain.SRC, Domain.DST)), default=0)
+    found: list[Node] = []
+    seen: set[Node] = set()
+    waiting = list(reversed(sweep.operands))
+    while waiting:
+        node = waiting.pop()
+        if node in seen or node.op == "input":
+            continue
+        seen.add(node)
+        is_value = not node.is_integer and node.op not in ir.TRUTHS
+        if node in made and is_value and NARROW * node.numel <= widest:
+            found.append(node)
+        else:
+            waiting += reversed(node.args)
+    return found
