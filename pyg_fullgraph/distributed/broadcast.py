@@ -16,7 +16,7 @@ from pyg_fullgraph.distributed.way import Way, fetched_inputs
 from pyg_fullgraph.graph import EdgeOrder
 from pyg_fullgraph.partition import ShardOrder
 from pyg_fullgraph.saga.ir import Node
-from pyg_fullgraph.saga.passes import Sweep
+from pyg_fullgraph.saga.plans import Sweep
 
 __all__ = ["Broadcast"]
 

@@ -19,7 +19,7 @@ from pyg_fullgraph.nn.ends import Ends
 from pyg_fullgraph.nn.preparation import masked_edge_index
 from pyg_fullgraph.partition import Edges, Partition, Shard, ShardOrder, partition
 from pyg_fullgraph.saga.ir import Domain, Node
-from pyg_fullgraph.saga.passes import Sweep
+from pyg_fullgraph.saga.plans import Sweep
 from triton_kernels import segment
 
 __all__ = ["WAYS", "ShardedGraph", "ShardedOrder", "shard"]

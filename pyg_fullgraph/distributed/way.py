@@ -11,7 +11,7 @@ from pyg_fullgraph.chunks import Leaf
 from pyg_fullgraph.distributed.group import Group
 from pyg_fullgraph.partition import ShardOrder
 from pyg_fullgraph.saga.ir import Domain, Node
-from pyg_fullgraph.saga.passes import Sweep
+from pyg_fullgraph.saga.plans import Sweep
 
 __all__ = ["Way", "fetched_inputs"]
 
