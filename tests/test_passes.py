@@ -199,7 +199,7 @@ def test_backward_is_one_sweep_per_side_and_what_edges_get_joins_one_of_them(nam
 @pytest.mark.parametrize("name, target", [
     ("gat", KERNELS), ("gat", CHUNKS), ("gat-dropout", KERNELS), ("gatv2", KERNELS), ("gatv2-edge-dropout", KERNELS)])
 def test_gradients_of_scores_are_handed_on_and_not_made_again(name, target):
-    """The sweep by source needs the weights [E, H] and the gradients of the scores, the one by destination only these."""
+    """The sweep by source needs the weights [E, H] and the gradients of the scores, that by destination only these."""
     _, backward = plans(name, target)
     first, second, *_ = backward.sweeps
     staged = [r for r, _ in first.edges if r.name.startswith(STAGED)]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from pyg_fullgraph import execution
 from pyg_fullgraph.chunks import Leaf
 from pyg_fullgraph.distributed.group import Group, Transfer
 from pyg_fullgraph.distributed.way import Way, fetched_inputs
-from pyg_fullgraph.graph import EdgeOrder
 from pyg_fullgraph.partition import ShardOrder
 from pyg_fullgraph.saga.ir import Node
 from pyg_fullgraph.saga.plans import Sweep
@@ -48,15 +48,16 @@ class Broadcast(Way):
                 blocks[node] = group.broadcast(value, owner)
             return blocks
 
-        def tiles() -> Iterator[tuple[EdgeOrder, Leaf]]:
-            coming, blocks = start(0), dict[Node, Tensor]()
+        def leaves() -> Iterator[Leaf]:
+            coming = start(0)
             for owner in range(group.size):
-                blocks.update((n, t.wait()) for n, t in coming.items())
+                blocks = {n: t.wait() for n, t in coming.items()}
                 if owner + 1 < group.size:
                     coming = start(owner + 1)
-                yield side.tile(owner), lambda n: blocks[n] if n in blocks else leaf(n)
+                yield partial(_leaf_of, blocks, leaf)
 
-        return execution.run_tiles(sweep, side.rows, tiles(), like, exact)
+        tiles = [side.tile(owner) for owner in range(group.size)]
+        return execution.run_tiles(sweep, side.rows, tiles, leaves(), like, exact)
 
     def _buffer(self, slot: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """Memory of ``shape`` in a slot, which is used again and grows."""
@@ -64,3 +65,7 @@ class Broadcast(Way):
         if key not in self._memory or self._memory[key].numel() < num_bytes:
             self._memory[key] = torch.empty(num_bytes, dtype=torch.uint8, device=like.device)
         return self._memory[key][:num_bytes].view(like.dtype).view(shape)
+
+
+def _leaf_of(blocks: Mapping[Node, Tensor], leaf: Leaf, node: Node) -> Tensor:
+    return blocks[node] if node in blocks else leaf(node)

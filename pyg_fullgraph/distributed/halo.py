@@ -11,7 +11,6 @@ from pyg_fullgraph import execution
 from pyg_fullgraph.chunks import Leaf
 from pyg_fullgraph.distributed.group import Group
 from pyg_fullgraph.distributed.way import Way, fetched_inputs
-from pyg_fullgraph.graph import EdgeOrder
 from pyg_fullgraph.partition import ShardOrder
 from pyg_fullgraph.saga.ir import Node
 from pyg_fullgraph.saga.plans import Sweep
@@ -50,9 +49,10 @@ class Halo(Way):
             arrived()
             return execution.run_sweep(sweep, side.rows, lambda n: both[n] if n in both else leaf(n), like, exact)
 
-        def tiles() -> Iterator[tuple[EdgeOrder, Leaf]]:
-            yield side.tile(side.rank), leaf
+        def leaves() -> Iterator[Leaf]:
+            yield leaf
             arrived()
-            yield side.remote, lambda n: both[n][count:] if n in both else leaf(n)
+            yield lambda n: both[n][count:] if n in both else leaf(n)
 
-        return execution.run_tiles(sweep, side.rows, tiles(), like, exact)
+        tiles = [side.tile(side.rank), side.remote]
+        return execution.run_tiles(sweep, side.rows, tiles, leaves(), like, exact)
