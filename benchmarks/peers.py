@@ -49,14 +49,11 @@ def csr_pair(edge_index: Tensor, num_nodes: int, dtype: torch.dtype) -> tuple[Te
 
 
 class _Turbo(nn.Module):
-    """A kernel of turbo-gnn at its best: tuned on the first call, forward and backward."""
+    """A kernel of turbo-gnn with its defaults: what its tuner varies for attention is one chunk size of backward."""
 
     def __init__(self, function: str, heads: int) -> None:
         super().__init__()
-        self.library, self.heads = turbo(), heads
-        self.function = getattr(self.library, function)
-        self.tuned = {"autotune": True, "autotune_config": self.library.AutotuneConfig(warmup=3, iters=5,
-                                                                                      tune_backward=True)}
+        self.function, self.heads = getattr(turbo(), function), heads
 
     def split(self, x: Tensor) -> Tensor:
         return x.view(x.shape[0], self.heads, -1)
@@ -71,7 +68,7 @@ class TurboGATv2(_Turbo):
 
     def forward(self, x: Tensor, graph: Any, y: Tensor) -> Tensor:
         out = self.function(graph, self.split(y), x_neighbors=self.split(x), attention_weights=self.att,
-                            negative_slope=0.2, **self.tuned)
+                            negative_slope=0.2)
         return out.reshape(x.shape[0], -1)
 
 
@@ -83,8 +80,7 @@ class TurboDotAttention(_Turbo):
 
     def forward(self, query: Tensor, graph: Any, key: Tensor, value: Tensor) -> Tensor:
         scale = 1 / math.sqrt(query.shape[1] // self.heads)
-        out = self.function(graph, query, Q=self.split(query), K=self.split(key), V=self.split(value), scale=scale,
-                            **self.tuned)
+        out = self.function(graph, query, Q=self.split(query), K=self.split(key), V=self.split(value), scale=scale)
         return out.reshape(query.shape[0], -1)
 
 

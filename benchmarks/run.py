@@ -22,6 +22,7 @@ from benchmarks.checks import CheckFailed, check, is_repeatable
 from benchmarks.peers import NotOffered
 from benchmarks.table import render
 from benchmarks.workloads import PROVIDERS, Workload
+from pyg_fullgraph import tune_kernels
 
 RESULTS = Path(__file__).parent / "results"
 Row = dict[str, Any]
@@ -172,9 +173,11 @@ def main(
     budget_s: Annotated[float, typer.Option(help="Seconds of timing per case and provider.")] = 2.0,
     deadline_s: Annotated[float, typer.Option(help="Start no case after this many seconds.")] = float("inf"),
     threads: Annotated[int, typer.Option(help="CPU threads of torch.")] = 2,
+    tune: Annotated[bool, typer.Option(help="Search the launch shapes of our kernels first.")] = False,
 ) -> None:
     """Time benchmark cases."""
     torch.set_num_threads(threads)
+    tune_kernels(tune)
     chosen = providers.split(",")
     unknown = [p for p in chosen if p not in PROVIDERS]
     if unknown:
@@ -192,7 +195,8 @@ def main(
             print(f"skipped {one.name}: no CUDA device", flush=True)
             continue
         try:
-            fresh = run_case(one, chosen, budget_s)
+            fresh = [{**row, "is_tuned": True} if tune and row["provider"] == "ours" else row
+                     for row in run_case(one, chosen, budget_s)]
         except CaseSkipped as reason:
             print(f"skipped {one.name}: {reason}", flush=True)
             continue

@@ -24,17 +24,18 @@ def read_rows(files: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def latest(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The last row of each case, provider and device; cases in the order they first came in."""
-    found: dict[tuple[str, ...], dict[str, Any]] = {}
+    """The last row of each case, provider and device, tuned and not; cases in the order they first came in."""
+    found: dict[tuple[object, ...], dict[str, Any]] = {}
     for row in rows:
-        found[row["device_name"], row["case"], row["provider"]] = row
+        found[row["device_name"], row["case"], row["provider"], row.get("is_tuned", False)] = row
     return list(found.values())
 
 
 def cells(row: dict[str, Any], pyg: dict[str, Any] | None) -> list[str]:
     """The columns of one row; ``pyg`` is plain PyG's row of the same case."""
+    provider = row["provider"] + " (tuned)" * bool(row.get("is_tuned"))
     if "error" in row:
-        return [row["case"], row["provider"], row["error"], *[""] * (len(COLUMNS) - 3)]
+        return [row["case"], provider, row["error"], *[""] * (len(COLUMNS) - 3)]
     speedup = ""
     if pyg is not None and pyg is not row:
         speedup = "PyG: " + pyg["error"] if "error" in pyg else f"{pyg['p50_ms'] / row['p50_ms']:.2f}x"
@@ -44,7 +45,7 @@ def cells(row: dict[str, Any], pyg: dict[str, Any] | None) -> list[str]:
     share = f"{row['gather_gbs']:.0f} ({row['gather_share']:.0%})" if "gather_gbs" in row else ""
     check = row.get("check", {})
     error = max((check[k] for k in ("error", "rows_error") if k in check), default=None)
-    return [row["case"], row["provider"], f"{row['p50_ms']:.2f} ({row['p20_ms']:.2f}-{row['p80_ms']:.2f})",
+    return [row["case"], provider, f"{row['p50_ms']:.2f} ({row['p20_ms']:.2f}-{row['p80_ms']:.2f})",
             f"{row['cpu_ms']:.2f}" if row["device"] == "cpu" else "", speedup,
             "" if peak is None else f"{peak / 1e6:.0f}", f"{row['first_ms'] / 1e3:.2f}",
             str(row["kernels"] or ""), share,

@@ -11,9 +11,10 @@ if getattr(triton_kernels, "OWNER", None) != "pyg-fullgraph":
     raise PackageConflictError(getattr(triton_kernels, "__file__", None) or str(list(triton_kernels.__path__)))
 
 from pyg_fullgraph.graph import Graph
+from triton_kernels.tune import tune_kernels
 
 __all__ = ["DistributedModel", "Graph", "ShardedGraph", "__version__", "convert", "debug", "explain", "nn",
-           "reuse_constants", "revert", "shard"]
+           "reuse_constants", "revert", "shard", "tune_kernels"]
 
 # Loaded on first use: they bring the compiler and all of torch_geometric.nn, which a graph alone does not need.
 _MODULE_OF = {"convert": "model", "explain": "explanation", "revert": "model", "debug": "", "nn": "",

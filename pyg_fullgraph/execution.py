@@ -22,7 +22,7 @@ from pyg_fullgraph.graph import EdgeOrder
 from pyg_fullgraph.saga import codegen, interpret, ir
 from pyg_fullgraph.saga.ir import Domain, Node
 from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, Plan, Sweep, Target
-from triton_kernels import launch, segment
+from triton_kernels import launch, segment, tune
 
 #: Most edges of one piece of a row.
 MAX_PIECE = 1024
@@ -105,7 +105,13 @@ _TOO_LARGE: set[str] = set()
 def run_sweep(sweep: Sweep, order: EdgeOrder, leaf: chunks.Leaf, like: Tensor,
               exact: Container[Node] = ()) -> dict[Node, Tensor]:
     """One sweep by a generated kernel where there is one for it and for the device, else in chunks."""
-    return run_tiles(sweep, order, [order], iter([leaf]), like, exact)
+    kernel = _kernel_for(sweep, like)
+    if kernel is not None:
+        try:
+            return _launch_sweep(sweep, kernel, order, leaf, like, exact)
+        except OutOfResources as error:
+            _refuse(kernel, error)
+    return chunks.run_sweep(sweep, order, leaf, like, exact)
 
 
 def run_tiles(sweep: Sweep, rows: EdgeOrder, tiles: Sequence[EdgeOrder], leaves: Iterator[chunks.Leaf], like: Tensor,
@@ -115,7 +121,7 @@ def run_tiles(sweep: Sweep, rows: EdgeOrder, tiles: Sequence[EdgeOrder], leaves:
     Args:
         sweep: What to compute.
         rows: All edges grouped by the sweep's rows.
-        tiles: The same edges in parts, grouped by the same rows; the order itself, if it is the only one.
+        tiles: The same edges in parts, grouped by the same rows.
         leaves: For each tile in turn what gives the tensors of its inputs. The next is asked for when the kernels of
             the one before are queued.
         like, exact: As for :func:`chunks.run_sweep`, whose results are returned.
@@ -126,19 +132,23 @@ def run_tiles(sweep: Sweep, rows: EdgeOrder, tiles: Sequence[EdgeOrder], leaves:
     kernel = _kernel_for(sweep, like)
     waiting = iter(tiles)
     if kernel is not None:
-        launch = _Launch(sweep, kernel, rows, tiles, like, exact)
+        launched = _Launch(_default_shape(kernel, rows), sweep, kernel, rows, tiles, like, exact)
         for k, tile in enumerate(waiting):
             leaf = next(leaves)
             try:
-                launch.take(k, leaf)
+                launched.take(k, leaf)
             except OutOfResources as error:  # at the first launch
-                _TOO_LARGE.add(kernel.source)
-                warnings.warn(f"Kernel {kernel.name} does not fit the device ({error}); runs in chunks", stacklevel=2)
+                _refuse(kernel, error)
                 waiting, leaves = itertools.chain([tile], waiting), itertools.chain([leaf], leaves)
                 break
         else:
-            return launch.finish()
+            return launched.finish()
     return chunks.run_tiles(sweep, rows, zip(waiting, leaves, strict=True), like, exact)
+
+
+def _refuse(kernel: codegen.KernelSource, error: Exception) -> None:
+    _TOO_LARGE.add(kernel.source)
+    warnings.warn(f"Kernel {kernel.name} does not fit the device ({error}); runs in chunks", stacklevel=3)
 
 
 def has_kernel(sweep: Sweep, like: Tensor) -> bool:
@@ -154,10 +164,10 @@ def _kernel_for(sweep: Sweep, like: Tensor) -> codegen.KernelSource | None:
 
 
 @lru_cache(maxsize=4096)
-def kernel_of(sweep: Sweep, lanes: int = 4) -> codegen.KernelSource | NotFusable:
-    """The generated kernel of ``sweep`` for ``lanes`` features per 16 bytes, or why there is none."""
+def kernel_of(sweep: Sweep, lanes: int = 4, tile: int = codegen.TILE_FEATURES) -> codegen.KernelSource | NotFusable:
+    """The generated kernel of ``sweep`` (see :func:`codegen.generate`), or why there is none."""
     try:
-        return codegen.generate(sweep, lanes)
+        return codegen.generate(sweep, lanes, tile)
     except NotFusable as reason:
         return reason
 
@@ -170,15 +180,64 @@ def chunk_reasons(sweep: Sweep, lanes: int = 4) -> tuple[str, ...]:
     return ("its kernel does not fit the device",) if kernel.source in _TOO_LARGE else ()
 
 
+#: Bounds of what tuning tries: values of the widest tile in flight per program and per thread.
+_MOST_VALUES, _MOST_VALUES_PER_THREAD = 16384, 128
+
+
+def _launch_sweep(sweep: Sweep, kernel: codegen.KernelSource, order: EdgeOrder, leaf: chunks.Leaf, like: Tensor,
+                  exact: Container[Node]) -> dict[Node, Tensor]:
+    """Run ``kernel``, or the same sweep in another shape where that was found to be faster."""
+    lanes = 16 // like.element_size()
+    default = _default_shape(kernel, order)
+    if not tune.is_enabled(like.device):
+        return _launch_in(default, sweep, kernel, order, leaf, like, exact)
+
+    def kernel_in(shape: tune.Shape) -> codegen.KernelSource | NotFusable:
+        return kernel if shape.tile == kernel.width else kernel_of(sweep, lanes, shape.tile)
+
+    def fits(shape: tune.Shape) -> bool:
+        values = shape.tile * shape.block_e
+        if not (shape.tile >= min(32, kernel.width) and 1 <= shape.num_warps <= 16 and 128 <= shape.max_piece <= 8192
+                and values <= min(_MOST_VALUES, 32 * shape.num_warps * _MOST_VALUES_PER_THREAD)):
+            return shape == default
+        chosen = kernel_in(shape)
+        return (isinstance(chosen, codegen.KernelSource) and chosen.width == shape.tile
+                and chosen.source not in _TOO_LARGE and chosen.min_block_e <= shape.block_e <= 128)
+
+    def run(shape: tune.Shape) -> dict[Node, Tensor]:
+        chosen = kernel_in(shape)
+        assert isinstance(chosen, codegen.KernelSource)
+        return _launch_in(shape, sweep, chosen, order, leaf, like, exact)
+
+    key = tune.key_of(kernel.source, like.dtype, order.num_rows, order.num_edges, like.device)
+    return run(tune.choose(key, default, fits, run, tune.milliseconds))
+
+
+def _default_shape(kernel: codegen.KernelSource, order: EdgeOrder) -> tune.Shape:
+    """Measured on an H200 for each kind of loop; rows of few edges leave no lanes idle."""
+    mean_degree = order.num_edges / max(order.num_rows, 1)
+    block_e = max(min(kernel.block_e, codegen.next_power_of_2(max(math.ceil(mean_degree), 4))), kernel.min_block_e)
+    return tune.Shape(kernel.width, block_e, kernel.num_warps(block_e), MAX_PIECE)
+
+
+def _launch_in(shape: tune.Shape, sweep: Sweep, kernel: codegen.KernelSource, order: EdgeOrder, leaf: chunks.Leaf,
+               like: Tensor, exact: Container[Node]) -> dict[Node, Tensor]:
+    launched = _Launch(shape, sweep, kernel, order, [order], like, exact)
+    launched.take(0, leaf)
+    return launched.finish()
+
+
 class _Launch:
     """A sweep by a kernel: one launch per tile, and one to merge what is partial."""
 
-    def __init__(self, sweep: Sweep, kernel: codegen.KernelSource, rows: EdgeOrder, tiles: Sequence[EdgeOrder],
-                 like: Tensor, exact: Container[Node]) -> None:
-        self.sweep, self.kernel, self.rows, self.tiles, self.like, self.exact = sweep, kernel, rows, tiles, like, exact
+    def __init__(self, shape: tune.Shape, sweep: Sweep, kernel: codegen.KernelSource, rows: EdgeOrder,
+                 tiles: Sequence[EdgeOrder], like: Tensor, exact: Container[Node]) -> None:
+        self.shape, self.sweep, self.kernel, self.rows, self.tiles = shape, sweep, kernel, rows, tiles
+        self.like, self.exact = like, exact
         self.stat_dtype = chunks.compute_dtype(like.dtype)
         self.kinds = {r: g.attr("kind") for r, g in sweep.gathers}
-        self.schedules = [rows.schedule(MAX_PIECE)] if len(tiles) == 1 else schedule_tiles(rows, tiles, MAX_PIECE)
+        self.schedules = [rows.schedule(shape.max_piece)] if len(tiles) == 1 else \
+            schedule_tiles(rows, tiles, shape.max_piece)
         self.merged = self.schedules[0]
         self.results = {b.node: self._result(b.node) for b in kernel.outputs if b.node.domain != Domain.PARAM}
         self.totals: dict[Node, Tensor] = {}
@@ -188,9 +247,6 @@ class _Launch:
         floats = tl.float64 if self.stat_dtype == torch.float64 else tl.float32
         ids = tl.int32 if rows.id_dtype == torch.int32 else tl.int64
         self.constants = {"FLOAT": floats, "ID": ids, "UNSET": torch.iinfo(rows.id_dtype).max}
-        mean_degree = rows.num_edges / max(rows.num_rows, 1)
-        fewest = codegen.next_power_of_2(max(math.ceil(mean_degree), 4))
-        self.block_e = max(min(kernel.block_e, fewest), kernel.min_block_e)
 
     def _result(self, node: Node, num_workers: int = 0) -> Tensor:
         rows = {Domain.EDGE: self.rows.num_edges, Domain.PARAM: num_workers}.get(node.domain, self.rows.num_rows)
@@ -226,8 +282,7 @@ class _Launch:
         launch.launch(kernel.source, kernel.name, num_workers * kernel.num_tiles,
                       [*tables, schedule.piece_row, schedule.piece_start, schedule.piece_end, schedule.piece_slot,
                        schedule.num_pieces, *workers, *inputs, *out, *self.workspace],
-                      {"BLOCK_E": self.block_e, **has, **self.constants}, kernel.num_warps(self.block_e),
-                      self.like.device)
+                      {"BLOCK_E": self.shape.block_e, **has, **self.constants}, self.shape.num_warps, self.like.device)
         # A parameter's gradient leaves the kernel as one row per program.
         for node, value in parameters.items():
             total = value.sum(0)
@@ -240,7 +295,7 @@ class _Launch:
             launch.launch(kernel.source, kernel.merge_name, merged.num_split * kernel.num_tiles,
                           [merged.split_row, merged.split_ptr, self.rows.ptr, merged.num_split,
                            *(self.results[b.node] for b in kernel.rows), *self.workspace], self.constants,
-                          kernel.num_warps(self.block_e), self.like.device)
+                          self.shape.num_warps, self.like.device)
         for buffer in kernel.totals:
             total = self.totals.get(buffer.node)
             self.results[buffer.node] = self.like.new_zeros(buffer.node.shape) if total is None else \

@@ -22,7 +22,8 @@ from pyg_fullgraph.saga.reducers import Carry, Outer, Reducer, Softmax, reducers
 from triton_kernels import skeletons
 from triton_kernels.reference import dropout_threshold
 
-#: Features that one program holds per edge before it splits them over programs, and the most it can hold unsplit.
+#: Features that one program holds per edge before it splits them over programs if not told otherwise, and the most it
+#: can hold unsplit.
 TILE_FEATURES, MAX_TILE_FEATURES = 512, 4096
 #: Values of the widest tile in flight per program, and per warp, by what the loop does: plain sums, sums over features
 #: or softmax (fewer warps mean fewer exchanges), many wide values at once (registers), and matrix products. Measured
@@ -119,17 +120,18 @@ class KernelSource:
         return _warps(self.width * block_e, self.elements_per_warp)
 
 
-def generate(sweep: Sweep, lanes: int = 4) -> KernelSource:
+def generate(sweep: Sweep, lanes: int = 4, tile: int = TILE_FEATURES) -> KernelSource:
     """Generate the kernels of ``sweep``.
 
     Args:
         sweep: What to compute.
         lanes: Features per 16 bytes, the widest load of a thread.
+        tile: Features that one program holds per edge before it splits them over programs.
 
     Raises:
         NotFusable: A value does not fit a tile, or an operation has no rule; the sweep then runs in chunks.
     """
-    return _Generator(sweep, lanes).generate()
+    return _Generator(sweep, lanes, tile).generate()
 
 
 class _Lowering:
@@ -188,8 +190,8 @@ def next_power_of_2(n: int) -> int:
 
 
 class _Generator:
-    def __init__(self, sweep: Sweep, lanes: int) -> None:
-        self.sweep, self.lanes = sweep, lanes
+    def __init__(self, sweep: Sweep, lanes: int, tile: int) -> None:
+        self.sweep, self.lanes, self.tile = sweep, lanes, tile
         self.lowering = _Lowering(sweep.operands, lanes)
         self.operands = self.lowering.roots
         waiting = iter(self.operands)
@@ -253,7 +255,7 @@ class _Generator:
             largest = max(matrices, key=size, default=())
             if sum(map(size, matrices)) > most:
                 narrow = set(largest)
-            elif size(widest) > TILE_FEATURES:
+            elif size(widest) > self.tile:
                 narrow = set(widest)
             else:
                 break

@@ -20,8 +20,8 @@ __all__ = ["Steps", "hand_on", "orders", "price"]
 Steps = tuple[tuple[Node, Node] | Sweep, ...]
 Group = TypeVar("Group")
 
-#: An edge value is narrow if rows have at least this many times as many features.
-NARROW = 2
+#: Rows of vertices have at least this many times as many features as all edge values together that a sweep is handed.
+NARROW = 4
 
 
 def orders(groups: Iterable[tuple[int, Group]]) -> Iterator[list[Group]]:
@@ -112,9 +112,9 @@ def _handed(steps: Steps, sweep: Sweep, nodes: Sequence[Node], made: Mapping[Nod
 
 
 def _narrow(sweep: Sweep, made: Container[Node]) -> list[Node]:
-    """The largest expressions of ``sweep`` that are ``made`` before and have few features, other than masks."""
+    """The largest expressions of ``sweep`` that are ``made`` before, other than masks, as long as they are narrow."""
     read_or_made = (*sweep.inputs, *(r for r, _ in sweep.gathers))
-    widest = max((n.numel for n in read_or_made if n.domain in (Domain.SRC, Domain.DST)), default=0)
+    room = max((n.numel for n in read_or_made if n.domain in (Domain.SRC, Domain.DST)), default=0) // NARROW
     found: list[Node] = []
     seen: set[Node] = set()
     waiting = list(reversed(sweep.operands))
@@ -124,8 +124,9 @@ def _narrow(sweep: Sweep, made: Container[Node]) -> list[Node]:
             continue
         seen.add(node)
         is_value = not node.is_integer and node.op not in ir.TRUTHS
-        if node in made and is_value and NARROW * node.numel <= widest:
+        if node in made and is_value and node.numel <= room:
             found.append(node)
+            room -= node.numel
         else:
             waiting += reversed(node.args)
     return found

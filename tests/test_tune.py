@@ -1,0 +1,146 @@
+"""Tuning: the search finds what is faster, choices are kept and not trusted blindly, and no shape changes results."""
+
+import json
+import math
+
+import pytest
+import torch
+
+import pyg_fullgraph as pfg
+import zoo
+from oracle import check, program_of, random_case
+from pyg_fullgraph import execution
+from triton_kernels import tune
+from triton_kernels.tune import Shape
+
+START = Shape(tile=256, block_e=8, num_warps=4, max_piece=1024)
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch, tmp_path):
+    monkeypatch.setenv("PFG_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tune, "_chosen", {})
+
+
+def distance(shape, best):
+    """A cost with its minimum at ``best``, and no other local one."""
+    return 1 + sum(abs(math.log2(getattr(shape, n)) - math.log2(getattr(best, n)))
+                   for n in ("tile", "block_e", "num_warps", "max_piece"))
+
+
+def anything(shape):
+    return min(shape.tile, shape.block_e, shape.num_warps, shape.max_piece) >= 1
+
+
+def test_search_walks_to_the_minimum():
+    best = Shape(tile=64, block_e=32, num_warps=2, max_piece=512)
+    costs = tune.search(START, anything, lambda s: distance(s, best))
+    assert min(costs, key=lambda s: costs[s]) == best
+    assert len(costs) < 30
+
+
+def test_search_leaves_out_what_does_not_fit_or_fails():
+    def cost(shape):
+        if shape.num_warps == 8:
+            raise RuntimeError("no resources")
+        return 1 / shape.block_e / shape.num_warps
+
+    costs = tune.search(START, lambda s: anything(s) and s.block_e <= 16 and s.num_warps <= 8, cost)
+    assert min(costs, key=lambda s: costs[s]) == Shape(256, 16, 4, 1024)
+    with pytest.raises(RuntimeError, match="no resources"):  # the default shape has to run
+        tune.search(Shape(256, 8, 8, 1024), anything, cost)
+
+
+def choose(best, default=START, key="k"):
+    tried = []
+
+    def clock(call):
+        call()
+        return distance(tried[-1], best)
+
+    return tune.choose(key, default, anything, tried.append, clock), tried
+
+
+def test_a_choice_is_kept_in_the_process_and_on_disk(tmp_path, monkeypatch):
+    best = Shape(128, 16, 4, 1024)
+    found, tried = choose(best)
+    assert found == best and tried
+    assert choose(Shape(512, 1, 1, 128)) == (best, [])
+    monkeypatch.setattr(tune, "_chosen", {})
+    assert choose(Shape(512, 1, 1, 128)) == (best, [])
+    (file,) = (tmp_path / "tuning").iterdir()
+    held = json.loads(file.read_text())
+    assert held["key"] == "k" and held["tried"][0]["ms"] == 1.0 and len(held["tried"]) == len(tried)
+    other, tried = choose(START, key="another")
+    assert other == START and tried
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"key": "k"}', '{"key": "other", "shape": {}}',
+                                  '{"key": "k", "shape": {"tile": 1}}',
+                                  '{"key": "k", "shape": {"tile": 0, "block_e": 0, "num_warps": 0, "max_piece": 0}}'])
+def test_what_is_wrong_on_disk_is_searched_for_again(tmp_path, monkeypatch, text):
+    best = Shape(128, 16, 4, 1024)
+    choose(best)
+    (file,) = (tmp_path / "tuning").iterdir()
+    file.write_text(text)
+    monkeypatch.setattr(tune, "_chosen", {})
+    found, tried = choose(best)
+    assert found == best and tried
+
+
+def test_a_folder_that_cannot_be_written_to_is_no_error(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PFG_CACHE_DIR", str(tmp_path / "file" / "below"))
+    assert choose(START)[0] == START
+
+
+def test_a_small_gain_is_no_reason_to_leave_the_default():
+    times = {START: 1.0, Shape(256, 16, 4, 1024): 0.99}
+    current = []
+    found = tune.choose("k", START, lambda s: s in times, current.append, lambda call: (call(), times[current[-1]])[1])
+    assert found == START
+
+
+def test_tuning_is_off_unless_asked_for_and_never_on_a_cpu():
+    assert not tune.is_enabled(torch.device("cuda"))
+    pfg.tune_kernels()
+    try:
+        assert not tune.is_enabled(torch.device("cpu"))
+    finally:
+        pfg.tune_kernels(False)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("name", ["gat", "gatv2", "gcn", "sage-max", "gmm"])
+def test_every_shape_gives_the_same_results(monkeypatch, name):
+    """Each kernel in every shape one step from its own, forward and backward, rows cut and merged too."""
+    tried = set()
+
+    def choose(key, default, fits, run, clock):
+        shapes = [s for step in tune._STEPS if fits(s := step(default))]
+        tried.update(shapes)
+        want = run(default)
+        for shape in shapes:
+            for node, got in run(shape).items():
+                torch.testing.assert_close(got, want[node], rtol=1e-12, atol=1e-12, msg=f"{node} in {shape}")
+        return shapes[len(tried) % len(shapes)]
+
+    monkeypatch.setattr(tune, "is_enabled", lambda device: True)
+    monkeypatch.setattr(tune, "choose", choose)
+    monkeypatch.setattr(execution, "MAX_PIECE", 256)
+    check(program_of(name), zoo.hub())
+    assert {s.max_piece for s in tried} == {128, 256, 512}
+    assert len({s.block_e for s in tried}) > 2 and len({s.num_warps for s in tried}) > 1
+
+
+@pytest.mark.gpu
+def test_tuned_kernels_are_right_and_choices_are_used_again(tmp_path):
+    pfg.tune_kernels()
+    try:
+        check(program_of("gat"), random_case(300, 300, 4000), torch.float32, "cuda")
+        files = {f: f.read_text() for f in (tmp_path / "tuning").iterdir()}
+        assert len(files) >= 3
+        check(program_of("gat"), random_case(300, 300, 4000), torch.float32, "cuda")
+        assert files == {f: f.read_text() for f in (tmp_path / "tuning").iterdir()}
+    finally:
+        pfg.tune_kernels(False)
