@@ -455,6 +455,10 @@ class Graph(Tensor):
         """Whether ``fact`` holds for every part of the graph."""
         return fact
 
+    def describe_part(self) -> list[str]:
+        """What a report says about the part: how large it is and how it gets what other parts have."""
+        return []
+
     def largest(self, value: Tensor) -> Tensor:
         """The largest of edge values ``[E, ...]`` of all parts."""
         return value.max()

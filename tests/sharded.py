@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_leaves
 
 import pyg_fullgraph.nn as fused_nn
 import zoo
-from pyg_fullgraph import debug, errors
+from pyg_fullgraph import debug, errors, explain
 from pyg_fullgraph.distributed import DistributedModel, ShardedGraph, shard
+from pyg_fullgraph.distributed.planner import Costs, prices
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.partition import Partition
 
@@ -229,6 +230,25 @@ def check_take_and_join(rank: int, size: int, case_name: str) -> None:
     assert part.to("cpu").num_edges == part.num_edges and part.detach().memo is part.memo
 
 
+def check_planner(rank: int, size: int) -> None:
+    """Few remote rows make halo cheap, all of them broadcast; every rank takes the same way, and says why."""
+    ring = torch.stack([torch.arange(300), torch.arange(1, 301) % 300])
+    dense = torch.cartesian_prod(torch.arange(60), torch.arange(60)).t()
+    costs = Costs(latency=1e-5, exchange=1e9, broadcast=2e9, gather=1e12)
+    for edges, count, cheap in ((ring, 300, "halo"), (dense, 60, "broadcast")):
+        part = shard(Graph.from_edge_index(edges, count), "halo", "ranges")
+        found = prices(part.shard, part.group, costs, 1 << 12)
+        assert found[0].way == cheap and found[0].seconds < found[1].seconds
+        halo = next(p for p in found if p.way == "halo")
+        assert halo.rows == (2 if cheap == "halo" else 2 * (count - count // size))
+        assert len({str(p) for p in part.group.objects([str(p) for p in found])}) == 1
+    chosen = shard(Graph.from_edge_index(ring, 300))
+    assert chosen.way.name == chosen.reasons[0].way and "rows" in str(chosen.reasons[0])
+    assert len(set(chosen.group.objects(chosen.way.name))) == 1
+    report = str(explain(fused_nn.GCNConv(3, 2), torch.randn(chosen.num_dst, 3), chosen))
+    assert f"ShardedGraph(rank={rank} of {size}" in report and f"  {chosen.reasons[0]}" in report
+
+
 # --- what is refused --------------------------------------------------------------------------------------------
 
 
@@ -240,7 +260,7 @@ def refused(kind: type[Exception], message: str, function: Any, *args: Any, **kw
 def check_refused_options(rank: int, size: int) -> None:
     case = make_case("prime")
     graph = Graph.from_edge_index(case.edge_index, case.size)
-    refused(errors.InputError, "Expected 'way' to be one of broadcast, halo (got 'hallo')", shard, graph, "hallo")
+    refused(errors.InputError, "Expected 'way' to be one of broadcast, halo, auto (got 'hallo')", shard, graph, "hallo")
     refused(errors.InputError, "to have 2 parts, one per process (got [3])", shard, graph,
             partition=Partition.from_owner(torch.arange(97) % 3, 3))
     refused(errors.InputError, "a pair of them or the name of a method", shard, graph, partition=(1, 2))

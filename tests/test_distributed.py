@@ -54,6 +54,10 @@ def test_gradients_of_several_backwards():
     ranks(3).run(sharded.check_accumulation)
 
 
+def test_the_planner_takes_the_cheaper_way():
+    ranks(3).run(sharded.check_planner)
+
+
 def test_whole_tensors():
     ranks(3).run(sharded.check_take_and_join, "prime")
     ranks(3).run(sharded.check_take_and_join, "bipartite")

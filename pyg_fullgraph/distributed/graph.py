@@ -12,6 +12,7 @@ from pyg_fullgraph.chunks import Handed, Leaf
 from pyg_fullgraph.distributed.broadcast import Broadcast
 from pyg_fullgraph.distributed.group import Group
 from pyg_fullgraph.distributed.halo import Halo
+from pyg_fullgraph.distributed.planner import Price, cheapest
 from pyg_fullgraph.distributed.way import Way
 from pyg_fullgraph.errors import InputError, ShardedGraphError
 from pyg_fullgraph.graph import Graph
@@ -97,6 +98,7 @@ class ShardedGraph(Graph):
         shard: edges and exchange plan.
         group: the ranks.
         way: how remote rows are fetched.
+        reasons: the prices of the ways, cheapest first, where the way was left to the planner.
     Source: MG-GCN 4.1 divides the rows of the matrix in one dimension; here also its transpose, and edge data.
     """
 
@@ -105,15 +107,18 @@ class ShardedGraph(Graph):
     group: Group
     way: Way
     is_reversed: bool
+    reasons: tuple[Price, ...]
 
     @staticmethod
-    def __new__(cls, shard: Shard, group: Group, way: Way, is_reversed: bool = False) -> ShardedGraph:
+    def __new__(cls, shard: Shard, group: Group, way: Way, is_reversed: bool = False,
+                reasons: tuple[Price, ...] = ()) -> ShardedGraph:
         orders: Any = [ShardedOrder(shard, is_incoming, group, way) for is_incoming in (not is_reversed, is_reversed)]
         self: Any = Graph.__new__(cls, *orders)
-        self.shard, self.group, self.way, self.is_reversed = shard, group, way, is_reversed
+        self.shard, self.group, self.way, self.is_reversed, self.reasons = shard, group, way, is_reversed, reasons
         return self
 
-    def __init__(self, shard: Shard, group: Group, way: Way, is_reversed: bool = False) -> None:
+    def __init__(self, shard: Shard, group: Group, way: Way, is_reversed: bool = False,
+                 reasons: tuple[Price, ...] = ()) -> None:
         """Wrap a shard; users call :func:`shard`."""
 
     @property
@@ -182,7 +187,7 @@ class ShardedGraph(Graph):
     def reverse(self) -> ShardedGraph:
         """The same edges with the roles of source and destination exchanged; edge tensors stay where they are."""
         if "reverse" not in self.memo:
-            self.memo["reverse"] = ShardedGraph(self.shard, self.group, self.way, not self.is_reversed)
+            self.memo["reverse"] = self._with(self.shard, not self.is_reversed)
         return self.memo["reverse"]
 
     def rewired(self, kept: Tensor | None, num_loops: int) -> ShardedGraph:
@@ -209,7 +214,7 @@ class ShardedGraph(Graph):
                  for e, mask in ((home, keeps), (away, stays))]
         made = Shard.build(parts[0], parts[1], shard.incoming.bounds, shard.outgoing.bounds, shard.rank, shard.src_ids,
                            shard.dst_ids, (*shard.sizes[:2], num_kept + int(counts)))
-        return ShardedGraph(made, group, self.way, self.is_reversed)
+        return self._with(made, self.is_reversed)
 
     def _loops(self, num_loops: int, last: int) -> Tensor:
         """Rows of the vertices that get a loop: all, or those whose ids are not beyond that of any edge."""
@@ -240,6 +245,9 @@ class ShardedGraph(Graph):
 
     def holds_everywhere(self, fact: bool) -> bool:
         return not self.group.any(not fact, self.device)
+
+    def describe_part(self) -> list[str]:
+        return [repr(self), *(f"  {price}" for price in self.reasons)]
 
     def largest(self, value: Tensor) -> Tensor:
         return _Largest.apply(value, self.group)
@@ -279,15 +287,18 @@ class ShardedGraph(Graph):
         return out.flip(0) if self.is_reversed else out
 
     def _share(self) -> ShardedGraph:
-        graph = ShardedGraph(self.shard, self.group, self.way, self.is_reversed)
+        graph = self._with(self.shard, self.is_reversed)
         graph.memo = self.memo
         return graph
 
+    def _with(self, shard: Shard, is_reversed: bool) -> ShardedGraph:
+        return ShardedGraph(shard, self.group, self.way, is_reversed, self.reasons)
+
     def _on(self, device: torch.device, non_blocking: bool) -> ShardedGraph:
-        return ShardedGraph(self.shard.to(device, non_blocking), self.group, self.way, self.is_reversed)
+        return self._with(self.shard.to(device, non_blocking), self.is_reversed)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedGraph:
-        memo[id(self)] = graph = ShardedGraph(self.shard, self.group, self.way, self.is_reversed)
+        memo[id(self)] = graph = self._with(self.shard, self.is_reversed)
         return graph
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -315,13 +326,15 @@ class _Largest(torch.autograd.Function):
         return is_largest * (ctx.group.reduce(grads[0].clone()) / ctx.count), None
 
 
-def shard(graph: Any, way: str | Way = "halo", partition: Any = "random", group: Any = None, seed: int = 0,
+def shard(graph: Any, way: str | Way = "auto", partition: Any = "random", group: Any = None, seed: int = 0,
           device: torch.device | str | None = None) -> ShardedGraph:
     """This process's part of ``graph``; called by every process of the group with the same graph.
 
     Args:
         graph: a whole :class:`Graph`, or any form of one.
-        way: ``halo`` or ``broadcast``: how rows of vertices that other ranks own are fetched.
+        way: ``halo`` or ``broadcast``: how rows of vertices that other ranks own are fetched; ``auto`` takes the one
+            that is cheaper for 1 KiB per row, by the partition's counts and constants that are measured once; the
+            prices are :attr:`ShardedGraph.reasons`.
         partition: a :class:`Partition`, a pair of them for the sources and destinations of a bipartite graph, or the
             name of a method of :func:`pyg_fullgraph.partition.partition`.
         group: a process group; None for the default one, or for one process alone.
@@ -333,17 +346,18 @@ def shard(graph: Any, way: str | Way = "halo", partition: Any = "random", group:
     """
     whole: Graph = Graph.from_any(graph)
     ranks = Group(group)
-    if isinstance(way, str):
-        if way not in WAYS:
-            raise InputError("way", f"to be one of {', '.join(WAYS)}", repr(way))
-        way = WAYS[way]()
+    if isinstance(way, str) and way not in (*WAYS, "auto"):
+        raise InputError("way", f"to be one of {', '.join((*WAYS, 'auto'))}", repr(way))
     sides = _sides(whole, partition, ranks.size, seed)
     totals = [int(t.long().sum()) for t in (whole.incoming.other, whole.incoming.ptr)]
     ranks.check_equal("graph", (whole.num_src, whole.num_dst, whole.num_edges, *totals))
-    ranks.check_equal("way", way.name)
+    ranks.check_equal("way", way if isinstance(way, str) else way.name)
     ranks.check_equal("partition", [(p.bounds, int((p.order * torch.arange(p.num_vertices)).sum())) for p in sides])
-    made = Shard.of(whole, sides[0], sides[-1], ranks.rank)
-    return ShardedGraph(made.to(device or whole.device), ranks, way)
+    made = Shard.of(whole, sides[0], sides[-1], ranks.rank).to(device or whole.device)
+    reasons = cheapest(made, ranks, made.edge_ids.device) if way == "auto" else []
+    if isinstance(way, str):
+        way = WAYS[reasons[0].way if reasons else way]()
+    return ShardedGraph(made, ranks, way, reasons=tuple(reasons))
 
 
 def _sides(graph: Graph, given: Any, num_parts: int, seed: int) -> tuple[Partition, ...]:
