@@ -354,9 +354,9 @@ def shard(graph: Any, way: str | Way = "auto", partition: Any = "random", group:
     ranks.check_equal("way", way if isinstance(way, str) else way.name)
     ranks.check_equal("partition", [(p.bounds, int((p.order * torch.arange(p.num_vertices)).sum())) for p in sides])
     made = Shard.of(whole, sides[0], sides[-1], ranks.rank).to(device or whole.device)
-    reasons = cheapest(made, ranks, made.edge_ids.device) if way == "auto" else []
+    reasons = cheapest(made, ranks, made.edge_ids.device) if way == "auto" and ranks.size > 1 else []
     if isinstance(way, str):
-        way = WAYS[reasons[0].way if reasons else way]()
+        way = WAYS[reasons[0].way if reasons else "halo" if way == "auto" else way]()
     return ShardedGraph(made, ranks, way, reasons=tuple(reasons))
 
 
