@@ -1,5 +1,11 @@
 """Sharded equals whole: every fused layer on parts of a graph, in float64, by processes that talk through gloo."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import sharded
 from layers import MORE, MORE_PAIRS, PAIRS, SQUARE
@@ -67,3 +73,28 @@ def test_whole_tensors():
     "check_refused_options", "check_refused_operations", "check_refused_layers", "check_mismatches"])
 def test_what_is_refused(check):
     ranks(2).run(getattr(sharded, check))
+
+
+def torchrun(size, out, *options):
+    """The metrics of a job of the command line under torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}", "-m",
+               "pyg_fullgraph", "train", "--dataset", "generated:nodes=200,degree=5", "--model", "gat", "--dropout",
+               "0.3", "--dtype", "float64", "--device", "cpu", "--out", str(out), *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 or "--compare" in options, done.stdout[-2000:] + done.stderr[-4000:]
+    return json.loads((out / "metrics.json").read_text()) if done.returncode == 0 else done.stderr
+
+
+def test_the_command_under_torchrun(tmp_path):
+    """The same curve on any number of processes, also continued on another number."""
+    alone = torchrun(1, tmp_path / "one", "--epochs", "6")
+    both = torchrun(2, tmp_path / "two", "--epochs", "3")
+    assert (alone["num_processes"], both["num_processes"]) == (1, 2)
+    rest = torchrun(3, tmp_path / "two", "--epochs", "6", "--resume")
+    for name in ("losses", "val_losses", "val_accuracies", "test_accuracy"):
+        assert rest["seeds"][0][name] == pytest.approx(alone["seeds"][0][name], rel=1e-9)
+
+
+def test_comparing_with_pyg_needs_one_process(tmp_path):
+    assert "Expected 'compare' to be left out with several processes" in torchrun(2, tmp_path, "--compare", "pyg")

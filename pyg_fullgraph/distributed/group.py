@@ -7,7 +7,10 @@ the work on another buffer is queued runs beside that work, and a buffer is neve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,7 +19,10 @@ from torch import Tensor
 
 from pyg_fullgraph.errors import GroupError
 
-__all__ = ["Group", "Transfer"]
+__all__ = ["Group", "Transfer", "under_torchrun"]
+
+#: How long ranks wait for one that died or hangs.
+TIMEOUT_S = 60
 
 
 class Transfer:
@@ -124,3 +130,24 @@ class Group:
 
     def __repr__(self) -> str:
         return f"Group(rank={self.rank}, size={self.size})"
+
+
+@contextlib.contextmanager
+def under_torchrun(device: str) -> Iterator[Group]:
+    """The default group of the processes that torchrun started, within the block; outside torchrun one process alone.
+
+    Args:
+        device: ``cuda`` for NCCL, each process on the GPU of its local rank; else gloo.
+
+    A rank that dies or hangs ends the others after :data:`TIMEOUT_S` seconds at most.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ or dist.is_initialized():
+        yield Group()
+        return
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    try:
+        yield Group()
+    finally:
+        dist.destroy_process_group()
