@@ -152,7 +152,7 @@ def train(kind: str, graph: Graph, x: Tensor, y: Tensor, mask: Tensor) -> tuple[
         out = model(x, graph)
         loss = model.mean(F.cross_entropy(out[mask], y[mask]), mask.sum())
         loss.backward()
-        losses += [float(loss), float(model.clip_grad_norm(0.5))]
+        losses += [loss.item(), model.clip_grad_norm(0.5).item()]
         optimizer.step()
     model.eval()
     with torch.no_grad():
