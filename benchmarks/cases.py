@@ -76,29 +76,37 @@ class Case:
 
 
 #: name -> (namespace, in, out, heads, is_last) -> layer. ``out`` counts all heads, except for an averaged last layer.
-LAYERS: dict[str, Callable[[SimpleNamespace, int, int, int, bool], nn.Module]] = {
+CONVS: dict[str, Callable[[SimpleNamespace, int, int, int, bool], nn.Module]] = {
     "gcn": lambda ns, i, o, h, last: ns.GCNConv(i, o),
     "sage": lambda ns, i, o, h, last: ns.SAGEConv(i, o),
     "sage-max": lambda ns, i, o, h, last: ns.SAGEConv(i, o, aggr="max"),
     "gin": lambda ns, i, o, h, last: ns.GINConv(nn.Linear(i, o)),
     "gat": lambda ns, i, o, h, last: ns.GATConv(i, o if last else o // h, heads=h, concat=not last),
     "gatv2": lambda ns, i, o, h, last: ns.GATv2Conv(i, o if last else o // h, heads=h, concat=not last),
+    "gatv2-edges": lambda ns, i, o, h, last: ns.GATv2Conv(i, o if last else o // h, heads=h, concat=not last,
+                                                          edge_dim=EDGE_FEATURES["gatv2-edges"]),
     "edgeconv": lambda ns, i, o, h, last: ns.EdgeConv(nn.Linear(2 * i, o), aggr="max"),
-    "gmm": lambda ns, i, o, h, last: ns.GMMConv(i, o, dim=2, kernel_size=3),
+    "gmm": lambda ns, i, o, h, last: ns.GMMConv(i, o, dim=EDGE_FEATURES["gmm"], kernel_size=3),
     "transformer": lambda ns, i, o, h, last: ns.TransformerConv(i, o // h, heads=h),
     "res-gated": lambda ns, i, o, h, last: ns.ResGatedGraphConv(i, o),
     "pna": lambda ns, i, o, h, last: ns.PNAConv(i, o, ["mean", "min", "max", "std"],
                                                 ["identity", "amplification", "attenuation"], _DEGREES),
+    "edge-mlp": lambda ns, i, o, h, last: ns.EdgeConv(nn.Sequential(
+        nn.Linear(2 * i, o), nn.ReLU(), nn.Linear(o, o)), aggr="max"),
+}
+#: The same for edge phases alone, see :mod:`benchmarks.edge_phases`.
+PHASES: dict[str, Callable[[SimpleNamespace, int, int, int, bool], nn.Module]] = {
     "sum": lambda ns, i, o, h, last: ns.Sum(),
     "gat-phase": lambda ns, i, o, h, last: ns.GATAttention(h),
     "gatv2-phase": lambda ns, i, o, h, last: ns.GATv2Attention(h, o),
     "dot-phase": lambda ns, i, o, h, last: ns.DotAttention(h),
-    "edge-mlp": lambda ns, i, o, h, last: ns.EdgeConv(nn.Sequential(
-        nn.Linear(2 * i, o), nn.ReLU(), nn.Linear(o, o)), aggr="max"),
 }
+LAYERS = {**CONVS, **PHASES}
 #: How many nodes have 0, 1, 2 ... edges, as far as PNA's scalers ask: a mean of log(degree + 1).
 _DEGREES = torch.tensor([0, 10, 20, 30, 20, 10])
-_ATTENTION = ("gat", "gatv2", "transformer")
+#: Features per edge of the layers that take some.
+EDGE_FEATURES = {"gmm": 2, "gatv2-edges": 8}
+_ATTENTION = ("gat", "gatv2", "gatv2-edges", "transformer")
 #: Rows of the case's width that a step must read per edge: forward and backward, each source row once per pass.
 _GATHERS = {("gcn", "forward"): 1, ("gcn", "step"): 2, ("sage", "forward"): 1, ("sage", "step"): 2,
             ("gin", "forward"): 1, ("gin", "step"): 2, ("gat", "forward"): 1, ("gat", "step"): 2,
@@ -111,7 +119,7 @@ def _layer_case(layer: str, graph: str, dtype: str = "float32", direction: str =
     name = f"{layer}-{graph}" + ("" if dtype == "float32" else f"-{dtype}")
     gathers = _GATHERS.get((layer, direction))
     return Case(name + ("-forward" if direction == "forward" else ""), layer, graph, dtype=dtype, direction=direction,
-                heads=4 if layer in _ATTENTION else 1, edge_data=2 if layer == "gmm" else 0,
+                heads=4 if layer in _ATTENTION else 1, edge_data=EDGE_FEATURES.get(layer, 0),
                 is_sampled=graph in _LARGE, gathers=None if gathers is None else 256 * gathers)
 
 
@@ -124,6 +132,13 @@ def _phase_case(layer: str, graph: str, width: int = 256, heads: int = 4, dtype:
     return Case(name, layer, graph, num_in=width, width=width, heads=heads, dtype=dtype, direction=direction,
                 node_data=more, is_sampled=graph.removesuffix(graphs.SHUFFLED) in _LARGE,
                 gathers=width * _GATHERS[layer, direction])
+
+
+def first_use_case(layer: str, device: str) -> Case:
+    """A layer of the usual width on a graph so small that a step takes little time."""
+    width = 64 if layer == "edge-mlp" or device == "cpu" else 256  # as in the cases that time steps
+    return Case(f"first-use-{layer}", layer, "tiny", device, width, width, heads=4 if layer in _ATTENTION else 1,
+                edge_data=EDGE_FEATURES.get(layer, 0))
 
 
 def _cpu_case(layer: str, graph: str, is_model: bool) -> Case:
@@ -141,7 +156,7 @@ CASES: dict[str, Case] = {c.name: c for c in [
     Case("train-gat-tiny", "gat", "tiny", "cpu", num_in=12, width=16, heads=4, is_model=True, last_heads=4,
          num_classes=5),
     Case("gcn-tiny", "gcn", "tiny", "cpu", num_in=12, width=16),
-    *[_layer_case(layer, graph) for graph in ("arxiv", "reddit") for layer in LAYERS if graph == "arxiv"
+    *[_layer_case(layer, graph) for graph in ("arxiv", "reddit") for layer in CONVS if graph == "arxiv"
       or layer in ("gat", "gatv2", "sage")],
     *[_layer_case(layer, "arxiv", "bfloat16") for layer in ("sage", "gat")],
     *[_layer_case(layer, "arxiv", direction="forward") for layer in ("sage", "gat")],

@@ -16,6 +16,8 @@ from rich.table import Table
 RESULTS = Path(__file__).parent / "results"
 COLUMNS = ("case", "provider", "p50 ms (p20-p80)", "CPU ms", "against PyG (CPU)", "peak MB", "first call s", "kernels",
            "gather GB/s (share)", "largest error")
+FIRST_USE_COLUMNS = ("first step of", "cold ms", "warm ms (least)", "warm CPU ms", "later step ms",
+                     "start of the process ms")
 
 
 def read_rows(files: Iterable[Path]) -> list[dict[str, Any]]:
@@ -52,6 +54,17 @@ def cells(row: dict[str, Any], pyg: dict[str, Any] | None) -> list[str]:
             ", ".join(([] if error is None else [f"{error:.1e}"]) + ["repeatable"] * bool(row.get("is_repeatable")))]
 
 
+def first_use_cells(row: dict[str, Any]) -> list[str]:
+    """The columns of a row of ``benchmarks.first_use``."""
+    return [row["layer"], f"{row['cold_ms']:.0f}", f"{row['warm_ms']:.0f} ({row['warm_least_ms']:.0f})",
+            f"{row['warm_cpu_ms']:.0f}", f"{row['second_ms']:.1f}", f"{row['start_ms']:.0f}"]
+
+
+def is_first_use(row: dict[str, Any]) -> bool:
+    """Whether a row is of ``benchmarks.first_use``."""
+    return row.get("kind") == "first-use"
+
+
 def _lines(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
     plain = {(r["device_name"], r["case"]): r for r in rows if r["provider"] == "pyg"}
     return [cells(r, plain.get((r["device_name"], r["case"]))) for r in rows]
@@ -65,8 +78,16 @@ def render(rows: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
+def render_first_use(rows: Sequence[dict[str, Any]]) -> Table:
+    """A table for the terminal, of rows of ``benchmarks.first_use``."""
+    table = Table(*FIRST_USE_COLUMNS)
+    for row in rows:
+        table.add_row(*first_use_cells(row))
+    return table
+
+
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """One table per device, with where and when it was measured."""
+    """Tables per device, with where and when they were measured."""
     parts = []
     for device in dict.fromkeys(r["device_name"] for r in rows):
         here = [r for r in rows if r["device_name"] == device]
@@ -78,9 +99,18 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
         if ceilings:
             text += (f" Measured beside them: copy {max(c for c, _ in ceilings):.0f} GB/s, gather "
                      f"{min(g for _, g in ceilings):.0f} to {max(g for _, g in ceilings):.0f} GB/s.")
-        lines = [COLUMNS, ["---"] * 2 + ["--:"] * (len(COLUMNS) - 2), *_lines(here)]
-        parts.append(text + "\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines))
+        timed, first_uses = [r for r in here if not is_first_use(r)], [r for r in here if is_first_use(r)]
+        parts.append(text)
+        if timed:
+            parts.append(_markdown_table([COLUMNS, ["---"] * 2 + ["--:"] * (len(COLUMNS) - 2), *_lines(timed)]))
+        if first_uses:
+            marks = ["---"] + ["--:"] * (len(FIRST_USE_COLUMNS) - 1)
+            parts.append(_markdown_table([FIRST_USE_COLUMNS, marks, *map(first_use_cells, first_uses)]))
     return "\n\n".join(parts) + "\n"
+
+
+def _markdown_table(lines: Iterable[Sequence[str]]) -> str:
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def replace_between_marks(text: str, fresh: str) -> str:
@@ -102,7 +132,9 @@ def main(
     if write is not None:
         write.write_text(replace_between_marks(write.read_text(), markdown(rows)))
     elif terminal:
-        Console(width=150).print(render(rows))
+        console = Console(width=150)
+        console.print(render([r for r in rows if not is_first_use(r)]))
+        console.print(render_first_use([r for r in rows if is_first_use(r)]))
     else:
         print(markdown(rows), end="")
 

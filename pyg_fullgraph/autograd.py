@@ -26,10 +26,11 @@ from pyg_fullgraph.errors import DoubleBackwardError, ForwardModeError, InputErr
 from pyg_fullgraph.execution import run_plan, target_of
 from pyg_fullgraph.graph import EdgeOrder, Graph
 from pyg_fullgraph.saga import interpret, ir
-from pyg_fullgraph.saga.adjoint import Adjoint, adjoint, grad_input
+from pyg_fullgraph.saga.adjoint import Adjoint, grad_input
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node
 from pyg_fullgraph.saga.passes import Split, Stage, plan, reduction, split
 from pyg_fullgraph.saga.plans import Plan, Target
+from pyg_fullgraph.saga.stored import adjoint_of
 
 Needs = tuple[bool, ...]
 
@@ -51,13 +52,7 @@ class EdgePhase:
 
     @cached_property
     def adjoint(self) -> Adjoint:
-        return adjoint(self.core.outputs)
-
-    def differentiate(self) -> None:
-        """Derive the adjoint now; inside an operator it could not be, because autograd is off there."""
-        if "adjoint" not in self.__dict__:
-            with torch.enable_grad():
-                _ = self.adjoint
+        return adjoint_of(self.core)
 
     def saved(self, is_half: bool = False) -> dict[str, tuple[Node, Node]]:
         """What backward needs beside inputs and results: name -> (stand-in, forward expression).
@@ -355,11 +350,9 @@ def call_operator(phase: EdgePhase, graph: Graph, like: Tensor, tensors: Sequenc
     _PHASES[phase.key] = phase
     incoming, both = _pack(graph.incoming), _pack(graph.incoming)
     save = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    if save:
-        phase.differentiate()
-        # Gradients of parameters and edge data ride on the sweep over destinations.
-        if any(n.domain == Domain.SRC and t.requires_grad for n, t in zip(phase.inputs, tensors, strict=True)):
-            both = incoming + _pack(graph.outgoing)
+    # Gradients of parameters and edge data ride on the sweep over destinations.
+    if save and any(n.domain == Domain.SRC and t.requires_grad for n, t in zip(phase.inputs, tensors, strict=True)):
+        both = incoming + _pack(graph.outgoing)
     sizes = [graph.num_src, graph.num_dst, len(incoming)]
     return edge_phase(phase.key, both, sizes, tensors, like.dtype, save)[:len(phase.results)]
 
@@ -481,7 +474,6 @@ def _like(env: Mapping[Node, Tensor], device: torch.device) -> Tensor:
 
 def _call(phase: EdgePhase, graph: Graph, like: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        phase.differentiate()
         return _EdgePhaseFunction.apply(phase, graph, like, *tensors)
     return _own(phase.forward(graph, tensors, like, False)[0], tensors)
 

@@ -206,6 +206,13 @@ class NotFusedError(PygFullgraphError, ValueError):
         self.refused = {name: tuple(reasons) for name, reasons in refused.items()}
 
 
+class CompiledResultError(PygFullgraphError, NotImplementedError):
+    """A layer under torch.compile returns what its operator cannot hand on."""
+
+    def __init__(self, layer: object, expected: str, got: object) -> None:
+        super().__init__(f"Expected {layer} under torch.compile {expected} (got {got})")
+
+
 class DoubleBackwardError(PygFullgraphError, NotImplementedError):
     """A gradient of a fused layer was to be differentiated."""
 

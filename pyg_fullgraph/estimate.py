@@ -223,7 +223,6 @@ def saved_by(phase: EdgePhase, needs: tuple[bool, ...], target: Target, sizes: S
     """What one edge phase keeps for its backward: of its inputs and results what the backward plan reads."""
     if not any(needs):
         return ()
-    phase.differentiate()
     reads = phase.reads(target, needs)
     statistics = phase.saved(is_half=dtype.itemsize < 4)
     found = []

@@ -82,8 +82,6 @@ class PhaseReport:
 
     @property
     def has_backward(self) -> bool:
-        if any(self.needs):
-            self.phase.differentiate()
         return any(self.needs)
 
     @property

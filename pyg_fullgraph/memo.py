@@ -29,9 +29,15 @@ class Memo:
         key, state = id(tensor), state_of(tensor)
         entry = self.entries.get(key)
         if entry is None or entry[0]() is not tensor or entry[1] != state:
-            entry = (weakref.ref(tensor, lambda _: self.entries.pop(key, None)), state, {})
+            entries = weakref.ref(self)  # what is remembered must not wait for the garbage collector
+            entry = (weakref.ref(tensor, lambda _: _forget(entries(), key)), state, {})
             self.entries[key] = entry
         return entry[2]
+
+
+def _forget(memo: Memo | None, key: int) -> None:
+    if memo is not None:
+        memo.entries.pop(key, None)
 
 
 def state_of(tensor: Tensor) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ __all__ = ["convert", "revert"]
 AnyModule = TypeVar("AnyModule", bound=Module)
 
 _DROP_IN = {getattr(pyg_nn, name): getattr(fused_nn, name) for name in fused_nn.__all__}
-_BASES = {ours: pygs for pygs, ours in _DROP_IN.items()}
+_BASES = {ours: pygs for pygs, ours in _DROP_IN.items()} | {fused_nn.DirGNNConv: pyg_nn.DirGNNConv}
 
 
 def convert(model: AnyModule, strict: bool = False) -> AnyModule:
@@ -38,6 +38,9 @@ def convert(model: AnyModule, strict: bool = False) -> AnyModule:
         refused = {name or type(m).__name__: why for name, m in layers if (why := refusals(m))}
         if refused:
             raise NotFusedError(refused)
+    for layer in model.modules():
+        if type(layer) is pyg_nn.DirGNNConv:
+            layer.__class__ = fused_nn.DirGNNConv
     for _, layer in layers:
         if not isinstance(layer, FusedMixin):
             kind = type(layer)
@@ -56,7 +59,9 @@ def revert(model: AnyModule) -> AnyModule:
     for layer in model.modules():
         kind = type(layer)
         base = _BASES.get(kind) or vars(kind).get("_fullgraph_base")
-        if base is not None:
+        if base is pyg_nn.DirGNNConv:
+            layer.__class__ = base
+        elif base is not None:
             _change_class(layer, base)
         vars(layer).pop("_fullgraph_strict", None)
     return model

@@ -33,7 +33,6 @@ from triton_kernels import launch
 def sweeps_of(program: EdgeProgram) -> list[Sweep]:
     """Every sweep of a training step of ``program``."""
     phase = EdgePhase(split(program).stages[0].core)
-    phase.differentiate()
     needs = tuple(not n.is_integer for n in phase.inputs)
     plans = [phase.forward_plan(KERNELS, False), phase.forward_plan(KERNELS, True), phase.backward_plan(KERNELS, needs)]
     return list({s.digest: s for plan in plans for s in plan.sweeps}.values())

@@ -1,6 +1,7 @@
 """Markers, devices and data that all tests share."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Every device a test runs on; the CUDA case carries the marker `gpu`."""
     return torch.device(request.param)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A cache folder of their own: tests replace parts of the compiler, and what it then makes is for nobody else."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PFG_CACHE_DIR", str(folder))
+        yield folder
 
 
 @pytest.fixture(scope="session")

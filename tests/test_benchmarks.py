@@ -1,5 +1,6 @@
 """Benchmarks: graphs of the stated shape, rows that are complete, and no times without right numbers."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import graphs, measure, table
+from benchmarks import first_use, graphs, measure, table
 from benchmarks import run as bench
 from benchmarks.cases import CASES, Case, CaseSkipped, Problem, select
 from benchmarks.checks import CheckFailed, check, compare, sampled_rows_exactly
@@ -82,6 +83,18 @@ def test_tiny_case_runs_and_writes_complete_rows(tmp_path):
     assert rows[1]["is_repeatable"] and rows[1]["check"]["error"] < 1e-5
     shown = CliRunner().invoke(_app(table.main), [str(file)])
     assert shown.exit_code == 0 and "| train-gat-tiny | ours |" in shown.output
+
+
+def test_first_use_in_processes_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(first_use.tempfile, "TemporaryDirectory", lambda: contextlib.nullcontext(str(tmp_path)))
+    row = first_use.time_layer("gat", "cpu", threads=1, repeats=1)
+    assert list((tmp_path / "pyg_fullgraph" / "adjoints").iterdir())
+    assert row["case"] == "first-use-gat"
+    assert row["cold_ms"] > row["second_ms"] > 0
+    assert row["warm_ms"] == row["warm_least_ms"] > row["second_ms"]
+    assert row["start_ms"] > 0 and row["warm_cpu_ms"] > 0
+    with pytest.raises(RuntimeError, match="first use of nowhere"):
+        first_use.run_apart("nowhere", "cpu", 1, tmp_path)
 
 
 def _app(function):
@@ -182,6 +195,13 @@ def test_table_shows_errors_and_speedups():
     failed = {"case": "a", "provider": "pyg", "error": "out of memory", **common}
     assert "PyG: out of memory" in table.markdown([failed, timed])
     assert table.latest([plain, timed, {**timed, "p50_ms": 1.0}])[1]["p50_ms"] == 1.0
+    first = {**common, "case": "first-use-gat", "provider": "ours", "kind": "first-use", "layer": "gat",
+             "cold_ms": 1500.2, "warm_ms": 180.4, "warm_least_ms": 170.1, "warm_cpu_ms": 160.0, "second_ms": 2.26,
+             "start_ms": 3000.0}
+    both = table.markdown([plain, first, timed])
+    assert both.startswith(text.rstrip())
+    assert both.endswith("| gat | 1500 | 180 (170) | 160 | 2.3 | 3000 |\n")
+    assert "largest error" not in table.markdown([first])
     marked = "a\n<!-- table:begin -->\nold\n<!-- table:end -->\nb"
     assert table.replace_between_marks(marked, "new\n") == "a\n<!-- table:begin -->\nnew\n<!-- table:end -->\nb"
     with pytest.raises(ValueError, match="marks"):

@@ -40,7 +40,6 @@ SHARED_BYTES = 232_448
 
 def plans_of(program: EdgeProgram):
     phase = EdgePhase(split(program).stages[0].core)
-    phase.differentiate()
     needs = tuple(not n.is_integer for n in phase.inputs)
     return phase.forward_plan(KERNELS, True), phase.backward_plan(KERNELS, needs)
 
@@ -165,7 +164,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
         return rename(*paths)
 
     rename = os.replace
-    monkeypatch.setattr(launch.os, "replace", replace)
+    monkeypatch.setattr(os, "replace", replace)
     with pytest.raises(OSError, match="no space"):
         launch.write_source("x = 2\n")
     assert list((tmp_path / "kernels").iterdir()) == []
@@ -175,7 +174,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
 
 WRITERS = """
 import sys, threading
-from triton_kernels import launch
+from triton_kernels import disk, launch
 go = threading.Barrier(4)
 def write():
     go.wait()
@@ -184,7 +183,7 @@ def write():
 threads = [threading.Thread(target=write) for _ in range(4)]
 [t.start() for t in threads]
 [t.join() for t in threads]
-print(len(list((launch.cache_dir() / "kernels").glob("k*.py"))))
+print(len(list((disk.cache_dir() / "kernels").glob("k*.py"))))
 """
 
 

@@ -235,6 +235,22 @@ def test_large_ids_are_compared_as_integers(device):
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
+def test_a_lookup_outside_of_its_table_is_seen_and_reads_nothing(device):
+    """No row has such a number: the destination gets NaN, the others and the table's gradient their values."""
+    x, kind = ir.input("x", SRC, (5,)), ir.input("kind", EDGE, (), True)
+    row = ir.lookup(ir.input("table", ir.Domain.PARAM, (3, 5)), kind)
+    program = EdgeProgram((Output("sum", ir.pointwise("mul", x, row)),))
+    graph = Graph.from_edge_index(torch.tensor([[0, 1, 2, 3], [0, 0, 1, 2]], device=device), 4)
+    tensors = {"x": torch.ones(4, 5, device=device), "kind": torch.tensor([0, 3, 1, -1], device=device),
+               "table": torch.arange(15.0, device=device).view(3, 5).requires_grad_()}
+    (out,) = run(program, graph, tensors)
+    assert out[[0, 2]].isnan().all()
+    assert out[1].tolist() == [5.0, 6.0, 7.0, 8.0, 9.0] and out[3].tolist() == [0.0] * 5
+    (grad,) = torch.autograd.grad(out[1].sum(), tensors["table"])
+    assert grad.tolist() == [[0.0] * 5, [1.0] * 5, [0.0] * 5]
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
 def test_truth_values_as_inputs(device):
     graph = Graph.from_edge_index(torch.tensor([[0, 1, 2], [0, 0, 1]], device=device), (3, 2))
     flag, x = ir.input("flag", EDGE, (), True), ir.input("x", SRC, ())

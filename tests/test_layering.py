@@ -36,6 +36,7 @@ LAYERS = (
     "pyg_fullgraph.saga.idioms",
     "pyg_fullgraph.saga.trace",
     "pyg_fullgraph.saga.adjoint",
+    "pyg_fullgraph.saga.stored",
     "pyg_fullgraph.saga.plans",
     "pyg_fullgraph.saga.recompute",
     "pyg_fullgraph.saga.passes",

@@ -5,9 +5,13 @@ import gc
 
 import pytest
 import torch
+import torch_geometric.nn as pyg_nn
 
+import pyg_fullgraph as pfg
 import pyg_fullgraph.nn as fused_nn
 from pyg_fullgraph import debug
+from pyg_fullgraph.errors import CompiledResultError
+from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn import compiled
 
 LAYERS = {
@@ -118,14 +122,52 @@ def test_copies_have_operators_of_their_own():
         torch.testing.assert_close(fast(x, edge_index), m(x, edge_index))
 
 
+@pytest.mark.parametrize(("make", "backend"), [
+    (lambda: fused_nn.GATConv(8, 4, heads=2), "aot_eager"), (lambda: fused_nn.GATConv(8, 4), "inductor"),
+    (lambda: fused_nn.GATv2Conv(8, 4, add_self_loops=False), "aot_eager"),
+    (lambda: fused_nn.TransformerConv(8, 4), "aot_eager")])
+def test_attention_weights(make, backend):
+    """Several results, two of which have as many rows as there are edges with one self-loop at each node."""
+    layer = make()
+    fast = torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
+
+    def results(module, x, edge_index):
+        out, (used, alpha) = module(x, edge_index, return_attention_weights=True)
+        loss = out.square().sum() + alpha[:, 0].cumsum(0).square().sum()
+        return [out, used, alpha, *torch.autograd.grad(loss, [x, *layer.parameters()])]
+
+    for k, sizes in enumerate([(50, 200), (33, 90)]):
+        x, edge_index = case(*sizes)
+        edge_index[1, :5] = edge_index[0, :5]
+        with torch._dynamo.config.patch(error_on_recompile=k > 0):
+            got = results(fast, x, edge_index)
+        for g, w in zip(got, results(layer, x, edge_index), strict=True):
+            torch.testing.assert_close(g, w, rtol=1e-4, atol=1e-4)
+
+
 def test_what_the_operator_cannot_take_still_runs():
-    """A request for attention weights breaks the graph, as in PyG; without fullgraph it runs."""
-    layer = fused_nn.GATConv(8, 4)
+    """A prepared graph breaks the compiled one; without fullgraph it runs, with it the reason is said."""
+    layer = fused_nn.SAGEConv(8, 4)
     x, edge_index = case(40, 150)
-    out, (_, alpha) = torch.compile(layer, backend="aot_eager")(x, edge_index, return_attention_weights=True)
-    want, (_, beta) = layer(x, edge_index, return_attention_weights=True)
-    torch.testing.assert_close(out, want)
-    torch.testing.assert_close(alpha, beta)
+    graph = pfg.Graph.from_edge_index(edge_index, 40)
+    torch.testing.assert_close(torch.compile(layer, backend="aot_eager")(x, graph), layer(x, graph))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="takes plain tensors"):
+        torch.compile(layer, fullgraph=True, backend="aot_eager")(x, graph)
+
+
+class Counting(fused_nn.MessagePassing):
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x), int(edge_index.max())
+
+    def message(self, x_j):
+        return x_j.sin()
+
+
+def test_a_result_that_is_no_tensor_is_refused():
+    layer = Counting()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="compile to return tensors"):
+        torch.compile(layer, fullgraph=True, backend="aot_eager")(*case(40, 150))
 
 
 def test_masks_are_drawn_for_each_call():
@@ -136,6 +178,34 @@ def test_masks_are_drawn_for_each_call():
     assert twice(x, edge_index).abs().max() > 0.01
     layer.eval()
     assert twice(x, edge_index).abs().max() == 0
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_masks_follow_the_seed(backend):
+    layer = fused_nn.GATConv(8, 4, dropout=0.5)
+    x, edge_index = case(40, 150)
+    fast = torch.compile(layer, fullgraph=True, backend=backend)
+
+    def results(seed):
+        torch.manual_seed(seed)
+        out = fast(x, edge_index)
+        return [out, *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])]
+
+    first = results(1)
+    assert all(torch.equal(a, b) for a, b in zip(results(1), first, strict=True))
+    assert (results(2)[0] - first[0]).abs().max() > 1e-3
+
+
+def test_modes_are_compiled_once_each():
+    layer = fused_nn.GATConv(8, 4, dropout=0.5)
+    x, edge_index = case(40, 150)
+    fast = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for k in range(2):
+        with torch._dynamo.config.patch(error_on_recompile=k > 0):
+            assert (fast(x, edge_index) - layer.train()(x, edge_index)).abs().max() > 1e-3
+            layer.eval()
+            torch.testing.assert_close(fast(x, edge_index), layer(x, edge_index))
+            layer.train()
 
 
 def test_running_statistics_count_every_call():
@@ -170,3 +240,126 @@ def test_sizes_as_arguments():
     fast = torch.compile(layer, fullgraph=True, backend="aot_eager")
     got, want = (torch.autograd.grad(f((x, x), edge_index, size=(40, 40)).square().sum(), x)[0] for f in (fast, layer))
     torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("is_warm", [True, False])
+@pytest.mark.parametrize("make", [
+    lambda: fused_nn.GCNConv(8, 4, cached=True), lambda: fused_nn.SGConv(8, 4, K=2, cached=True),
+    lambda: fused_nn.APPNP(2, 0.1, cached=True)])
+def test_cached_layers(make, is_warm):
+    """What a layer keeps of its graph is no part of the call that finds shapes, nor lost."""
+    layer = make()
+    x, edge_index = case(40, 150)
+    want = copy.deepcopy(layer)(x, edge_index)
+    if is_warm:
+        layer(x, edge_index)
+    fast = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        torch.testing.assert_close(fast(x, edge_index), want)
+    other = torch.randint(40, (2, 150))
+    torch.testing.assert_close(fast(x, other), want)
+
+
+def test_a_layer_that_was_changed():
+    """Another aggregation is taken as it comes; another shape is refused until it is compiled anew."""
+    layer = fused_nn.SimpleConv(aggr="mean")
+    x, edge_index = case(40, 150)
+    fast = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    fast(x, edge_index)
+    layer.aggr_module = pyg_nn.aggr.MaxAggregation()
+    layer.aggr = "max"
+    torch.testing.assert_close(fast(x, edge_index), layer(x, edge_index))
+    layer.combine_root = "cat"
+    with pytest.raises(CompiledResultError, match="after a change of the layer"):
+        fast(x, edge_index)
+    torch._dynamo.reset()
+    torch.testing.assert_close(fast(x, edge_index), layer(x, edge_index))
+
+
+def test_a_module_under_two_names_keeps_its_parameters():
+    layer = fused_nn.GATv2Conv(8, 4, share_weights=True)
+    weight = layer.lin_l.weight
+    torch.compile(layer, fullgraph=True, backend="aot_eager")(*case(40, 150)).sum().backward()
+    assert layer.lin_r.weight is weight
+    assert weight.grad is not None
+
+
+def test_results_may_be_written_over():
+    """A compiler writes into a result that nothing else reads, as far as it can see; the backward still reads it."""
+    layer = fused_nn.GINConv(torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Sigmoid()))
+    x, edge_index = case(40, 150)
+
+    def call(x, edge_index):
+        return (layer(x, edge_index) * 3 + 1).exp()
+
+    got, want = (torch.autograd.grad(f(x, edge_index).sum(), x)[0] for f in (torch.compile(call, fullgraph=True), call))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gcn", "sage", "gat"])
+def test_a_graph_is_prepared_once(name, monkeypatch):
+    layer = LAYERS[name]()
+    x, edge_index = case(40, 150)
+    fast = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    fast(x, edge_index).sum().backward()
+    monkeypatch.setattr(Graph, "_from_coo", None)
+    fast(x, edge_index).sum().backward()
+
+
+# --- whole models -----------------------------------------------------------------------------------------------
+
+MODELS = {
+    "gcn": lambda: pyg_nn.GCN(8, 16, 3, 4, dropout=0.3, norm="BatchNorm"),
+    "gat": lambda: pyg_nn.GAT(8, 16, 2, 4, v2=True, heads=2, jk="cat"),
+    "pna": lambda: pyg_nn.PNA(8, 16, 2, 4, aggregators=["mean", "max"], scalers=["identity", "amplification"],
+                              deg=torch.tensor([1, 2, 3, 4])),
+    "sequential": lambda: pyg_nn.Sequential("x, edge_index", [
+        (pyg_nn.GCNConv(8, 16), "x, edge_index -> x"), torch.nn.ReLU(), torch.nn.Dropout(0.2),
+        torch.nn.BatchNorm1d(16), (pyg_nn.GATConv(16, 4), "x, edge_index -> x")]),
+    "directed": lambda: pyg_nn.DirGNNConv(pyg_nn.SAGEConv(8, 4)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_converted_models(name):
+    model = pfg.convert(MODELS[name]())
+    for is_training in (False, True):
+        fast = torch.compile(model.train(is_training), fullgraph=True, dynamic=True, backend="aot_eager")
+        for k, sizes in enumerate([(50, 200), (33, 90)]):
+            x, edge_index = case(*sizes)
+            expected = copy.deepcopy(model)
+            with torch._dynamo.config.patch(error_on_recompile=k > 0):
+                got = fast(x, edge_index)
+            got.square().sum().backward()
+            if not is_training:  # masks differ
+                want = expected(x, edge_index)
+                torch.testing.assert_close(got, want)
+                torch.testing.assert_close(torch.autograd.grad(want.square().sum(), x)[0], x.grad)
+
+
+def test_training_a_compiled_model_is_training_it():
+    model = pfg.convert(pyg_nn.GCN(8, 16, 2, 4, norm="BatchNorm"))
+    other = copy.deepcopy(model)
+    losses = []
+    for module, run in ((model, torch.compile(model, fullgraph=True, backend="aot_eager")), (other, other)):
+        optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = run(*case(40, 150)).square().mean()
+            loss.backward()
+            optimizer.step()
+        losses.append(loss)
+    torch.testing.assert_close(*losses)
+
+
+def test_heterogeneous_models():
+    first, second = ("a", "to", "b"), ("b", "to", "a")
+    model = pfg.convert(pyg_nn.HeteroConv({
+        first: pyg_nn.SAGEConv((8, 8), 4), second: pyg_nn.GATConv((8, 8), 4, add_self_loops=False)}))
+    fast = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    for k, sizes in enumerate([(50, 200), (33, 90)]):
+        x, edge_index = case(*sizes)
+        args = {"a": x, "b": x + 1}, {first: edge_index, second: edge_index.flip(0)}
+        with torch._dynamo.config.patch(error_on_recompile=k > 0):
+            got = fast(*args)
+        torch.testing.assert_close(got, model(*args))

@@ -15,6 +15,7 @@ import pyg_fullgraph.nn as fused_nn
 import zoo
 from pyg_fullgraph import debug
 from pyg_fullgraph.errors import ForwardModeError, InputError
+from pyg_fullgraph.nn import tracing
 
 CASE = zoo.self_loops()
 FACTOR = 2.0
@@ -76,8 +77,25 @@ def scaled(self, x_i, x_j):
     return FACTOR * x_j + x_i
 
 
-MESSAGES = (detached, without_gradients, divided_by_edges, divided_by_nodes, branch_on_edges, summed_softmax, distance,
-            normalized, write_into_a_view, relation, time_difference, degree, scaled)
+def smallest_step(self, x_i, x_j):
+    return x_j / (x_i * x_i + 100 * torch.finfo(x_j.dtype).eps)
+
+
+def root_mean_square(self, x_i, x_j):
+    return F.rms_norm(x_i - x_j, (4,))
+
+
+def finite(self, x_i, x_j):
+    return torch.nan_to_num(x_j + float("inf")).log1p() + x_i
+
+
+def another_formula(self, x_i, x_j):
+    return x_j * 2 if x_j.dtype == torch.float64 else x_j.sin()
+
+
+READ_DTYPE = (smallest_step, root_mean_square, finite, another_formula)
+MESSAGES = (*READ_DTYPE, detached, without_gradients, divided_by_edges, divided_by_nodes, branch_on_edges,
+            summed_softmax, distance, normalized, write_into_a_view, relation, time_difference, degree, scaled)
 
 
 class Plain(pyg_nn.MessagePassing):
@@ -120,6 +138,148 @@ def test_it_runs_fused_where_that_is_faithful(message):
     debug.reset()
     answer(layer(Fused, message), message)
     assert debug.counters() == {"fused": 1, "plain": 0}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("message", READ_DTYPE, ids=lambda m: m.__name__)
+def test_a_message_sees_its_own_dtype(message, dtype):
+    x = torch.rand(CASE.num_src, 4, generator=torch.Generator().manual_seed(0)).to(dtype)
+    debug.reset()
+    got, want = (layer(base, message)(x, CASE.edge_index) for base in (Fused, Plain))
+    assert debug.counters()["fused"] == 1
+    assert got.dtype == want.dtype
+    close = {"rtol": 0.1, "atol": 0.1} if torch.finfo(dtype).bits == 16 else {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(got, want, **close)
+
+
+class Tables(nn.Module):
+    """Parameters, and a buffer, with a row per node or per type of edge."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.node, self.kind = nn.Parameter(torch.randn(CASE.num_dst + 2, 4)), nn.Parameter(torch.randn(3, 4))
+        self.scalar, self.pair = nn.Parameter(torch.randn(CASE.num_dst)), nn.Parameter(torch.randn(CASE.num_dst, 3))
+        self.embedding, self.lin = nn.Embedding(CASE.num_dst, 4), nn.Linear(4, 4)
+        self.register_buffer("fixed", torch.randn(CASE.num_dst, 4))
+
+
+LOOKUPS = {
+    "type": lambda self, x_j, kind: x_j * self.t.kind[kind],
+    "type before": lambda self, x_j, kind: x_j * self.t.kind[kind - 1],
+    "row": lambda self, x_j, index: x_j * self.t.node[index],
+    "row by name": lambda self, x_j, edge_index_i: x_j * self.t.node[edge_index_i],
+    "row of the source": lambda self, x_j, edge_index_j: x_j * self.t.node[edge_index_j],
+    "selected row": lambda self, x_j, index: x_j * self.t.node.index_select(0, index),
+    "number": lambda self, x_j, index: x_j * self.t.scalar[index].view(-1, 1),
+    "embedding": lambda self, x_j, index: x_j * self.t.embedding(index),
+    "buffer": lambda self, x_j, index: x_j + self.t.fixed[index],
+    "computed row": lambda self, x_j, index: x_j * (self.t.node.sigmoid() + self.t.kind[0])[index],
+    "linear map": lambda self, x_j, index: x_j * self.t.lin(self.t.embedding.weight).relu()[index],
+    "row and feature": lambda self, x_j, index: x_j * self.t.pair[index, 1].view(-1, 1),
+    "row and type": lambda self, x_j, index, kind: x_j * self.t.pair[index, kind].view(-1, 1),
+    "argument": lambda self, x_j, index, table: x_j * table[index],
+}
+
+
+def with_tables(base, message, flow):
+    class Layer(base):
+        def __init__(self):
+            super().__init__(flow=flow)
+            self.t = Tables()
+
+        def forward(self, x, edge_index, **given):
+            return self.propagate(edge_index, x=x, **given)
+
+    named = types.FunctionType(message.__code__, message.__globals__, "message")
+    return type("Layer", (Layer,), {"message": named})()
+
+
+def lookup_results(base, message, flow="source_to_target", num_nodes=CASE.num_dst):
+    module = with_tables(base, message, flow)
+    generator = torch.Generator().manual_seed(0)
+    x, table = (torch.randn(num_nodes, 4, generator=generator).requires_grad_() for _ in range(2))
+    out = module(x, CASE.edge_index, kind=torch.arange(CASE.num_edges) % 3, table=table)
+    grads = torch.autograd.grad(out.square().sum(), [x, table, *module.parameters()], allow_unused=True)
+    return [out, *(torch.zeros(()) if g is None or not g.any() else g for g in grads)]
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+@pytest.mark.parametrize("flow", ["source_to_target", "target_to_source"])
+def test_a_table_is_read_by_type_or_by_node(name, flow):
+    want = lookup_results(pyg_nn.MessagePassing, LOOKUPS[name], flow)
+    debug.reset()
+    torch.testing.assert_close(lookup_results(fused_nn.MessagePassing, LOOKUPS[name], flow), want)
+    assert debug.counters() == {"fused": 1, "plain": 0}
+
+
+@pytest.mark.filterwarnings("ignore::pyg_fullgraph.debug.PlainPathWarning")
+def test_a_table_with_fewer_rows_than_nodes_runs_plain():
+    """PyG reads it as long as no edge points behind its end."""
+    message = LOOKUPS["number"]
+    want = lookup_results(pyg_nn.MessagePassing, message, num_nodes=CASE.num_dst + 1)
+    debug.reset()
+    torch.testing.assert_close(lookup_results(fused_nn.MessagePassing, message, num_nodes=CASE.num_dst + 1), want)
+    assert "with 5 rows by the target index, with 6 target nodes" in str(debug.plain_reasons())
+
+
+def largest(self, x_i, x_j):
+    return (x_i * x_j).max(-1, keepdim=True)[0] * x_j
+
+
+def smallest(self, x_i, x_j):
+    return (x_i * x_j).view(-1, 2, 2).min(1).values
+
+
+def largest_of_many(self, x_i, x_j):
+    return torch.cat([x_i * x_j] * 80, -1).max(-1, keepdim=True)[0]
+
+
+def largest_or_nan(self, x_i, x_j):
+    return torch.where(x_i > 1, torch.nan, x_j).max(-1, keepdim=True)[0] + x_i
+
+
+def split_evenly(self, x_i, x_j):
+    return (x_i * x_j).amax(-1, keepdim=True) - (x_i + x_j).view(-1, 2, 2).amin((1, 2)).view(-1, 1)
+
+
+@pytest.mark.parametrize("message", [largest, smallest, largest_of_many, largest_or_nan, split_evenly],
+                         ids=lambda m: m.__name__)
+def test_ties_of_features_have_torchs_gradient(message):
+    """A maximum along a dimension is the first of equal ones, as its position says; amax is all of them."""
+    results = []
+    for base in (Fused, Plain):
+        x = torch.randint(3, (CASE.num_src, 4), generator=torch.Generator().manual_seed(0)).double().requires_grad_()
+        debug.reset()
+        out = layer(base, message)(x, CASE.edge_index)
+        assert debug.counters()["plain"] == 0
+        weight = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
+        results.append([out, *torch.autograd.grad(out, x, weight)])
+    torch.testing.assert_close(*results, equal_nan=True)
+
+
+@pytest.mark.parametrize(("message", "count"), [(distance, 1), (smallest_step, 3)], ids=["one", "per-dtype"])
+def test_one_trace_serves_all_dtypes_unless_one_is_read(message, count, monkeypatch):
+    made = []
+    trace = tracing._TRACERS["propagate"]
+    monkeypatch.setitem(tracing._TRACERS, "propagate", lambda *args: made.append(args) or trace(*args))
+    module, x = layer(Fused, message), torch.rand(CASE.num_src, 4)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float32):
+        module(x.to(dtype), CASE.edge_index)
+    assert len(made) == count
+
+
+@pytest.mark.filterwarnings("ignore::pyg_fullgraph.debug.PlainPathWarning")
+@pytest.mark.parametrize(("message", "is_fused"), [(smallest_step, False), (another_formula, True)],
+                         ids=["differs", "the-same"])
+def test_a_dtype_that_autocast_may_change(message, is_fused):
+    """Under autocast a message sees several dtypes; it is fused only if it does the same for all of them."""
+    debug.reset()
+    x = torch.rand(CASE.num_src, 4, generator=torch.Generator().manual_seed(0))
+    with torch.autocast("cpu", torch.bfloat16):
+        got, want = (layer(base, message)(x, CASE.edge_index) for base in (Fused, Plain))
+    assert debug.counters()["fused"] == is_fused
+    torch.testing.assert_close(got, want)
 
 
 def test_what_a_message_reads_around_it_is_read_again(monkeypatch):

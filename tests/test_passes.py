@@ -176,7 +176,6 @@ def test_elementwise_vertex_work_stays_on_the_edges():
 
 def plans(name, target):
     phase = EdgePhase(split(program_of(name)).stages[0].core)
-    phase.differentiate()
     needs = tuple(not n.is_integer for n in phase.inputs)
     return phase.forward_plan(target, True), phase.backward_plan(target, needs)
 
@@ -215,7 +214,6 @@ def test_handing_on_spares_the_gather_of_wide_rows():
     widths = [max(n.numel for n in s.inputs if n.domain not in (PARAM, s.rows)) for s in backward.sweeps]
     assert widths[1] == 3 < widths[0]
     phase = EdgePhase(split(program_of("gat")).stages[0].core)
-    phase.differentiate()
     grads = {n.name: g for n, g in phase.adjoint.grads.items() if g is not None}
     apart = plan(grads, KERNELS, disable=["hand_on"])
     assert [max(n.numel for n in s.inputs if n.domain not in (PARAM, s.rows)) for s in apart.sweeps] == [widths[0]] * 2

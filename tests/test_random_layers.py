@@ -60,10 +60,7 @@ FOUND = {
 }
 
 
-@pytest.mark.parametrize("name", [
-    "selu", "matrix-of-the-type",
-    pytest.param("eps-of-the-dtype", marks=pytest.mark.xfail(reason="traced for float32, also in float64",
-                                                             strict=False))])
+@pytest.mark.parametrize("name", FOUND)
 def test_found(name):
     inputs = make_inputs(FOUND[name], zoo.duplicates(), 0)
     want, got = (answer(compile_layer(FOUND[name], n.MessagePassing), inputs) for n in (pyg_nn, fused_nn))

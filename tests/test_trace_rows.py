@@ -282,7 +282,8 @@ REFUSED = {
     "one of several edges": (lambda self, x_j, index, size_i: x_j + x_j.new_zeros(size_i, 3).scatter(
         0, index.view(-1, 1).expand(-1, 3), x_j)[index], r"writes one of several edges"),
     "the index itself": (lambda self, x_j, index: x_j * (index + 1).view(-1, 1), r"computes with the target index"),
-    "a parameter per node": (lambda self, x_j, index: x_j * self.w[index], r"rows.* by the target index"),
+    "rows of a computed table": (lambda self, x_j, index: x_j * torch.cat([self.w, self.w])[index],
+                                 r"rows.* by the target index"),
     "the number of nodes": (lambda self, x_j, size_i: x_j / size_i, r"number of edges or nodes \(test_trace_rows.py"),
     "the largest id": (lambda self, x_j, index: x_j / (int(index.max()) + 1), r"computes with the number of nodes"),
     "the largest id, read": (lambda self, x_j, index: x_j * index.max().item()**0.5, r"number of nodes"),

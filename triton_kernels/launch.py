@@ -1,15 +1,13 @@
 """From kernel source to a launched kernel; the only place that launches.
 
-Sources live in a cache folder under the hash of their content (``PFG_CACHE_DIR``, default
-``~/.cache/pyg_fullgraph``), so a traceback or a profiler points at readable code, and two processes that write the
-same kernel write the same file.
+Sources live in the cache folder of ``disk`` under the hash of their content, so a traceback or a profiler points at
+readable code, and two processes that write the same kernel write the same file.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
-import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -19,18 +17,14 @@ from typing import Any
 
 import torch
 
-
-def cache_dir() -> Path:
-    """Where generated sources are kept."""
-    chosen = os.environ.get("PFG_CACHE_DIR")
-    return Path(chosen) if chosen else Path.home() / ".cache" / "pyg_fullgraph"
+from triton_kernels import disk
 
 
 def write_source(source: str) -> Path:
     """Put ``source`` into the cache and return its path; atomic, and a no-op where it is there already."""
     name = f"k{hashlib.sha256(source.encode()).hexdigest()[:24]}.py"
     try:
-        return _write_once(source, cache_dir() / "kernels", name)
+        return _write_once(source, disk.cache_dir() / "kernels", name)
     except OSError:  # a home that cannot be written to: keep sources for this process only
         return _write_once(source, Path(tempfile.mkdtemp(prefix="pyg_fullgraph_")), name)
 
@@ -38,15 +32,7 @@ def write_source(source: str) -> Path:
 def _write_once(source: str, folder: Path, name: str) -> Path:
     path = folder / name
     if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w") as file:
-                file.write(source)
-            os.replace(temporary, path)  # other processes see all of it or nothing
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        disk.write(path, source)
     return path
 
 

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch_geometric.nn as pyg_nn
+from torch import Tensor
 
+from pyg_fullgraph.nn import derived
 from pyg_fullgraph.nn.classes import drop_in_class
 from pyg_fullgraph.nn.coverage import FUSED
 from pyg_fullgraph.nn.propagation import FusedMixin
@@ -25,9 +28,20 @@ class MessagePassing(FusedMixin, pyg_nn.MessagePassing):
     """Base of one's own layers: as PyG's class of this name, with the edge phase fused."""
 
 
+class DirGNNConv(pyg_nn.DirGNNConv):
+    """PyG's DirGNNConv around fused layers: the graph of the reversed edges is made once."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return super().forward(x, edge_index)
+        with derived.remembering(self):
+            return super().forward(x, edge_index)
+
+
 globals().update({
     name: drop_in_class(getattr(pyg_nn, name), MessagePassing, f"PyG's {name}, fused: ``{computes}``.")
     for name, computes in FUSED.items()
 })
 
+#: Layers that pass messages themselves; `DirGNNConv` only holds two of them.
 __all__ = ["MessagePassing", *FUSED]

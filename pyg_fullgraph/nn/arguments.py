@@ -24,6 +24,7 @@ from pyg_fullgraph.nn.order import LinearExpr
 from pyg_fullgraph.nn.preparation import check_edge_rows, is_derived, prepared_graph
 from pyg_fullgraph.nn.tracing import METHODS, attribute, initialize_lazy, result_dtype, traced
 from pyg_fullgraph.saga import ir
+from pyg_fullgraph.saga.forms import TARGET_ROWS
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output
 from pyg_fullgraph.saga.trace import INDEX, SIZE_I, SIZE_J, ArgSpec
 
@@ -201,7 +202,7 @@ class Call:
     def _trace(self) -> None:
         """Find the program, with its parameters among :attr:`tensors`."""
         initialize_lazy(self.conv, self.function, self.args, self.tensors)
-        found = traced(self.conv, self.function, self.args)
+        found = traced(self.conv, self.function, self.args, self._visible_dtypes)
         known = tuple({**{place: expr.node for place, expr in self.exprs.items()}, **self._aliases()}.items())
         program, inputs, side = _compose(found.value, tuple(found.side.items()), known, self.function == "propagate")
         for name, node in side.items():
@@ -211,12 +212,22 @@ class Call:
         for node in inputs:
             if node.name.startswith("param."):
                 used[node] = self._parameter(node.name[6:])
+            elif node.name.startswith(TARGET_ROWS):
+                used[node] = self._target_rows(node.name.removeprefix(TARGET_ROWS))
             elif node not in used and node.is_integer:
                 # Drawn here, so that an expression gives the same values each time it is computed.
                 used[node] = self.graph.draw_seed()
         self._settle_dtype(used)
         self.program, self.side, self.dim = program, side, found.dim
         self.tensors = {n.name: self._cast(used[n]) for n in inputs if n in used}
+
+    def _visible_dtypes(self) -> list[torch.dtype]:
+        """Floating dtypes that the methods may see, of arguments first."""
+        state = (*self.tensors.values(), *self.conv.parameters(), *self.conv.buffers())
+        found = dict.fromkeys(t.dtype for t in state if t.is_floating_point())
+        if torch.is_autocast_enabled(self.graph.device.type):
+            found[torch.get_autocast_dtype(self.graph.device.type)] = None
+        return list(found)
 
     def _settle_dtype(self, used: Mapping[Node, Tensor]) -> None:
         """Find the dtype to compute in, and where not all floating tensors are of it, the one that PyG's result has.
@@ -254,6 +265,14 @@ class Call:
         if value.device != self.graph.device:
             raise DeviceError(name, self.graph.device, value.device)
         return value
+
+    def _target_rows(self, name: str) -> Tensor:
+        """The rows of a table that the target index points to."""
+        table = self._parameter(name[6:]) if name.startswith("param.") else self.tensors[name]
+        if table.size(0) < self.graph.num_dst:
+            raise NotFusable([f"reads '{_shown(name)}' with {table.size(0)} rows by the target index, "
+                              f"with {self.graph.num_dst} target nodes"])
+        return table[:self.graph.num_dst]
 
     def _aliases(self) -> dict[Node, Node]:
         """Arguments that an edge expression reads already: one input, read once and with one gradient."""

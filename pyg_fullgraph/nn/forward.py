@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pyg_fullgraph.errors import LayerInputError, PygFullgraphError, RowCountError
-from pyg_fullgraph.nn import compiled, order
+from pyg_fullgraph.nn import compiled, derived, order
 from pyg_fullgraph.nn.lazy import as_plain
 from pyg_fullgraph.nn.preparation import REPLACEMENTS
 from pyg_fullgraph.saga.trace import rebind
@@ -105,16 +105,18 @@ def _wrapped(forward: Any, original: Any, is_lazy: bool) -> Any:
         try:
             if is_open:
                 opened = [order.opened(a) for a in args], {k: order.opened(v) for k, v in kwargs.items()}
-                out = forward(self, *opened[0], **opened[1])
+                with derived.remembering(self):
+                    out = forward(self, *opened[0], **opened[1])
                 order.settle(self)
             else:
-                out = forward(self, *args, **kwargs)
+                with derived.remembering(self):
+                    out = forward(self, *args, **kwargs)
             return as_plain(out) if is_lazy or is_open else out
         except (RuntimeError, RowCountError) as error:
             _explain(self, original, args, kwargs, error)
             raise
 
-    apart = torch.compiler.disable(explained)
+    apart = torch.compiler.disable(explained, reason=compiled.REASON)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():

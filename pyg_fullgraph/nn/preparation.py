@@ -41,6 +41,8 @@ Fill = float | Tensor | str | None
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _MAX_MASKS = 1024
 _DERIVED = "derived"  # marks a graph made here, whose number of nodes was a guess and may be corrected
+_REVERSE_OF = "reverse of"  # marks a tensor made here from another one
+_TYPE = "type"  # marks a mask by what it asks of which tensor
 
 
 # --- what is remembered, and with what --------------------------------------------------------------------------
@@ -72,6 +74,33 @@ def _of_values(memo: dict[Any, Any], key: Any, values: Tensor, build: Callable[[
         with torch.inference_mode(False), torch.no_grad():
             memo[key] = slot = (weakref.ref(values), state_of(values), build())
     return slot[2]
+
+
+class _Unchanged:
+    """A tensor, for as long as it lives and nobody writes to it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._ref = weakref.ref(tensor)
+        self._state = _state_of(tensor)
+
+    @property
+    def tensor(self) -> Tensor | None:
+        tensor = self._ref()
+        return tensor if tensor is not None and _state_of(tensor) == self._state else None
+
+
+def _once_unwritten(memo: dict[Any, Any], key: Any, build: Callable[[], Tensor]) -> Tensor:
+    """As :func:`_once`, of a tensor that callers may write to: it is then built anew."""
+    known = memo.get(key)
+    if known is None or known[1] != _state_of(known[0]):
+        with torch.inference_mode(False), torch.no_grad():
+            made = build()
+        memo[key] = known = made, _state_of(made)
+    return known[0]
+
+
+def _state_of(tensor: Tensor) -> tuple[Any, ...]:
+    return () if isinstance(tensor, Graph) else state_of(tensor)
 
 
 # --- self-loops -------------------------------------------------------------------------------------------------
@@ -290,6 +319,9 @@ def prepared_graph(edge_index: Tensor, size: tuple[int | None, int | None]) -> G
     with torch.inference_mode(False), torch.no_grad():
         if isinstance(edge_index, WithoutLoops):
             return _without_loops(edge_index.origin, size)
+        origin = _remembered.of(edge_index).get(_REVERSE_OF) if type(edge_index) is Tensor else None
+        if origin is not None and origin.tensor is not None:
+            return prepared_graph(origin.tensor, size[::-1]).reverse()
         if is_derived(edge_index):
             known = (edge_index.num_src, edge_index.num_dst)
             if any(s not in (None, k) for s, k in zip(size, known, strict=True)):
@@ -309,10 +341,51 @@ def _without_loops(origin: Tensor, size: tuple[int | None, int | None]) -> Graph
     return graph_of(_once(memo, ("without_loops", None if isinstance(origin, Graph) else size), build), size)
 
 
+def is_derived(edge_index: Any) -> bool:
+    """Whether an ``edge_index`` was made here, so that its number of nodes is not what the user said."""
+    return isinstance(edge_index, Graph) and _DERIVED in edge_index.memo
+
+
+# --- reversed and chosen edges ----------------------------------------------------------------------------------
+
+
+def reversed_edges(edge_index: Tensor) -> Tensor:
+    """``edge_index.flip(0)``, the same tensor while ``edge_index`` is the same unchanged one."""
+    def build() -> Tensor:
+        flipped = _to_plain(edge_index).flip(0)
+        _remembered.of(flipped)[_REVERSE_OF] = _Unchanged(edge_index)
+        return flipped
+
+    return _once_unwritten(_memo(edge_index), "reversed", build)
+
+
+def note_type(mask: Tensor, edge_type: Tensor, number: int) -> None:
+    """Remember with ``mask`` ``[E]`` that it is ``edge_type == number``."""
+    _remembered.of(mask)[_TYPE] = _Unchanged(edge_type), number
+
+
+def chosen_edges(edge_index: Tensor, mask: Tensor, build: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
+    """``edge_index[:, mask]``, the same tensor while ``edge_index`` and the mask, or what it asks of, are unchanged."""
+    known, number = _remembered.of(mask).get(_TYPE, (None, None))
+    values = None if known is None else known.tensor
+    # Before ``mask`` dies what was derived from it does; edge types live on.
+    memo = _memo(edge_index).setdefault("chosen", Memo()).of(mask if values is None else values)
+    key = None if values is None else number
+    return _once_unwritten(memo, key, lambda: (build or _choose)(edge_index, mask))
+
+
+def _choose(edge_index: Tensor, mask: Tensor) -> Tensor:
+    return edge_index.rewired(mask.nonzero().view(-1), 0) if is_part(edge_index) else _to_plain(edge_index)[:, mask]
+
+
 def masked_edge_index(edge_index: Tensor, edge_mask: Tensor) -> Tensor:
     """RGCN's choice of the edges of one relation; the same tensor for the same edges, so that its graph is found."""
     if not _is_known(edge_index, edge_mask) or edge_mask.dtype != torch.bool:
         return pyg_rgcn.masked_edge_index(edge_index, edge_mask)
+    return chosen_edges(edge_index, edge_mask, _choose_by_value)
+
+
+def _choose_by_value(edge_index: Tensor, edge_mask: Tensor) -> Tensor:
     # Masks come in the same order on every forward, so the next one is most likely the one after the last.
     known = _memo(edge_index).setdefault("masked", deque(maxlen=_MAX_MASKS))
     for _ in range(len(known)):
@@ -321,16 +394,8 @@ def masked_edge_index(edge_index: Tensor, edge_mask: Tensor) -> Tensor:
         is_same = mask.shape == edge_mask.shape and mask.device == edge_mask.device and torch.equal(mask, edge_mask)
         if edge_index.holds_everywhere(is_same) if is_part(edge_index) else is_same:
             return chosen
-    with torch.inference_mode(False), torch.no_grad():
-        chosen = edge_index.rewired(edge_mask.nonzero().view(-1), 0) if is_part(edge_index) else \
-            _to_plain(edge_index)[:, edge_mask]
-        known.append((edge_mask.clone(), chosen))
+    known.append((edge_mask.clone(), _choose(edge_index, edge_mask)))
     return known[-1][1]
-
-
-def is_derived(edge_index: Any) -> bool:
-    """Whether an ``edge_index`` was made here, so that its number of nodes is not what the user said."""
-    return isinstance(edge_index, Graph) and _DERIVED in edge_index.memo
 
 
 # --- normalization and degrees ----------------------------------------------------------------------------------

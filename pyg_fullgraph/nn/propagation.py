@@ -19,7 +19,7 @@ from torch_geometric.utils import is_sparse
 from pyg_fullgraph import debug
 from pyg_fullgraph.errors import NotFusable, NotFusedError, ShardedGraphError
 from pyg_fullgraph.graph import is_part
-from pyg_fullgraph.nn import classes, compiled, order
+from pyg_fullgraph.nn import classes, compiled, derived, order
 from pyg_fullgraph.nn.arguments import Call
 from pyg_fullgraph.nn.lazy import EdgeExpr, as_plain, run
 from pyg_fullgraph.nn.tracing import METHODS, mentioned
@@ -115,7 +115,8 @@ class FusedMixin(_Layer):
         """Asked where a compiler chooses between this layer's operator and PyG's code."""
         return _own_refusals(self)
 
-    @torch.compiler.disable
+    @torch.compiler.disable(reason=compiled.REASON)
+    @derived.paused()
     def _fullgraph_propagate(self, edge_index, size, kwargs):
         if isinstance(self, _OVER_ALL_NODES) and is_part(edge_index):
             raise ShardedGraphError(f"{type(self).__name__}, which averages over all nodes")
@@ -146,7 +147,8 @@ class FusedMixin(_Layer):
             out = out if changed is None else changed
         return out
 
-    @torch.compiler.disable
+    @torch.compiler.disable(reason=compiled.REASON)
+    @derived.paused()
     def _fullgraph_edge_updater(self, edge_index, size, kwargs):
         try:
             reasons = _momentary_refusals(self, "edge_updater")

@@ -91,20 +91,36 @@ class _Kept:
 _kept: weakref.WeakKeyDictionary[type, OrderedDict[Any, _Kept]] = weakref.WeakKeyDictionary()
 
 
-def traced(conv: Module, function: str, args: Arguments) -> Traced:
+def traced(conv: Module, function: str, args: Arguments, dtypes: Callable[[], Sequence[torch.dtype]]) -> Traced:
     """The trace of the methods that ``function`` runs, for arguments as the tracer takes them.
 
+    One trace serves all dtypes, unless the methods read a dtype.
+
+    Args:
+        conv, function, args: what is traced.
+        dtypes: asked then for those that the methods may see.
     Raises:
         NotFusable: remembered as well, so a layer that cannot be traced is tried once.
     """
+    found = _traced_in(conv, function, args, torch.get_default_dtype())
+    if not found.reads_dtype:
+        return found
+    seen = dtypes()
+    found, *others = [_traced_in(conv, function, args, dtype) for dtype in seen]
+    if any(o.value is not found.value or o.side != found.side for o in others):
+        raise NotFusable([f"{METHODS[function][0]} computes with a dtype, and sees tensors of several: "
+                          + ", ".join(str(d).removeprefix("torch.") for d in seen)])
+    return found
 
+
+def _traced_in(conv: Module, function: str, args: Arguments, dtype: torch.dtype) -> Traced:
     def build(names: frozenset[str]) -> Traced | NotFusable:
         try:
-            return _TRACERS[function](_with_inputs(_without_lazy(conv), names), *args)
+            return _TRACERS[function](_with_inputs(_without_lazy(conv), names), *args, dtype)
         except NotFusable as error:
             return NotFusable(error.reasons)  # without the traceback, which holds the module
 
-    result = _remembered(conv, METHODS[function], args, function, build)
+    result = _remembered(conv, METHODS[function], args, (function, dtype), build)
     if isinstance(result, NotFusable):
         raise NotFusable(result.reasons)
     return result

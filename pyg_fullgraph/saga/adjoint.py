@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.saga import ir
-from pyg_fullgraph.saga.aten import DECOMPOSITIONS, Importer, edge_softmax, fake_rows
+from pyg_fullgraph.saga.aten import DECOMPOSITIONS, Importer, edge_softmax, fake_mode, fake_rows
 from pyg_fullgraph.saga.axes import AxisMap
 from pyg_fullgraph.saga.interpret import evaluate
 from pyg_fullgraph.saga.ir import Domain, Node, Output
@@ -99,7 +98,7 @@ def adjoint(outputs: tuple[Output, ...]) -> Adjoint:
 
     wrt = [n for n in ir.inputs_of(*roots) if not n.is_integer]
     leaves = [n for n in ir.walk(*roots) if ir.OPS[n.op].kind == "leaf" and n.op != "const"]
-    mode = FakeTensorMode(shape_env=ShapeEnv(duck_shape=True), allow_non_fake_inputs=True)
+    mode = fake_mode()
     anchor = fake_rows(mode, "rows", ())
     fakes = [_fake(mode, n, f"leaf{k}") for k, n in enumerate(leaves)]
     grads_in = [fake_rows(mode, f"grad{k}", r.shape) for k, r in enumerate(roots)]
@@ -120,8 +119,9 @@ def adjoint(outputs: tuple[Output, ...]) -> Adjoint:
         return list(torch.autograd.grad([f for f, _ in pairs], [env[n] for n in wrt], [g for _, g in pairs],
                                         allow_unused=True))
 
-    traced = make_fx(joint, decomposition_table=DECOMPOSITIONS, tracing_mode="symbolic",
-                     _allow_non_fake_inputs=True)(anchor, fakes, grads_in)
+    with torch.autograd.set_detect_anomaly(False):  # which looks for NaN in values that a trace has not
+        traced = make_fx(joint, decomposition_table=DECOMPOSITIONS, tracing_mode="symbolic",
+                         _allow_non_fake_inputs=True)(anchor, fakes, grads_in)
     traced.graph.eliminate_dead_code()
     results = Importer("", softmax_backward).run(traced.graph, [None, *leaves, *cotangents])
     grads = {n: _collect(n, r) for n, r in zip(wrt, results, strict=True)}

@@ -18,6 +18,7 @@ from torch.fx import Node as FxNode
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     GuardOnDataDependentSymNode,
+    ShapeEnv,
     StatelessSymbolicContext,
 )
 from torch.utils._pytree import tree_leaves
@@ -28,7 +29,7 @@ from pyg_fullgraph.saga.ir import Node
 from pyg_fullgraph.saga.refusal import at
 from pyg_fullgraph.saga.rules import DECOMPOSITIONS, IMPORTS, ROW_NUMBER, refusal_of
 
-__all__ = ["DECOMPOSITIONS", "Importer", "dropout_mask", "edge_softmax", "fake_rows"]
+__all__ = ["DECOMPOSITIONS", "Importer", "dropout_mask", "edge_softmax", "fake_mode", "fake_rows"]
 
 
 # --- marker operations: one node each in the traced graph -------------------------------------------------------
@@ -194,6 +195,20 @@ _TAKES_INDEX = frozenset(
 
 
 # --- fake tensors ---------------------------------------------------------------------------------------------
+
+
+class _Shapes(ShapeEnv):
+    """Does not look for the line that a symbol comes from: for that torch would first import its exporter, in 0.2 s."""
+
+    def _get_user_frame(self) -> None:
+        return None
+
+
+def fake_mode() -> FakeTensorMode:
+    """Where the fake tensors of one trace live."""
+    mode = FakeTensorMode(shape_env=_Shapes(duck_shape=True), allow_non_fake_inputs=True)
+    mode.cache_enabled = False  # results are found again within one mode only, where few operations come twice
+    return mode
 
 
 def fake_rows(mode: FakeTensorMode, name: str, shape: Sequence[int], rows: int = EDGE_HINT,

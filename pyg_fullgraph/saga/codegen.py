@@ -501,12 +501,16 @@ class _Generator:
                                                      run))
 
     def _load_entry(self, node: Node) -> str:
-        """A row of a parameter table."""
+        """A row of a parameter table: NaN, or 0 for integers, where there is no such row."""
         row, index = node.args
-        buffer = self._buffer(row)
-        mask = self._mask(row, *(["live"] if index.domain not in (Domain.PARAM, self.sweep.rows) else []))
-        place = f"{buffer.name}_ptr + {self.names[index]}.to(tl.int64) * {max(row.numel, 1)} + {self._offset(row)}"
-        return f"tl.load({place}{f', mask={mask}, other=0' if mask else ''}){'' if row.is_integer else '.to(FLOAT)'}"
+        buffer, name = self._buffer(row), self.names[index]
+        num_rows = self._source(row).shape[0]
+        inside = f"({name} >= 0) & ({name} < {num_rows})"
+        mask = self._mask(row, inside, *(["live"] if index.domain not in (Domain.PARAM, self.sweep.rows) else []))
+        place = f"{buffer.name}_ptr + {name}.to(tl.int64) * {max(row.numel, 1)} + {self._offset(row)}"
+        if row.is_integer:
+            return f"tl.load({place}, mask={mask}, other=0)"
+        return f"tl.where({inside}, tl.load({place}, mask={mask}, other=0).to(FLOAT), float('nan'))"
 
     # --- matrix products --------------------------------------------------------------------------------------------
 

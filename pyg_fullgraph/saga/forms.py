@@ -28,6 +28,8 @@ EDGE_HINT = 1009
 NUM_TARGETS, OTHER_NUM_TARGETS = 1_000_003, 1_000_033
 #: Constant tensors up to this size are written into programs.
 MAX_CONSTANT = 256
+#: Before the name of an input: its first rows are read, one per target node.
+TARGET_ROWS = "rows."
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def _line_of(frames: Iterable[tuple[str, str, int]]) -> str:
             break
         if path.startswith(_SKIPPED):
             continue
-        text = f"{Path(path).name}:{number}: {linecache.getline(path, number).strip()}".rstrip(": ")
+        text = f"{os.path.basename(path)}:{number}: {linecache.getline(path, number).strip()}".rstrip(": ")
         if "torch_geometric" not in path:
             return text
         if f"{os.sep}conv{os.sep}" in path:

@@ -17,16 +17,16 @@ import torch
 import torch.fx.traceback as fx_traceback
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedOperatorException
+from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.saga import ir
-from pyg_fullgraph.saga.aten import DECOMPOSITIONS, Importer, dropout_mask, fake_rows
+from pyg_fullgraph.saga.aten import DECOMPOSITIONS, Importer, dropout_mask, fake_mode, fake_rows
 from pyg_fullgraph.saga.forms import EDGE_HINT, INDEX, NUM_TARGETS, OTHER_NUM_TARGETS, form
 from pyg_fullgraph.saga.idioms import recognize
 from pyg_fullgraph.saga.ir import Domain, Node
@@ -68,15 +68,17 @@ class Traced:
             ``edge_update`` the edge value.
         side: Edge expressions that the methods leave on the layer, by attribute.
         dim: Position of the rows in the tensor that the methods return.
+        reads_dtype: Whether the trace may be another one for tensors of another dtype.
     """
 
     value: Node
     side: Mapping[str, Node] = field(default_factory=dict)
     dim: int = 0
+    reads_dtype: bool = False
 
 
-def trace_propagate(conv: torch.nn.Module, message_args: Mapping[str, Any],
-                    aggregate_args: Mapping[str, Any]) -> Traced:
+def trace_propagate(conv: torch.nn.Module, message_args: Mapping[str, Any], aggregate_args: Mapping[str, Any],
+                    dtype: torch.dtype | None = None) -> Traced:
     """Trace ``message`` and ``aggregate`` of a layer together.
 
     Args:
@@ -84,6 +86,7 @@ def trace_propagate(conv: torch.nn.Module, message_args: Mapping[str, Any],
         message_args: Arguments of ``message`` by name: :class:`ArgSpec` for tensors, :data:`INDEX`, :data:`SIZE_I`,
             :data:`SIZE_J`, or any constant.
         aggregate_args: Those of ``aggregate`` beside the messages.
+        dtype: Of every floating tensor; torch's default, which literals have, if None.
 
     Raises:
         NotFusable: With the reason and its place in the source.
@@ -98,26 +101,27 @@ def trace_propagate(conv: torch.nn.Module, message_args: Mapping[str, Any],
         message = type(layer).message(layer, **_prefixed("message.", args))
         return type(layer).aggregate(layer, message, **_prefixed("aggregate.", args))
 
-    traced = _Trace(conv, "message", both).run(call)
+    traced = _Trace(conv, "message", both, dtype).run(call)
     if not traced.is_target_rows:
         raise NotFusable([f"{type(conv).__name__}.aggregate returns something that has not one row per target node"])
-    return Traced(traced.value, traced.side, traced.dim)
+    return Traced(traced.value, traced.side, traced.dim, traced.reads_dtype)
 
 
-def trace_edge_update(conv: torch.nn.Module, args: Mapping[str, Any]) -> Traced:
+def trace_edge_update(conv: torch.nn.Module, args: Mapping[str, Any], dtype: torch.dtype | None = None) -> Traced:
     """Trace ``edge_update`` of a layer; arguments as those of :func:`trace_propagate`."""
-    return trace_method(conv, "edge_update", args)
+    return trace_method(conv, "edge_update", args, dtype)
 
 
-def trace_method(conv: torch.nn.Module, method: str, args: Mapping[str, Any]) -> Traced:
+def trace_method(conv: torch.nn.Module, method: str, args: Mapping[str, Any],
+                 dtype: torch.dtype | None = None) -> Traced:
     """Trace ``edge_update`` or ``message`` alone: the value per edge."""
     def call(layer: Any, values: Mapping[str, Any]) -> Any:
         return getattr(type(layer), method)(layer, **_prefixed(f"{method}.", values))
 
-    traced = _Trace(conv, method, {f"{method}.{k}": v for k, v in args.items()}).run(call)
+    traced = _Trace(conv, method, {f"{method}.{k}": v for k, v in args.items()}, dtype).run(call)
     if not traced.is_edge_rows:
         raise NotFusable([f"{type(conv).__name__}.{method} returns something that has not one row per edge"])
-    return Traced(traced.value, traced.side, traced.dim)
+    return Traced(traced.value, traced.side, traced.dim, traced.reads_dtype)
 
 
 def _prefixed(prefix: str, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,6 +154,9 @@ def rebind(function: Callable, replacements: Mapping[Any, Any]) -> Callable:
 _DROPOUTS = (F.dropout, torch.dropout, torch.dropout_)
 _OTHER_DROPOUTS = (F.alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout)
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+# Questions whose answer depends on the dtype.
+_ASK_DTYPE = {Tensor.dtype.__get__, Tensor.itemsize.__get__, Tensor.nbytes.__get__,  # type: ignore[attr-defined]
+              Tensor.element_size, Tensor.type, torch.result_type}
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
@@ -165,9 +172,11 @@ class _Watch(TorchFunctionMode):
         self.indices, self.num_targets = indices, num_targets
         self.largest: list[Tensor] = []
         self.count = 0
+        self.asked_dtype = False
 
     def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self.asked_dtype |= function in _ASK_DTYPE
         line = current_line()
         fx_traceback.set_stack_trace([line or " "])
         if is_inside(_APPLY):
@@ -225,6 +234,7 @@ class _Result:
         self.value, self.side, self.dim = value, side, dim
         self.is_target_rows = importer.is_targets(rows) and rows is not NUM_TARGETS
         self.is_edge_rows = rows == edges
+        self.reads_dtype = False
 
 
 class _Trace:
@@ -234,18 +244,22 @@ class _Trace:
         conv: The layer.
         method: Its name in refusals and in the names of dropout seeds.
         args: Arguments, by their names with the method before them.
+        dtype: Of floating tensors; torch's default if None.
     """
 
-    def __init__(self, conv: torch.nn.Module, method: str, args: Mapping[str, Any]) -> None:
+    def __init__(self, conv: torch.nn.Module, method: str, args: Mapping[str, Any],
+                 dtype: torch.dtype | None = None) -> None:
         self.conv, self.method, self.args = conv, method, args
-        self.mode = mode = FakeTensorMode(shape_env=ShapeEnv(duck_shape=True), allow_non_fake_inputs=True)
+        self.dtype = dtype or torch.get_default_dtype()
+        self.asked_dtype = False
+        self.mode = mode = fake_mode()
         self.edges = _symbol(fake_rows(mode, "edges", ()))
         self.targets = _symbol(fake_rows(mode, "targets", (), rows=EDGE_HINT + 2))
         self.inputs: dict[str, Tensor] = {}
         self.nodes: dict[str, Any] = {}
         for key, spec in args.items():
             if isinstance(spec, ArgSpec):
-                dtype = torch.bool if spec.is_bool else torch.long if spec.integer else torch.get_default_dtype()
+                dtype = torch.bool if spec.is_bool else torch.long if spec.integer else self.dtype
                 self.inputs[key] = fake_rows(mode, key, spec.shape, dtype=dtype) if spec.domain else \
                     mode.from_tensor(torch.empty(spec.shape, dtype=dtype), static_shapes=True)
                 node = ir.input(spec.name or key, spec.domain, spec.shape, spec.integer or spec.is_bool)
@@ -265,14 +279,16 @@ class _Trace:
                 other, _ = self._run(call, OTHER_NUM_TARGETS)
                 if other.value is not result.value or other.side != result.side:
                     raise NotFusable([f"{type(self.conv).__name__}.{self.method} computes with the number of nodes"])
+        limits = _limits(self.dtype)
+        constants = (n for n in ir.walk(result.value, *result.side.values()) if n.op == "const")
+        result.reads_dtype = self.asked_dtype or any(abs(n.attr("value")) in limits for n in constants)
         return result
 
     def _run(self, call: Callable[[Any, Mapping[str, Any]], Any], num_targets: int) -> tuple[_Result, bool]:
         conv, mode = self.conv, self.mode
         state = {**dict(conv.named_parameters()), **dict(conv.named_buffers())}
-        # Traced on fake CPU tensors of the dtype of literals, wherever the layer is and whatever its dtype.
-        default = torch.get_default_dtype()
-        fakes = {k: mode.from_tensor(torch.empty(v.shape, dtype=default if v.is_floating_point() else v.dtype),
+        # Traced on fake CPU tensors, wherever the layer is.
+        fakes = {k: mode.from_tensor(torch.empty(v.shape, dtype=self.dtype if v.is_floating_point() else v.dtype),
                                      static_shapes=True) for k, v in state.items()}
         params = [ir.input(f"param.{k}", Domain.PARAM, tuple(v.shape), not v.is_floating_point())
                   for k, v in state.items()]
@@ -291,6 +307,7 @@ class _Trace:
                 with _Watch(indices, num_targets) as watch:
                     out = call(conv, args)
                 counted.extend(watch.largest)
+                self.asked_dtype |= watch.asked_dtype
                 left.update(self._left_behind(before, buffers))
             if not isinstance(out, Tensor):
                 raise NotFusable([f"{type(conv).__name__}.{self.method} returns something that is not a tensor"])
@@ -363,6 +380,12 @@ class _Trace:
             return at(f"{what} calls a compiled operator whose formula cannot be seen", place)
         text = str(error).strip().split("\n")[0][:300]
         return at(f"{what} cannot be traced: {text}", place)
+
+
+def _limits(dtype: torch.dtype) -> set[float]:
+    """Numbers that torch's own functions take from a dtype."""
+    found = torch.finfo(dtype)
+    return {found.eps, found.max, found.tiny, found.smallest_normal}
 
 
 def _symbol(rows: Tensor) -> Any:

@@ -175,11 +175,11 @@ def _same(imp: Any, fx: FxNode, x: Any, *args: Any, **kwargs: Any) -> Any:
     return x
 
 
-def _nan_to_num(x: Node, nan: Any = None, posinf: Any = None, neginf: Any = None) -> Node:
-    largest = torch.finfo(torch.float32).max
+def _nan_to_num(imp: Any, fx: FxNode, x: Any, nan: Any = None, posinf: Any = None, neginf: Any = None) -> Node:
+    (x,), largest = _operands(fx, (x,)), torch.finfo(value_of(fx).dtype).max
     high, low = largest if posinf is None else posinf, -largest if neginf is None else neginf
     x = choose(pointwise("eq", x, math.inf), high, choose(pointwise("eq", x, -math.inf), low, x))
-    return choose(pointwise("ne", x, x), 0.0 if nan is None else nan, x)
+    return shaped(choose(pointwise("ne", x, x), 0.0 if nan is None else nan, x), form(fx).shape)
 
 
 def _either(test: str, x: Node, y: Any) -> Node:
@@ -225,7 +225,7 @@ IMPORTS: Mapping[str, Callable[..., Any]] = {
     **named(("default",), _composed(lambda x: pointwise("mul", pointwise("log", x), 1 / math.log(10))), "log10"),
     **named(("default",), _composed(lambda x: pointwise("exp", pointwise("mul", x, math.log(2)))), "exp2"),
     **named(("default",), _composed(lambda x: pointwise("sub", 1.0, pointwise("erf", x))), "erfc"),
-    **named(("default",), _composed(_nan_to_num), "nan_to_num"),
+    **named(("default",), _nan_to_num, "nan_to_num"),
     **named(("default",), _composed(lambda x, y: _either("ge", x, y)), "fmax"),
     **named(("default",), _composed(lambda x, y: _either("le", x, y)), "fmin"),
     **named(("default",), _composed(_hypot), "hypot"),

@@ -8,11 +8,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.fx import Node as FxNode
 
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.saga import ir
-from pyg_fullgraph.saga.forms import form, form_of, is_bool, numbers, shaped
+from pyg_fullgraph.saga.forms import MAX_CONSTANT, constant, form, form_of, is_bool, numbers, shaped
 from pyg_fullgraph.saga.ir import Domain, Node, pointwise
 from pyg_fullgraph.saga.rules.base import (
     MAX_UNROLLED,
@@ -75,11 +76,37 @@ _amax = _reduce("amax", "maximum")
 _amin = _reduce("amin", "minimum")
 
 
-def _extreme(rule: Callable) -> Callable:
-    """max.dim and min.dim: their values; nobody may read the positions."""
+def _positions(count: int) -> Node:
+    """0, 1, ... as a parameter ``[count]``."""
+    if count <= MAX_CONSTANT:
+        return constant(torch.arange(count))
+    num_blocks = -(-count // MAX_CONSTANT)
+    start = pointwise("mul", ir.view(_positions(num_blocks), (num_blocks, 1)), float(MAX_CONSTANT))
+    whole = pointwise("add", start, ir.view(_positions(MAX_CONSTANT), (1, MAX_CONSTANT)))
+    return ir.slice_(ir.view(whole, (num_blocks * MAX_CONSTANT,)), 0, 0, count)
+
+
+def _extreme(rule: Callable, what: str) -> Callable:
+    """max.dim and min.dim: their values; nobody may read the positions.
+
+    The gradient goes to the first of several equal features, where that of amax is split.
+    """
     def of_dim(imp: Any, fx: FxNode, x: Any, dim: int, keepdim: bool = False) -> list[Any]:
         shown = Shown(fx, value_of(fx)[0], fx.args)
-        return [rule(imp, shown, x, [dim], keepdim), None]
+        best = rule(imp, shown, x, [dim], keepdim)
+        (inner,) = _own_features(fx, dim, what)
+        x = shaped(node_of(x, fx.args[0]), form(fx.args[0]).shape)
+        if is_integer(fx.args[0]) or x.shape[inner] == 1:
+            return [best, None]
+        count = x.shape[inner]
+        kept = tuple(1 if d == inner else size for d, size in enumerate(x.shape))
+        places = ir.view(_positions(count), (count, *(1,) * (len(x.shape) - inner - 1)))
+        is_best = pointwise("eq", x, pointwise("stop", ir.view(best, kept)))
+        is_best = pointwise("or", is_best, pointwise("ne", x, x))  # a NaN is the extreme
+        behind = pointwise("neg", choose(is_best, places, float(count)))
+        first = pointwise("neg", ir.view(ir.reduce_features("amax", behind, [inner]), kept))
+        chosen = ir.reduce_features("sum", choose(pointwise("eq", places, first), x, 0.0), [inner])
+        return [ir.view(chosen, form(shown).shape), None]
     return of_dim
 
 
@@ -280,8 +307,8 @@ IMPORTS: Mapping[str, Callable[..., Any]] = {
     "aten.amin.default": _amin,
     "aten.max.default": _amax,
     "aten.min.default": _amin,
-    "aten.max.dim": _extreme(_amax),
-    "aten.min.dim": _extreme(_amin),
+    "aten.max.dim": _extreme(_amax, "maximum"),
+    "aten.min.dim": _extreme(_amin, "minimum"),
     "aten.prod.dim_int": _product,
     "aten.prod.default": _product,
     "aten.cumsum.default": _cumulative,

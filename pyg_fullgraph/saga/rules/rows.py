@@ -13,7 +13,7 @@ from torch.fx import Node as FxNode
 
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.saga import ir
-from pyg_fullgraph.saga.forms import INDEX, constant, form, is_bool, is_constant, is_rowwise, shaped
+from pyg_fullgraph.saga.forms import INDEX, TARGET_ROWS, constant, form, is_bool, is_constant, is_rowwise, shaped
 from pyg_fullgraph.saga.ir import Domain, Node, pointwise
 from pyg_fullgraph.saga.rules.base import (
     choose,
@@ -87,6 +87,34 @@ def _lookup(table: Node, index: Node) -> Node:
         return ir.view(found, (*index.shape, *found.shape))
     flat = one_by_one(ir.view(index, (index.numel,)), 0)
     return ir.view(lined_up([ir.lookup(table, i) for i in flat]), (*index.shape, *table.shape[1:]))
+
+
+_OTHER_ROWS = "reads other rows than those of the target nodes by the target index"
+
+
+def _target_rows(table: Node) -> Node:
+    """Row i of a table without rows of its own, for target node i: its first rows are data of the target nodes."""
+    if table.op == "input":
+        return ir.input(f"{TARGET_ROWS}{table.name}", Domain.DST, table.shape[1:], table.is_integer)
+    if table.op == "const":
+        return ir.const(table.attr("value"), table.shape[1:])
+    if table.op == "mm" and not table.args[1].is_row:
+        return ir.mm(_target_rows(table.args[0]), table.args[1])
+    if table.op == "view" and table.args[0].shape[:1] == table.shape[:1]:
+        return ir.view(_target_rows(table.args[0]), table.shape[1:])
+    if table.op == "slice" and table.attr("dim") > 0:
+        start, stop = table.attr("start"), table.attr("stop")
+        return ir.slice_(_target_rows(table.args[0]), table.attr("dim") - 1, start, stop)
+    if ir.OPS[table.op].kind != "pointwise":
+        raise NotFusable([_OTHER_ROWS])
+    rank = len(table.shape)
+    args = []
+    for arg in table.args:
+        if len(arg.shape) < rank:
+            args.append(arg)
+        else:
+            args.append(_target_rows(arg) if arg.shape[0] > 1 else ir.view(arg, arg.shape[1:]))
+    return pointwise(table.op, *args)
 
 
 def _scatter_features(imp: Any, fx: FxNode, base: Any, dim: int, index: Any, value: Any, given: Any,
@@ -257,7 +285,9 @@ def _pick(imp: Any, fx: FxNode, x: Any, dim: int, index: Any, given: Any) -> Any
     if index is INDEX:
         if inner == -1 and imp.is_targets(source.rows) and source.fold == 1:
             return ir.view(node_of(x, fx.args[0]), form(fx).shape)
-        raise NotFusable(["reads other rows than those of the target nodes by the target index"])
+        if inner == 0 and source.rows is None:
+            return ir.view(_target_rows(node_of(x)), form(fx).shape)
+        raise NotFusable([_OTHER_ROWS])
     if inner == -1:
         raise NotFusable(["picks edges or nodes by integer data"])
     x = node_of(x)
@@ -277,6 +307,10 @@ def _index(imp: Any, fx: FxNode, x: Any, indices: Sequence[Any]) -> Any:
     form(fx)
     given: Any = fx.args[1]
     places = [k for k, i in enumerate(indices) if i is not None]
+    sizes = [form(fx.args[0]).shape[k] if form(fx.args[0]).rows is None else 0 for k in places]
+    indices = list(indices)
+    for k, size in zip(places, sizes, strict=True):
+        indices[k] = _from_the_end(indices[k], size)
     if is_constant(x) and all(is_constant(indices[k]) for k in places):
         return x[tuple(slice(None) if i is None else i for i in indices)]
     if any(is_bool(given[k]) for k in places):
@@ -289,11 +323,21 @@ def _index(imp: Any, fx: FxNode, x: Any, indices: Sequence[Any]) -> Any:
         shown = ir.view(node_of(chosen[1]), (1,)) if not chosen[1].shape else None
         if shown is not None:
             return ir.view(_one_of(node_of(x), 0, shown), form(fx).shape)
-    if source.rows is None and places == list(range(len(places))):
+    if source.rows is None and places == [0, 1] and chosen[0] is INDEX and isinstance(chosen[1], Node):
+        rows = _target_rows(node_of(x))
+        return ir.view(_one_of(rows, 0, ir.view(chosen[1], (1,) * len(rows.shape))), form(fx).shape)
+    if source.rows is None and places == list(range(len(places))) and INDEX not in chosen:
         flat, rest = _flat_index(chosen, source.shape)
         table = ir.view(node_of(x), (math.prod(source.shape[:len(places)]), *rest))
         return ir.view(_lookup(table, flat), form(fx).shape)
     raise NotFusable(["picks edges or nodes by integer data"])
+
+
+def _from_the_end(index: Any, size: int) -> Any:
+    """A computed index as one that counts from the front; ids that are given count from there anyway."""
+    if not isinstance(index, Node) or index.op == "input" or not size:
+        return index
+    return choose(pointwise("lt", index, 0.0), pointwise("add", index, float(size)), index)
 
 
 def _one_of(x: Node, inner: int, index: Node) -> Node:
@@ -314,7 +358,7 @@ def _gather(imp: Any, fx: FxNode, x: Any, dim: int, index: Any, **kwargs: Any) -
     if index is INDEX:
         if inner == -1 and where.shape == source.shape:
             return _pick(imp, fx, x, dim, index, fx.args[2])
-        raise NotFusable(["reads other rows than those of the target nodes by the target index"])
+        raise NotFusable([_OTHER_ROWS])
     if inner == -1 or source.rows != where.rows or is_constant(index):
         raise NotFusable(["picks edges or nodes by integer data"])
     x = node_of(x)
@@ -325,7 +369,9 @@ def _gather(imp: Any, fx: FxNode, x: Any, dim: int, index: Any, **kwargs: Any) -
 
 def _embedding(imp: Any, fx: FxNode, table: Any, index: Any, padding: int = -1, *args: Any) -> Any:
     if index is INDEX:
-        raise NotFusable(["reads a parameter by the target index"])
+        if padding >= 0:
+            raise NotFusable(["reads a table with a padding row by the target index"])
+        return _pick(imp, fx, table, 0, index, fx.args[1])
     if is_rowwise(fx.args[0]):
         raise NotFusable(["picks edges or nodes by integer data"])
     table = node_of(table)
