@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import sharded
 from layers import MORE, MORE_PAIRS, PAIRS, SQUARE
 from ranks import ranks
 
-WAYS = ("halo", "broadcast")
+ROOT = Path(__file__).parents[1]
 # What sharded graphs refuse, and why.
 REFUSED = {"han": "averages over all nodes", "hgt": "puts several edge types into one edge_index",
            "gat_pair_loops": "self-loops", "gatv2_pair_loops": "self-loops", "gat_pair_edge": "self-loops"}
@@ -75,26 +76,62 @@ def test_what_is_refused(check):
     ranks(2).run(getattr(sharded, check))
 
 
-def torchrun(size, out, *options):
-    """The metrics of a job of the command line under torchrun."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}", "-m",
-               "pyg_fullgraph", "train", "--dataset", "generated:nodes=200,degree=5", "--model", "gat", "--dropout",
-               "0.3", "--dtype", "float64", "--device", "cpu", "--out", str(out), *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+def torchrun(size, *arguments):
+    """What a program printed, and whether it came to its end, in ``size`` processes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 or "--compare" in options, done.stdout[-2000:] + done.stderr[-4000:]
-    return json.loads((out / "metrics.json").read_text()) if done.returncode == 0 else done.stderr
+    return done.stdout + done.stderr, done.returncode == 0
+
+
+def train(size, out, *options):
+    """The metrics of a job of the command line."""
+    job = ["--dataset", "generated:nodes=200,degree=5", "--model", "gat", "--dropout", "0.3", "--dtype", "float64",
+           "--device", "cpu", "--out"]
+    text, is_done = torchrun(size, "-m", "pyg_fullgraph", "train", *job, str(out), *options)
+    assert is_done, text[-4000:]
+    return json.loads((out / "metrics.json").read_text())
 
 
 def test_the_command_under_torchrun(tmp_path):
     """The same curve on any number of processes, also continued on another number."""
-    alone = torchrun(1, tmp_path / "one", "--epochs", "6")
-    both = torchrun(2, tmp_path / "two", "--epochs", "3")
+    alone = train(1, tmp_path / "one", "--epochs", "6")
+    both = train(2, tmp_path / "two", "--epochs", "3")
     assert (alone["num_processes"], both["num_processes"]) == (1, 2)
-    rest = torchrun(3, tmp_path / "two", "--epochs", "6", "--resume")
+    rest = train(3, tmp_path / "two", "--epochs", "6", "--resume")
     for name in ("losses", "val_losses", "val_accuracies", "test_accuracy"):
         assert rest["seeds"][0][name] == pytest.approx(alone["seeds"][0][name], rel=1e-9)
 
 
 def test_comparing_with_pyg_needs_one_process(tmp_path):
-    assert "Expected 'compare' to be left out with several processes" in torchrun(2, tmp_path, "--compare", "pyg")
+    text, is_done = torchrun(2, "-m", "pyg_fullgraph", "train", "--compare", "pyg", "--device", "cpu", "--out",
+                             str(tmp_path))
+    assert not is_done and "Expected 'compare' to be left out with several processes" in text
+
+
+def test_the_example():
+    """It learns, and the same on one process as on two."""
+    found = [torchrun(size, str(ROOT / "examples" / "distributed" / "train.py")) for size in (1, 2)]
+    assert all(is_done for _, is_done in found), found
+    losses = [float(re.search(r"loss (\S+),", text)[1]) for text, _ in found]
+    assert losses[0] == pytest.approx(losses[1], abs=2e-4) and losses[0] < 0.7
+    assert "ShardedGraph(rank=0 of 2" in found[1][0]
+
+
+def test_a_rank_that_dies_ends_the_others(tmp_path):
+    script = tmp_path / "dies.py"
+    script.write_text(DIES)
+    text, is_done = torchrun(2, str(script))
+    assert not is_done and "rank 1 gives up" in text and "never" not in text
+
+
+DIES = """
+import torch, pyg_fullgraph as pfg
+from pyg_fullgraph.distributed.group import under_torchrun
+with under_torchrun("cpu") as group:
+    graph = pfg.shard(torch.arange(20).view(2, 10) % 7)
+    if group.rank == 1:
+        raise SystemExit("rank 1 gives up")
+    pfg.nn.GCNConv(3, 3)(torch.zeros(graph.num_dst, 3), graph)
+    print("never")
+"""
