@@ -432,7 +432,8 @@ def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tu
         env[ir.DEGREE] = graph.incoming.degree.to(wide)
         env[ir.INV_DEGREE] = graph.incoming.inv_degree(wide)
     is_plain = all(type(t) in _PLAIN for t in env.values()) and not torch.compiler.is_compiling()
-    call = _call if is_plain else call_operator
+    # The operator is for compilers, which see no parts of graphs: those are tensors of no plain kind.
+    call = _call if is_plain or graph.is_part else call_operator
     given: set[Node] = set()  # results that somebody else holds as well
 
     def run_stage(stage: Stage, phase: EdgePhase) -> Sequence[Tensor]:

@@ -21,6 +21,7 @@ import pyg_fullgraph.nn as fused_nn
 import zoo
 from pyg_fullgraph import debug, errors, explain
 from pyg_fullgraph.distributed import DistributedModel, ShardedGraph, shard
+from pyg_fullgraph.distributed.model import sum_gradients
 from pyg_fullgraph.distributed.planner import Costs, prices
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.partition import Partition
@@ -214,6 +215,11 @@ def check_accumulation(rank: int, size: int) -> None:
     model.zero_grad(set_to_none=False)
     backward(1.0)
     close(weight.grad, once, 1e-12, "after zero_grad")
+    half, missing = (torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)) for _ in range(2))
+    if rank == 1:
+        half.grad = torch.ones_like(half)
+    sum_gradients([half, missing], model.group)
+    assert half.grad.tolist() == [1.0, 1.0] and half.grad.dtype == torch.bfloat16 and missing.grad is None
 
 
 def check_take_and_join(rank: int, size: int, case_name: str) -> None:

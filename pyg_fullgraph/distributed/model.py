@@ -139,18 +139,20 @@ class DistributedModel(Module):
 def sum_gradients(parameters: Iterable[Parameter], group: Group) -> None:
     """Replace each gradient by its sum over the ranks; one transfer per dtype.
 
-    A gradient that is missing on some ranks counts as zero there, one that is missing on all stays missing.
+    A gradient that is missing on some ranks counts as zero there, one that is missing on all stays missing. Half
+    precision is summed in float32.
     """
     by_dtype: dict[torch.dtype, list[Parameter]] = {}
     for p in parameters:
         by_dtype.setdefault(p.dtype, []).append(p)
     for same in by_dtype.values() if group.size > 1 else ():
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in same]
-        there = same[0].new_tensor([float(p.grad is not None) for p in same])
-        total = group.reduce(torch.cat([there, *(g.reshape(-1) for g in grads)]))
+        wide = torch.float32 if same[0].dtype.itemsize < 4 else same[0].dtype
+        there = same[0].new_tensor([float(p.grad is not None) for p in same], dtype=wide)
+        total = group.reduce(torch.cat([there, *(g.reshape(-1).to(wide) for g in grads)]))
         counts = total[:len(same)].tolist()
         for p, count, part in zip(same, counts, total[len(same):].split([g.numel() for g in grads]), strict=True):
-            p.grad = part.view(p.shape).clone() if count else None
+            p.grad = part.view(p.shape).to(p.dtype, copy=True) if count else None
 
 
 class _Leaving(torch.autograd.Function):
