@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 import pyg_fullgraph.nn as fused_nn
 import zoo
 from pyg_fullgraph import debug, errors, explain
-from pyg_fullgraph.distributed import DistributedModel, ShardedGraph, shard
+from pyg_fullgraph.distributed import DistributedModel, ShardedGraph, shard, shard_edges
 from pyg_fullgraph.distributed.model import sum_gradients
 from pyg_fullgraph.distributed.planner import Costs, prices
 from pyg_fullgraph.graph import Graph
@@ -234,6 +234,31 @@ def check_take_and_join(rank: int, size: int, case_name: str) -> None:
         assert torch.equal(whole, mine)
     assert part.whole_sizes == (case.num_src, case.num_dst, case.num_edges)
     assert part.to("cpu").num_edges == part.num_edges and part.detach().memo is part.memo
+
+
+def check_edges(rank: int, size: int, case_name: str) -> None:
+    """A part made of this rank's edges alone is the one made of the whole graph."""
+    case = make_case(case_name)
+    graph = Graph.from_edge_index(case.edge_index, case.size)
+    sides = [Partition.from_owner(torch.arange(n) * 7 % size, size) for n in case.size]
+    parts = sides[0] if case.is_square else (sides[0], sides[1])
+    whole = shard(graph, "halo", parts)
+    own = case.edge_index[:, whole.edge_ids]
+    for ids in (whole.edge_ids, None):
+        part = shard_edges(own, parts, ids, "halo")
+        assert part.whole_sizes == whole.whole_sizes and (ids is None or torch.equal(part.edge_ids, whole.edge_ids))
+        x = part.take(torch.randn(case.num_src, 3, generator=torch.Generator().manual_seed(0)).double(), "src")
+        weight = whole.take(torch.arange(case.num_edges).double() + 1, "edge")
+        results = []
+        for each in (whole, part):
+            leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+            rows = torch.zeros(each.num_dst, 3).double()
+            out = fused_nn.SimpleConv(aggr="sum")((leaves[0], rows), each, leaves[1])
+            results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+        for a, b in zip(*results, strict=True):
+            close(a, b, 1e-12, "by edges")
+    wrong = case.edge_index if rank == 0 else own
+    refused(errors.InputError, "arrive at the vertices of this rank", shard_edges, wrong, parts)
 
 
 def check_planner(rank: int, size: int) -> None:

@@ -61,6 +61,11 @@ def test_gradients_of_several_backwards():
     ranks(3).run(sharded.check_accumulation)
 
 
+@pytest.mark.parametrize("case", ["hub", "bipartite", "isolated"])
+def test_parts_from_their_own_edges(case):
+    ranks(3).run(sharded.check_edges, case)
+
+
 def test_the_planner_takes_the_cheaper_way():
     ranks(3).run(sharded.check_planner)
 

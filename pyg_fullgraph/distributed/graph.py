@@ -23,7 +23,7 @@ from pyg_fullgraph.saga.ir import Domain, Node
 from pyg_fullgraph.saga.plans import Sweep
 from triton_kernels import segment
 
-__all__ = ["WAYS", "ShardedGraph", "ShardedOrder", "shard"]
+__all__ = ["WAYS", "ShardedGraph", "ShardedOrder", "shard", "shard_edges"]
 
 #: Name of a way of fetching rows -> the class.
 WAYS: dict[str, type[Way]] = {w.name: w for w in (Broadcast, Halo)}
@@ -346,14 +346,68 @@ def shard(graph: Any, way: str | Way = "auto", partition: Any = "random", group:
     """
     whole: Graph = Graph.from_any(graph)
     ranks = Group(group)
-    if isinstance(way, str) and way not in (*WAYS, "auto"):
-        raise InputError("way", f"to be one of {', '.join((*WAYS, 'auto'))}", repr(way))
+    _check_way(way)
     sides = _sides(whole, partition, ranks.size, seed)
     totals = [int(t.long().sum()) for t in (whole.incoming.other, whole.incoming.ptr)]
     ranks.check_equal("graph", (whole.num_src, whole.num_dst, whole.num_edges, *totals))
+    _check_equal(ranks, way, sides)
+    return _on_ranks(Shard.of(whole, sides[0], sides[-1], ranks.rank).to(device or whole.device), ranks, way)
+
+
+def shard_edges(edge_index: Tensor, partition: Partition | tuple[Partition, Partition], edge_ids: Tensor | None = None,
+                way: str | Way = "auto", group: Any = None, device: torch.device | str | None = None) -> ShardedGraph:
+    """This process's part of a graph that no process holds as a whole.
+
+    Args:
+        edge_index: [2, e] the edges that arrive at the vertices of this rank, by ids in the whole graph; on a CPU.
+        partition: who owns which vertices; a pair for the sources and destinations of a bipartite graph.
+        edge_ids: [e] int64 ids that all edges of the graph have, each once; by default they count on from rank to rank.
+        way, group, device: as of :func:`shard`.
+
+    Returns: the part; edge tensors have the order of ``edge_index``.
+    Raises: InputError if an edge does not arrive at a vertex of this rank; GroupError if partitions differ.
+    Cost: each edge is sent once, to the owner of its source.
+    """
+    ranks = Group(group)
+    _check_way(way)
+    sides = (partition,) if isinstance(partition, Partition) else tuple(partition)
+    src, dst = sides[0], sides[-1]
+    if any(p.num_parts != ranks.size for p in sides):
+        raise InputError("partition", f"to have {ranks.size} parts, one per process", [p.num_parts for p in sides])
+    _check_equal(ranks, way, sides)
+    # An error on one rank has to be one on all.
+    is_own = bool((dst.owner(edge_index[1]) == ranks.rank).all())
+    if ranks.any(not is_own, ranks.device):
+        raise InputError("edge_index", "to hold edges that arrive at the vertices of this rank", "others on some rank")
+    counts = ranks.counts(edge_index.size(1), ranks.device)
+    if edge_ids is None:
+        edge_ids = torch.arange(edge_index.size(1)) + sum(counts[:ranks.rank])
+    home = Edges(src.place[edge_index[0]], dst.place[edge_index[1]], edge_ids)
+    owner = src.owner(edge_index[0])
+    leaving = owner.argsort(stable=True)
+    sent = torch.bincount(owner, minlength=ranks.size).tolist()
+    ones = [1] * ranks.size
+    received = ranks.exchange(torch.tensor(sent, device=ranks.device), ones, ones).wait().tolist()
+    arrived = ranks.exchange(torch.stack(home, 1)[leaving].to(ranks.device), sent, received).wait().cpu()
+    ids = src.part(ranks.rank)
+    made = Shard.build(home, Edges(*(t.contiguous() for t in arrived.unbind(1))), src.bounds, dst.bounds, ranks.rank,
+                       ids, ids if src is dst else dst.part(ranks.rank),
+                       (src.num_vertices, dst.num_vertices, sum(counts)))
+    return _on_ranks(made.to(device or edge_index.device), ranks, way)
+
+
+def _check_way(way: str | Way) -> None:
+    if isinstance(way, str) and way not in (*WAYS, "auto"):
+        raise InputError("way", f"to be one of {', '.join((*WAYS, 'auto'))}", repr(way))
+
+
+def _check_equal(ranks: Group, way: str | Way, sides: tuple[Partition, ...]) -> None:
     ranks.check_equal("way", way if isinstance(way, str) else way.name)
     ranks.check_equal("partition", [(p.bounds, int((p.order * torch.arange(p.num_vertices)).sum())) for p in sides])
-    made = Shard.of(whole, sides[0], sides[-1], ranks.rank).to(device or whole.device)
+
+
+def _on_ranks(made: Shard, ranks: Group, way: str | Way) -> ShardedGraph:
+    """The graph of a shard, by the cheapest way if that is left open."""
     reasons = cheapest(made, ranks, made.edge_ids.device) if way == "auto" and ranks.size > 1 else []
     if isinstance(way, str):
         way = WAYS[reasons[0].way if reasons else "halo" if way == "auto" else way]()

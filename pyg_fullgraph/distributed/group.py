@@ -55,6 +55,12 @@ class Group:
         self.size = dist.get_world_size(process_group) if process_group is not None else 1
         self.rank = dist.get_rank(process_group) if process_group is not None else 0
 
+    @property
+    def device(self) -> torch.device:
+        """Where a tensor has to be to be sent: NCCL sends from GPUs only."""
+        is_nccl = self.size > 1 and dist.get_backend(self.process_group) == "nccl"
+        return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
+
     def exchange(self, value: Tensor, sent: Sequence[int], received: Sequence[int], out: Tensor | None = None,
                  wait: bool = True) -> Transfer:
         """All-to-all of rows.
