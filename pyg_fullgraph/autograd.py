@@ -432,7 +432,8 @@ def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tu
         env[ir.DEGREE] = graph.incoming.degree.to(wide)
         env[ir.INV_DEGREE] = graph.incoming.inv_degree(wide)
     is_plain = all(type(t) in _PLAIN for t in env.values()) and not torch.compiler.is_compiling()
-    call = _call if is_plain else call_operator
+    # The operator is for compilers, which see no parts of graphs: those are tensors of no plain kind.
+    call = _call if is_plain or graph.is_part else call_operator
     given: set[Node] = set()  # results that somebody else holds as well
 
     def run_stage(stage: Stage, phase: EdgePhase) -> Sequence[Tensor]:
@@ -522,7 +523,7 @@ def _bind(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> 
             continue
         value = tensors.get(node.name)
         if value is None and node in _seeds(program):
-            value = torch.randint(2**63 - 1, (1,), device=graph.device)
+            value = graph.draw_seed()
         if value is None:
             raise InputError(node.name, "among the inputs of the program", sorted(tensors))
         want = node.shape if not node.is_row else (rows[node.domain][0], *node.shape)

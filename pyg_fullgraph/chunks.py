@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,24 +63,42 @@ def run_sweep(sweep: Sweep, order: EdgeOrder, leaf: Leaf, like: Tensor,
         Result input -> tensor. ``lse`` is float32 (float64 for float64), ``argmax`` holds edge ids, -1 for empty rows.
         What is handed to another sweep may be a :class:`Handed`, which the input of that sweep then is.
     """
-    return _ChunkedSweep(sweep, order, leaf, like).run(exact)
+    return run_tiles(sweep, order, [(order, leaf)], like, exact)
+
+
+def run_tiles(sweep: Sweep, rows: EdgeOrder, tiles: Iterable[tuple[EdgeOrder, Leaf]], like: Tensor,
+              exact: Container[Node] = ()) -> dict[Node, Any]:
+    """Run one sweep over edges that come in tiles; what is reduced is carried from tile to tile.
+
+    Args:
+        sweep: What to compute.
+        rows: All edges grouped by the sweep's rows; only its rows are read.
+        tiles: Edges grouped by the same rows, and what gives the tensors of their inputs: a tile has its own vertices
+            on the other side. Together they are all edges. Each is taken when the one before is done with.
+        like, exact: As for :func:`run_sweep`, whose results are returned.
+    """
+    running = _ChunkedSweep(sweep, rows, like, exact)
+    for tile, leaf in tiles:
+        running.take(tile, leaf)
+    return running.finish()
 
 
 class _ChunkedSweep:
-    def __init__(self, sweep: Sweep, order: EdgeOrder, leaf: Leaf, like: Tensor) -> None:
-        self.sweep, self.order, self.leaf = sweep, order, leaf
+    def __init__(self, sweep: Sweep, rows: EdgeOrder, like: Tensor, exact: Container[Node]) -> None:
+        self.sweep, self.rows = sweep, rows
         self.out_dtype, self.device = like.dtype, like.device
         self.dtype = compute_dtype(like.dtype)
-        self.shared: dict[object, Tensor] = {}  # parameter values and values of all vertices of the other side
         self.recipe = recipe_of(sweep, self._dots_from())
         self.state: dict[Node, list[Tensor]] = {}
+        self.edges: dict[Node, Any] = {}
+        self.dtypes = {r: self.dtype if r in exact else self.out_dtype for r, _ in (*sweep.gathers, *sweep.edges)}
 
     def _dots_from(self) -> int:
         """Features from which torch's product at the places of a sparse matrix beats gathering both its factors."""
         if self.device.type != "cpu" or self.dtype != torch.float32:
             return sys.maxsize
         # A call per head has its price; in powers of two, so that recipes stay few.
-        return DOTS_ELEMENTS >> self.order.num_edges.bit_length()
+        return DOTS_ELEMENTS >> self.rows.num_edges.bit_length()
 
     # --- expressions ----------------------------------------------------------------------------------------------
 
@@ -111,30 +129,33 @@ class _ChunkedSweep:
 
     # --- chunks ---------------------------------------------------------------------------------------------------
 
-    def run(self, exact: Container[Node]) -> dict[Node, Any]:
-        num_edges = self.order.num_edges
+    def take(self, tile: EdgeOrder, leaf: Leaf) -> None:
+        """Add the edges of a tile."""
+        self.tile, self.leaf = tile, leaf
+        self.shared: dict[object, Tensor] = {}  # parameter values and values of all vertices of the other side
         step = max(CHUNK_ELEMENTS[self.device.type] // self.recipe.width, 1)
-        dtypes = {r: self.dtype if r in exact else self.out_dtype for r, _ in (*self.sweep.gathers, *self.sweep.edges)}
-        edges: dict[Node, Any] = {}
-        for first in range(0, num_edges, step):
-            self._run_chunk(_Chunk(self, first, min(first + step, num_edges)), edges, dtypes)
-        for result, _ in self.sweep.edges if num_edges == 0 else ():
-            edges[result] = torch.empty((0, *result.shape), dtype=dtypes[result], device=self.device)
-        results = {r: self._finish(g, dtypes[r]) for r, g in self.sweep.gathers}
-        return {**results, **edges}
+        for first in range(0, tile.num_edges, step):
+            self._run_chunk(_Chunk(self, first, min(first + step, tile.num_edges)))
 
-    def _run_chunk(self, chunk: _Chunk, edges: dict[Node, Any], dtypes: Mapping[Node, torch.dtype]) -> None:
+    def finish(self) -> dict[Node, Any]:
+        """Results over all edges that were taken."""
+        for result, _ in self.sweep.edges if self.rows.num_edges == 0 else ():
+            self.edges[result] = torch.empty((0, *result.shape), dtype=self.dtypes[result], device=self.device)
+        results = {r: self._finish(g, self.dtypes[r]) for r, g in self.sweep.gathers}
+        return {**results, **self.edges}
+
+    def _run_chunk(self, chunk: _Chunk) -> None:
         values = chunk.evaluate()
         for g in self.recipe.reductions:
             self._update(g, chunk, values)
         for result, e in self.sweep.edges:
             value = chunk.full(values[e], e)
-            chunk.write(edges, result, value.to(dtypes[result]) if value.is_floating_point() else value)
+            chunk.write(self.edges, result, value.to(self.dtypes[result]) if value.is_floating_point() else value)
 
     def _start(self, g: Node) -> list[Tensor]:
         """State of a gather, or of softmax weights, before the first chunk."""
         kind = g.attr("kind")
-        rows = () if g.domain == Domain.PARAM else (self.order.num_rows,)
+        rows = () if g.domain == Domain.PARAM else (self.rows.num_rows,)
 
         def filled(value: float, dtype: torch.dtype = self.dtype) -> Tensor:
             return torch.full((*rows, *g.shape), value, dtype=dtype, device=self.device)
@@ -142,7 +163,7 @@ class _ChunkedSweep:
         if kind == "max":
             return [filled(-math.inf)]
         if kind == "argmax":
-            return [filled(-math.inf), filled(-1, self.order.ptr.dtype)]
+            return [filled(-math.inf), filled(-1, self.rows.id_dtype)]
         if g.op == "weight":
             return [filled(-math.inf), filled(0.0)]
         return [filled(1.0 if kind == "mul" else 0.0)]
@@ -206,9 +227,11 @@ class _ChunkedSweep:
         state = self.before(g)
         peak = state[0][chunk.rows]
         if is_arg:
-            ids = state[1][chunk.rows]
-            won = (fresh > peak) | (fresh.isnan() & ~peak.isnan()) | ((ids < 0) & (fresh == peak))
-            ids.copy_(torch.where(won, chunk.segment_argmax(value, fresh), ids))
+            ids, found = state[1][chunk.rows], chunk.segment_argmax(value, fresh)
+            # Of equals the smallest id wins: tiles do not come in the order of ids.
+            is_equal = (fresh == peak) | (fresh.isnan() & peak.isnan())
+            is_larger = (fresh > peak) | (fresh.isnan() & ~peak.isnan())
+            ids.copy_(torch.where(is_larger | (is_equal & (found >= 0) & ((ids < 0) | (found < ids))), found, ids))
         peak.copy_(torch.maximum(peak, fresh))
 
     def _finish(self, g: Node, dtype: torch.dtype) -> Tensor:
@@ -227,20 +250,20 @@ class _ChunkedSweep:
         elif kind == "max":
             self._zero_empty_rows(out)
         elif kind == "mean":
-            out = out * self.order.inv_degree(self.dtype).reshape(-1, *(1,) * len(g.shape))
+            out = out * self.rows.inv_degree(self.dtype).reshape(-1, *(1,) * len(g.shape))
         return out if out.dtype == dtype else out.to(dtype)
 
     def _zero_empty_rows(self, value: Tensor) -> Tensor:
-        return value.masked_fill_(self.order.is_empty.reshape(-1, *(1,) * (value.dim() - 1)), 0.0)
+        return value.masked_fill_(self.rows.is_empty.reshape(-1, *(1,) * (value.dim() - 1)), 0.0)
 
 
 class _Chunk:
-    """Positions ``first`` to ``stop`` of the sweep's order, and the rows they belong to."""
+    """Positions ``first`` to ``stop`` of a tile, and the rows they belong to; ``is_whole`` if these are all edges."""
 
     def __init__(self, sweep: _ChunkedSweep, first: int, stop: int) -> None:
-        order = sweep.order
+        self.order = order = sweep.tile
         self.sweep, self.first, self.count = sweep, first, stop - first
-        self.is_whole = self.count == order.num_edges
+        self.is_whole = self.count == sweep.rows.num_edges
         self.is_in_order = order.eid is None
         self.rescale: dict[Node, Tensor] = {}
         self._row: Tensor | None = None
@@ -260,11 +283,18 @@ class _Chunk:
     def row(self) -> Tensor:
         """Row of each edge, counted from the first row of the chunk."""
         if self._row is None:
-            self._row = self.sweep.order.row if self.is_whole else segment.expand_rows(self.ptr, self.count)
+            self._row = self.order.row if self.is_whole else segment.expand_rows(self.ptr, self.count)
         return self._row
 
     @property
+    def ids(self) -> Tensor:
+        """What masks and arguments of extrema know the edges by."""
+        ids = self.order.ids
+        return self.eid if ids is None else ids[self.first:self.first + self.count]
+
+    @property
     def eid(self) -> Tensor:
+        """Where the edges are in edge tensors."""
         if self._eid is None:
             return torch.arange(self.first, self.first + self.count, device=self.ptr.device)
         return self._eid
@@ -273,7 +303,7 @@ class _Chunk:
     def positions(self) -> Tensor:
         """``0, 1, ...`` for each edge of the chunk, in the dtype of indices."""
         if self.is_whole:
-            return self.sweep.order.positions
+            return self.order.positions
         return torch.arange(self.count, dtype=self.ptr.dtype, device=self.ptr.device)
 
     # --- values ---------------------------------------------------------------------------------------------------
@@ -307,7 +337,7 @@ class _Chunk:
     def edge_input(self, step: Step) -> Tensor:
         value = self.sweep.leaf(step.node)
         if isinstance(value, Handed):
-            places = self.sweep.order.places_in(value.order)
+            places = self.order.places_in(value.order)
             value = value.value.index_select(0, places[self.first:self.first + self.count])
         elif not self.is_in_order:
             value = value.index_select(0, self.eid)
@@ -316,7 +346,7 @@ class _Chunk:
         return self.sweep.cast(value)
 
     def edge_id(self, step: Step) -> Tensor:
-        return self.eid
+        return self.ids
 
     def lift(self, step: Step, value: Tensor) -> Tensor:
         return self.full(value, step.args[0])
@@ -326,7 +356,7 @@ class _Chunk:
 
     def dropout(self, step: Step) -> Tensor:
         seed = self.sweep.leaf(step.node.args[0])
-        mask = reference.dropout_mask(seed, self.eid, step.node.shape, step.node.attr("p"))
+        mask = reference.dropout_mask(seed, self.ids, step.node.shape, step.node.attr("p"))
         return mask.to(self.sweep.dtype)
 
     def weight(self, step: Step, logit: Tensor) -> Tensor:
@@ -380,7 +410,7 @@ class _Chunk:
 
     def write(self, results: dict[Node, Any], result: Node, value: Tensor) -> None:
         """Put one row per edge where it belongs in the user's order."""
-        order = self.sweep.order
+        order = self.order
         if self.is_whole and order.inverse is not None:
             if result.name.startswith(STAGED):
                 results[result] = Handed(value, order)
@@ -388,7 +418,7 @@ class _Chunk:
                 results[result] = value if self.is_in_order else value.index_select(0, order.inverse)
             return
         if result not in results:
-            results[result] = value.new_empty((order.num_edges, *result.shape))
+            results[result] = value.new_empty((self.sweep.rows.num_edges, *result.shape))
         if self.is_in_order:
             results[result][self.first:self.first + self.count] = value
         else:
@@ -398,7 +428,7 @@ class _Chunk:
 
     def blocks(self, heads: int) -> HeadOrder | None:
         """Edges of the whole graph once per head, where there are few enough to keep."""
-        return self.sweep.order.heads(heads) if self.is_whole and heads > 1 else None
+        return self.order.heads(heads) if self.is_whole and heads > 1 else None
 
     def product(self, scale: Tensor | None, x: Tensor) -> Tensor:
         """Sum of rows of ``x`` over the edges of each row, weighted by ``scale`` (per leading feature index)."""
@@ -428,9 +458,10 @@ class _Chunk:
         """Smallest edge id among those that reach the maximum of their row, -1 without edges."""
         shape = (-1, *(1,) * (value.dim() - 1))
         top = peak[self.row]
-        far = torch.iinfo(self.ptr.dtype).max
-        ids = torch.where((value == top) | value.isnan(), self.eid.to(self.ptr.dtype).reshape(shape), far)
-        out = torch.full(peak.shape, far, dtype=self.ptr.dtype, device=value.device)
+        dtype = self.order.id_dtype
+        far = torch.iinfo(dtype).max
+        ids = torch.where((value == top) | value.isnan(), self.ids.to(dtype).reshape(shape), far)
+        out = torch.full(peak.shape, far, dtype=dtype, device=value.device)
         out.scatter_reduce_(0, self.row.long().reshape(shape).expand_as(ids), ids, "amin")
         return out.masked_fill_(out == far, -1)
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from pyg_fullgraph.config import TrainConfig
+from pyg_fullgraph.distributed.group import under_torchrun
 from pyg_fullgraph.errors import PygFullgraphError
 from pyg_fullgraph.report import format_bytes, info_table, result_table
 from pyg_fullgraph.training import EpochReport, build_model, prepare_graph
@@ -69,7 +70,10 @@ def train(
     out: Annotated[Path, typer.Option(help="Folder for metrics.json, curves.png and checkpoints.")] = Path("runs"),
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoints in --out.")] = False,
 ) -> None:
-    """Train a node classifier on a whole graph and write metrics, plot and checkpoints to --out."""
+    """Train a node classifier on a whole graph and write metrics, plot and checkpoints to --out.
+
+    Under torchrun the graph is divided over the processes: torchrun --nproc-per-node 4 -m pyg_fullgraph train ...
+    """
     config = TrainConfig.preset(
         dataset=dataset,
         model=model,
@@ -90,21 +94,23 @@ def train(
         out=str(out),
         resume=resume,
     )
-    data = config.load_dataset()
-    console.print(
-        f"{config.model} on {data.name}: {data.num_nodes:,} nodes, {data.num_edges:,} edges, "
-        f"{data.num_features} features, {data.num_classes} classes; {config.dtype} on {config.device}",
-        markup=False,
-        highlight=False,
-    )
-    try:
-        with _progress() as progress:
-            metrics = run_training(config, data, on_epoch=_EpochLines(progress, config))
-    except KeyboardInterrupt as stop:
-        console.print(str(stop) or "Stopped before the first epoch", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(130) from stop
-    console.print(result_table(metrics))
-    console.print(f"Wrote {out / 'metrics.json'} and {out / 'curves.png'}", markup=False, highlight=False)
+    with under_torchrun(config.device) as group:
+        console.quiet = group.rank != 0
+        data = config.load_dataset()
+        console.print(
+            f"{config.model} on {data.name}: {data.num_nodes:,} nodes, {data.num_edges:,} edges, "
+            f"{data.num_features} features, {data.num_classes} classes; {config.dtype} on {config.device}",
+            markup=False,
+            highlight=False,
+        )
+        try:
+            with _progress() as progress:
+                metrics = run_training(config, data, on_epoch=_EpochLines(progress, config))
+        except KeyboardInterrupt as stop:
+            console.print(str(stop) or "Stopped before the first epoch", markup=False, highlight=False, soft_wrap=True)
+            raise typer.Exit(130) from stop
+        console.print(result_table(metrics))
+        console.print(f"Wrote {out / 'metrics.json'} and {out / 'curves.png'}", markup=False, highlight=False)
 
 
 def _progress() -> Progress:

@@ -97,6 +97,37 @@ class PackageConflictError(PygFullgraphError, ImportError):
         )
 
 
+class MissingPackageError(PygFullgraphError, ImportError):
+    """An option needs a package that is installed with an extra."""
+
+    def __init__(self, package: str, option: str, extra: str) -> None:
+        super().__init__(f"Expected package '{package}' to be installed for {option}: "
+                         f"pip install 'pyg-fullgraph[{extra}]' (got no such package)")
+
+
+class PartitionFileError(PygFullgraphError, RuntimeError):
+    """A saved partition is missing, unreadable or of another kind."""
+
+    def __init__(self, path: object, got: object) -> None:
+        super().__init__(f"Expected '{path}' to be a partition saved by Partition.save (got {got})")
+
+
+class GroupError(PygFullgraphError, RuntimeError):
+    """Processes that share a graph disagree; raised by all of them."""
+
+    def __init__(self, name: str, found: Sequence[object]) -> None:
+        ranks = ", ".join(f"rank {k}: {v}" for k, v in enumerate(found))
+        super().__init__(f"Expected '{name}' to be the same on every rank (got {ranks})")
+
+
+class ShardedGraphError(PygFullgraphError, NotImplementedError):
+    """Something was asked of a part of a graph that only the whole graph can tell."""
+
+    def __init__(self, operation: str) -> None:
+        super().__init__("Expected a ShardedGraph to be used by fused layers only; 'join' gives whole results and the "
+                         f"Graph it was made from has all edges (got {operation})")
+
+
 class NotFusable(PygFullgraphError):
     """A message-passing method cannot become an edge program; carries every reason that was found."""
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 import os
 import warnings
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import triton.language as tl
@@ -20,7 +22,7 @@ from pyg_fullgraph.graph import EdgeOrder
 from pyg_fullgraph.saga import codegen, interpret, ir
 from pyg_fullgraph.saga.ir import Domain, Node
 from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, Plan, Sweep, Target
-from triton_kernels import launch, tune
+from triton_kernels import launch, segment, tune
 
 #: Most edges of one piece of a row.
 MAX_PIECE = 1024
@@ -39,7 +41,25 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def run_plan(plan: Plan, incoming: EdgeOrder, outgoing: EdgeOrder | None, tensors: Mapping[Node, Tensor],
+class FetchingOrder(Protocol):
+    """Edges by row, where the rows of other endpoints have to be fetched: it runs a sweep by :func:`run_sweep`, or by
+    :func:`run_tiles` as they come."""
+
+    @property
+    def degree(self) -> Tensor:
+        """As of an :class:`EdgeOrder`."""
+
+    def inv_degree(self, dtype: torch.dtype = ...) -> Tensor:
+        """As of an :class:`EdgeOrder`."""
+
+    def run_sweep(self, sweep: Sweep, leaf: chunks.Leaf, like: Tensor, exact: Container[Node]) -> dict[Node, Tensor]:
+        """As :func:`run_sweep`."""
+
+
+Order = EdgeOrder | FetchingOrder
+
+
+def run_plan(plan: Plan, incoming: Order, outgoing: Order | None, tensors: Mapping[Node, Tensor],
              like: Tensor) -> list[Tensor]:
     """Run every step of ``plan`` and return its outputs.
 
@@ -67,7 +87,10 @@ def run_plan(plan: Plan, incoming: EdgeOrder, outgoing: EdgeOrder | None, tensor
         if isinstance(step, Sweep):
             order = incoming if step.rows == Domain.DST else outgoing
             assert order is not None
-            env.update(run_sweep(step, order, env.__getitem__, like, plan.exact))
+            if isinstance(order, EdgeOrder):
+                env.update(run_sweep(step, order, env.__getitem__, like, plan.exact))
+            else:
+                env.update(order.run_sweep(step, env.__getitem__, like, plan.exact))
         else:
             env[step[0]] = interpret.evaluate((step[1],), exact_leaf, exact_like)[0]
         for node in done:
@@ -82,15 +105,62 @@ _TOO_LARGE: set[str] = set()
 def run_sweep(sweep: Sweep, order: EdgeOrder, leaf: chunks.Leaf, like: Tensor,
               exact: Container[Node] = ()) -> dict[Node, Tensor]:
     """One sweep by a generated kernel where there is one for it and for the device, else in chunks."""
-    if like.device.type == "cuda" or interpreted():
-        kernel = kernel_of(sweep, 16 // like.element_size())
-        if isinstance(kernel, codegen.KernelSource) and kernel.source not in _TOO_LARGE:
-            try:
-                return _launch_sweep(sweep, kernel, order, leaf, like, exact)
-            except OutOfResources as error:
-                _TOO_LARGE.add(kernel.source)
-                warnings.warn(f"Kernel {kernel.name} does not fit the device ({error}); runs in chunks", stacklevel=2)
+    kernel = _kernel_for(sweep, like)
+    if kernel is not None:
+        try:
+            return _launch_sweep(sweep, kernel, order, leaf, like, exact)
+        except OutOfResources as error:
+            _refuse(kernel, error)
     return chunks.run_sweep(sweep, order, leaf, like, exact)
+
+
+def run_tiles(sweep: Sweep, rows: EdgeOrder, tiles: Sequence[EdgeOrder], leaves: Iterator[chunks.Leaf], like: Tensor,
+              exact: Container[Node] = ()) -> dict[Node, Tensor]:
+    """One sweep over edges in tiles, whose vertices on the other side come one tile after the other.
+
+    Args:
+        sweep: What to compute.
+        rows: All edges grouped by the sweep's rows.
+        tiles: The same edges in parts, grouped by the same rows.
+        leaves: For each tile in turn what gives the tensors of its inputs. The next is asked for when the kernels of
+            the one before are queued.
+        like, exact: As for :func:`chunks.run_sweep`, whose results are returned.
+
+    In chunks what is reduced is carried from tile to tile. Kernels leave one more partial result per row and tile, and
+    the kernel that merges the pieces of long rows merges these; rows times tiles is what that takes of memory.
+    """
+    kernel = _kernel_for(sweep, like)
+    waiting = iter(tiles)
+    if kernel is not None:
+        launched = _Launch(_default_shape(kernel, rows), sweep, kernel, rows, tiles, like, exact)
+        for k, tile in enumerate(waiting):
+            leaf = next(leaves)
+            try:
+                launched.take(k, leaf)
+            except OutOfResources as error:  # at the first launch
+                _refuse(kernel, error)
+                waiting, leaves = itertools.chain([tile], waiting), itertools.chain([leaf], leaves)
+                break
+        else:
+            return launched.finish()
+    return chunks.run_tiles(sweep, rows, zip(waiting, leaves, strict=True), like, exact)
+
+
+def _refuse(kernel: codegen.KernelSource, error: Exception) -> None:
+    _TOO_LARGE.add(kernel.source)
+    warnings.warn(f"Kernel {kernel.name} does not fit the device ({error}); runs in chunks", stacklevel=3)
+
+
+def has_kernel(sweep: Sweep, like: Tensor) -> bool:
+    """Whether ``sweep`` runs by a kernel, which takes all edges at once."""
+    return _kernel_for(sweep, like) is not None
+
+
+def _kernel_for(sweep: Sweep, like: Tensor) -> codegen.KernelSource | None:
+    if like.device.type != "cuda" and not interpreted():
+        return None
+    kernel = kernel_of(sweep, 16 // like.element_size())
+    return kernel if isinstance(kernel, codegen.KernelSource) and kernel.source not in _TOO_LARGE else None
 
 
 @lru_cache(maxsize=4096)
@@ -152,44 +222,120 @@ def _default_shape(kernel: codegen.KernelSource, order: EdgeOrder) -> tune.Shape
 
 def _launch_in(shape: tune.Shape, sweep: Sweep, kernel: codegen.KernelSource, order: EdgeOrder, leaf: chunks.Leaf,
                like: Tensor, exact: Container[Node]) -> dict[Node, Tensor]:
-    device, stat_dtype = like.device, chunks.compute_dtype(like.dtype)
-    kinds = {r: g.attr("kind") for r, g in sweep.gathers}
-    schedule = order.schedule(shape.max_piece)
-    num_workers = _num_workers(kernel, schedule.num_pieces)
+    launched = _Launch(shape, sweep, kernel, order, [order], like, exact)
+    launched.take(0, leaf)
+    return launched.finish()
 
-    def result(node: Node) -> Tensor:
-        rows = {Domain.EDGE: order.num_edges, Domain.PARAM: num_workers}.get(node.domain, order.num_rows)
-        is_statistic = kinds.get(node) == "lse" or node.domain == Domain.PARAM or node in exact
-        dtype = order.ptr.dtype if node.is_integer else stat_dtype if is_statistic else like.dtype
-        return torch.empty((rows, *node.shape), dtype=dtype, device=device)
 
-    results = {b.node: result(b.node) for b in kernel.outputs}
-    inputs: list[Any] = []
-    for buffer in kernel.inputs:
-        value = leaf(buffer.node)
-        if buffer.node.is_row:
-            value = _contiguous_rows(value, *buffer.run)
-            inputs += [value, value.stride(0)]
-        else:
-            inputs.append(value.contiguous())
-    workspace = [torch.empty((schedule.num_slots, features), dtype=order.ptr.dtype if integer else stat_dtype,
-                             device=device) for features, integer in kernel.carries]
-    floats = tl.float64 if stat_dtype == torch.float64 else tl.float32
-    ids = tl.int32 if order.ptr.dtype == torch.int32 else tl.int64
-    constants = {"FLOAT": floats, "ID": ids, "UNSET": torch.iinfo(order.ptr.dtype).max}
-    eid = order.ptr if order.eid is None else order.eid
-    out = list(results.values())
-    workers = [num_workers] if kernel.has_workers else []
-    launch.launch(kernel.source, kernel.name, num_workers * kernel.num_tiles,
-                  [order.other, eid, schedule.piece_row, schedule.piece_start, schedule.piece_end, schedule.piece_slot,
-                   schedule.num_pieces, *workers, *inputs, *out, *workspace],
-                  {"BLOCK_E": shape.block_e, "HAS_EID": order.eid is not None, **constants}, shape.num_warps, device)
-    if kernel.has_merge:
-        launch.launch(kernel.source, kernel.merge_name, schedule.num_split * kernel.num_tiles,
-                      [schedule.split_row, schedule.split_ptr, order.ptr, schedule.num_split,
-                       *(results[b.node] for b in kernel.rows), *workspace], constants, shape.num_warps, device)
-    # A parameter's gradient leaves the kernel as one row per program.
-    return {n: t.sum(0).to(like.dtype) if n.domain == Domain.PARAM else t for n, t in results.items()}
+class _Launch:
+    """A sweep by a kernel: one launch per tile, and one to merge what is partial."""
+
+    def __init__(self, shape: tune.Shape, sweep: Sweep, kernel: codegen.KernelSource, rows: EdgeOrder,
+                 tiles: Sequence[EdgeOrder], like: Tensor, exact: Container[Node]) -> None:
+        self.shape, self.sweep, self.kernel, self.rows, self.tiles = shape, sweep, kernel, rows, tiles
+        self.like, self.exact = like, exact
+        self.stat_dtype = chunks.compute_dtype(like.dtype)
+        self.kinds = {r: g.attr("kind") for r, g in sweep.gathers}
+        self.schedules = [rows.schedule(shape.max_piece)] if len(tiles) == 1 else \
+            schedule_tiles(rows, tiles, shape.max_piece)
+        self.merged = self.schedules[0]
+        self.results = {b.node: self._result(b.node) for b in kernel.outputs if b.node.domain != Domain.PARAM}
+        self.totals: dict[Node, Tensor] = {}
+        self.workspace = [
+            torch.empty((self.merged.num_slots, features), dtype=rows.id_dtype if integer else self.stat_dtype,
+                        device=like.device) for features, integer in kernel.carries]
+        floats = tl.float64 if self.stat_dtype == torch.float64 else tl.float32
+        ids = tl.int32 if rows.id_dtype == torch.int32 else tl.int64
+        self.constants = {"FLOAT": floats, "ID": ids, "UNSET": torch.iinfo(rows.id_dtype).max}
+
+    def _result(self, node: Node, num_workers: int = 0) -> Tensor:
+        rows = {Domain.EDGE: self.rows.num_edges, Domain.PARAM: num_workers}.get(node.domain, self.rows.num_rows)
+        is_statistic = self.kinds.get(node) == "lse" or node.domain == Domain.PARAM or node in self.exact
+        dtype = self.rows.id_dtype if node.is_integer else self.stat_dtype if is_statistic else self.like.dtype
+        return torch.empty((rows, *node.shape), dtype=dtype, device=self.like.device)
+
+    def take(self, k: int, leaf: chunks.Leaf) -> None:
+        """Launch the kernel on tile ``k``."""
+        kernel, order, schedule = self.kernel, self.tiles[k], self.schedules[k]
+        num_workers = _num_workers(kernel, schedule.num_pieces)
+        if num_workers == 0 and len(self.tiles) > 1:
+            return
+        inputs: list[Any] = []
+        for buffer in kernel.inputs:
+            value = leaf(buffer.node)
+            if buffer.node.is_row:
+                value = _contiguous_rows(value, *buffer.run)
+                inputs += [value, value.stride(0)]
+            else:
+                inputs.append(value.contiguous())
+        # Ids stand in the place of places where a kernel needs no places.
+        ids = order.ids if order.ids is not None and codegen.needs_ids(self.sweep) else None
+        eid = order.eid if ids is None or kernel.uses_ids else ids
+        tables = [order.other, order.ptr if eid is None else eid]
+        has: dict[str, Any] = {"HAS_EID": eid is not None}
+        if kernel.uses_ids:
+            tables.append(order.ptr if ids is None else ids)
+            has["HAS_IDS"] = ids is not None
+        parameters = {b.node: self._result(b.node, num_workers) for b in kernel.totals}
+        out = [parameters[b.node] if b.node in parameters else self.results[b.node] for b in kernel.outputs]
+        workers = [num_workers] if kernel.has_workers else []
+        launch.launch(kernel.source, kernel.name, num_workers * kernel.num_tiles,
+                      [*tables, schedule.piece_row, schedule.piece_start, schedule.piece_end, schedule.piece_slot,
+                       schedule.num_pieces, *workers, *inputs, *out, *self.workspace],
+                      {"BLOCK_E": self.shape.block_e, **has, **self.constants}, self.shape.num_warps, self.like.device)
+        # A parameter's gradient leaves the kernel as one row per program.
+        for node, value in parameters.items():
+            total = value.sum(0)
+            self.totals[node] = self.totals[node] + total if node in self.totals else total
+
+    def finish(self) -> dict[Node, Tensor]:
+        """Merge, and give the results."""
+        kernel, merged = self.kernel, self.merged
+        if kernel.has_merge:
+            launch.launch(kernel.source, kernel.merge_name, merged.num_split * kernel.num_tiles,
+                          [merged.split_row, merged.split_ptr, self.rows.ptr, merged.num_split,
+                           *(self.results[b.node] for b in kernel.rows), *self.workspace], self.constants,
+                          self.shape.num_warps, self.like.device)
+        for buffer in kernel.totals:
+            total = self.totals.get(buffer.node)
+            self.results[buffer.node] = self.like.new_zeros(buffer.node.shape) if total is None else \
+                total.to(self.like.dtype)
+        return self.results
+
+
+def schedule_tiles(rows: EdgeOrder, tiles: Sequence[EdgeOrder], max_piece: int) -> list[segment.RowSchedule]:
+    """Pieces for each of several tiles of ``rows``; every piece has a slot, and all rows are merged from their slots.
+
+    The slots of a row are in the order of the tiles, and of the edges within one. A row without any edges has an empty
+    piece in the first tile. Made once and kept with ``rows``.
+    """
+    known = rows._cache.get(("tiles", max_piece))
+    if known is not None and len(known[0]) == len(tiles) and all(map(operator.is_, known[0], tiles)):
+        return known[1]
+    pieces, places = [], []
+    for k, tile in enumerate(tiles):
+        made = tile.schedule(max_piece)
+        stays = made.piece_end > made.piece_start
+        if k == 0:
+            stays |= rows.is_empty.index_select(0, made.piece_row)
+        kept = stays.nonzero().view(-1)
+        pieces.append([t.index_select(0, kept) for t in (made.piece_row, made.piece_start, made.piece_end)])
+        by_edge = pieces[-1][1].argsort(stable=True)
+        places.append(by_edge[pieces[-1][0][by_edge].argsort(stable=True)])
+    row = torch.cat([p[0][place] for p, place in zip(pieces, places, strict=True)])
+    rank = torch.empty(row.numel(), dtype=torch.int32, device=row.device)
+    rank[row.argsort(stable=True)] = torch.arange(row.numel(), dtype=torch.int32, device=row.device)
+    split_ptr = segment.compress_rows(row.sort().values, rows.num_rows).to(rows.ptr.dtype)
+    split_row = torch.arange(rows.num_rows, dtype=rows.ptr.dtype, device=row.device)
+    schedules, first = [], 0
+    for (piece_row, start, end), place in zip(pieces, places, strict=True):
+        slot = torch.empty_like(rank[:place.numel()])
+        slot[place] = rank[first:first + place.numel()]
+        first += place.numel()
+        schedules.append(segment.RowSchedule(piece_row, start, end, slot, split_row, split_ptr, max_piece,
+                                             place.numel(), row.numel(), rows.num_rows))
+    rows._cache["tiles", max_piece] = (list(tiles), schedules)
+    return schedules
 
 
 def _num_workers(kernel: codegen.KernelSource, num_pieces: int) -> int:

@@ -297,6 +297,7 @@ class Explanation:
             saved, unfused_bytes = sum(p.saved_bytes for p in parts), sum(p.unfused.edge_bytes for p in parts)
             lines.append(f"kept for backward by edge phases: {decimal(saved)}; "
                          f"unfused, arrays with a row per edge: {decimal(unfused_bytes)}")
+            lines += parts[0].graph.describe_part()
         return lines
 
     def source(self, name: str, backward: bool = False) -> str:

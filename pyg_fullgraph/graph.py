@@ -23,7 +23,7 @@ from pyg_fullgraph.memo import Memo, state_of
 from triton_kernels import segment
 from triton_kernels.segment import RowSchedule
 
-__all__ = ["EdgeOrder", "Graph", "RowSchedule", "graph_of"]
+__all__ = ["EdgeOrder", "Graph", "RowSchedule", "graph_of", "is_part"]
 
 Size = tuple[int | None, int | None]
 
@@ -41,8 +41,10 @@ class EdgeOrder:
         other: [E] the other endpoint of each position.
         eid: [E] index of each position in the user's order, or None where the two orders are the same.
         num_rows, num_others: number of nodes on either side.
+        ids: [E] what dropout masks and arguments of extrema know the edge of each position by, where that is not
+            ``eid``: part of a graph has edge tensors of its own, and ids of the whole graph.
 
-    All index tensors share one dtype: int32 if S, N and E fit, else int64.
+    All index tensors but ``ids`` share one dtype: int32 if S, N and E fit, else int64.
     """
 
     ptr: Tensor
@@ -50,6 +52,7 @@ class EdgeOrder:
     eid: Tensor | None
     num_rows: int
     num_others: int
+    ids: Tensor | None = None
     _cache: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -113,6 +116,22 @@ class EdgeOrder:
             return None
         return self._cached(("heads", count), lambda: HeadOrder.of(self, count))
 
+    @property
+    def id_dtype(self) -> torch.dtype:
+        """The dtype of edge ids."""
+        return self.ptr.dtype if self.ids is None else self.ids.dtype
+
+    def subset(self, mask: Tensor, other: Tensor, num_others: int) -> EdgeOrder:
+        """The positions where ``mask`` [E] is set, with the same rows and other endpoints ``other`` [sum of mask].
+
+        Edge tensors stay those of all edges.
+        """
+        count = torch.zeros(self.num_edges + 1, dtype=self.ptr.dtype, device=self.ptr.device)
+        torch.cumsum(mask, 0, dtype=self.ptr.dtype, out=count[1:])
+        eid = (self.positions if self.eid is None else self.eid)[mask]
+        ids = None if self.ids is None else self.ids[mask]
+        return EdgeOrder(count.index_select(0, self.ptr), other, eid, self.num_rows, num_others, ids)
+
     def _count(self) -> Tensor:
         return torch.arange(self.num_edges, dtype=self.ptr.dtype, device=self.ptr.device)
 
@@ -126,6 +145,7 @@ class EdgeOrder:
 
     def transpose(self) -> EdgeOrder:
         """The same edges grouped by the other endpoint. Cost: at most one stable sort of E keys."""
+        assert self.ids is None
         # From the user's order, not from this one, so that rows of the result ascend in it too.
         others = segment.scatter_by(self.other, self.eid)
         rows = segment.scatter_by(segment.expand_rows(self.ptr, self.num_edges), self.eid)
@@ -134,7 +154,8 @@ class EdgeOrder:
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> EdgeOrder:
         eid = None if self.eid is None else change(self.eid)
-        return EdgeOrder(change(self.ptr), change(self.other), eid, self.num_rows, self.num_others)
+        ids = None if self.ids is None else change(self.ids)
+        return EdgeOrder(change(self.ptr), change(self.other), eid, self.num_rows, self.num_others, ids)
 
     def _cached(self, key: object, build: Callable[[], Any]) -> Any:
         if key not in self._cache:
@@ -406,6 +427,61 @@ class Graph(Tensor):
             self.memo["reverse"] = Graph(self.outgoing, self._incoming)
         return self.memo["reverse"]
 
+    def rewired(self, kept: Tensor | None, num_loops: int) -> Tensor:
+        """The edges at the positions ``kept`` (None for all) and, after them, a loop at each of the first nodes.
+
+        Returns: a Graph of the same nodes; an ``edge_index`` where there are not as many nodes as loops.
+        """
+        plain = self.to_edge_index() if kept is None else self.to_edge_index().index_select(1, kept)
+        loop = torch.arange(num_loops, device=plain.device).expand(2, -1)
+        full = torch.cat([plain, loop], dim=1)
+        return full if num_loops > min(self.num_src, self.num_dst) else \
+            Graph.from_edge_index(full, (self.num_src, self.num_dst))
+
+    # What concerns the whole graph, where this is a part of one; parts have to decide alike
+
+    is_part = False
+    own_side = 1  # row of the edge_index whose vertices a part owns
+
+    def nodes_with_edges(self) -> int:
+        """How many nodes there are if the largest id of an edge is the last one."""
+        return int(self.to_edge_index().max()) + 1 if self.num_edges else 0
+
+    def holds_anywhere(self, fact: bool) -> bool:
+        """Whether ``fact`` holds for any part of the graph."""
+        return fact
+
+    def holds_everywhere(self, fact: bool) -> bool:
+        """Whether ``fact`` holds for every part of the graph."""
+        return fact
+
+    def describe_part(self) -> list[str]:
+        """What a report says about the part: how large it is and how it gets what other parts have."""
+        return []
+
+    def largest(self, value: Tensor) -> Tensor:
+        """The largest of edge values ``[E, ...]`` of all parts."""
+        return value.max()
+
+    def draw_seed(self) -> Tensor:
+        """A seed ``[1]`` of dropout masks from torch's generator, the same for every part."""
+        return torch.randint(2**63 - 1, (1,), device=self.device)
+
+    @property
+    def src_ids(self) -> Tensor:
+        """[S] id of each source in the whole graph."""
+        return torch.arange(self.num_src, device=self.device)
+
+    @property
+    def dst_ids(self) -> Tensor:
+        """[N] id of each destination in the whole graph."""
+        return torch.arange(self.num_dst, device=self.device)
+
+    @property
+    def edge_ids(self) -> Tensor:
+        """[E] position of each edge in the edge_index of the whole graph."""
+        return torch.arange(self.num_edges, device=self.device)
+
     # What makes it a tensor
 
     @classmethod
@@ -481,6 +557,11 @@ class Graph(Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         return self.to_edge_index().numpy(force=force)
+
+
+def is_part(edge_index: Any) -> bool:
+    """Whether an ``edge_index`` is a Graph that holds only some edges of a graph, as one of several processes."""
+    return isinstance(edge_index, Graph) and edge_index.is_part
 
 
 # Checks

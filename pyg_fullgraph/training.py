@@ -22,6 +22,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import torch_geometric
 from torch import Tensor, nn
@@ -32,7 +33,8 @@ import pyg_fullgraph.nn
 from pyg_fullgraph.checkpoint import checkpoint_path, load_checkpoint, prepare_folder, write_atomically
 from pyg_fullgraph.config import TrainConfig
 from pyg_fullgraph.data import Dataset, generate
-from pyg_fullgraph.errors import CheckpointError, DivergedError, OutOfMemoryError
+from pyg_fullgraph.distributed import DistributedModel, Group, ShardedGraph, shard
+from pyg_fullgraph.errors import CheckpointError, DivergedError, InputError, OutOfMemoryError
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.report import describe_device, plot, versions
 
@@ -47,6 +49,14 @@ def prepare_graph(provider: str, dataset: Dataset) -> Tensor:
     if provider == "pyg":
         return dataset.edge_index
     return Graph.from_edge_index(dataset.edge_index, num_nodes=dataset.num_nodes)
+
+
+def shard_dataset(dataset: Dataset, device: str) -> tuple[Dataset, ShardedGraph]:
+    """This process's rows of a dataset, and its part of the graph, on `device`; without any `edge_index`."""
+    graph = shard(Graph.from_edge_index(dataset.edge_index, num_nodes=dataset.num_nodes), device=device)
+    names = ("x", "y", "train_mask", "val_mask", "test_mask")
+    rows: dict[str, Any] = {name: graph.take(getattr(dataset, name)) for name in names}
+    return dataclasses.replace(dataset, edge_index=dataset.edge_index[:, :0].to(device), **rows), graph
 
 
 class NodeClassifier(nn.Module):
@@ -279,9 +289,15 @@ class _Run:
     ) -> None:
         self.config, self.seed, self.provider = config, seed, provider
         self.path = None if config.out is None else checkpoint_path(config.out, provider, seed)
-        self.dataset = dataset.to(config.device, config.torch_dtype)
-        self.graph = prepare_graph(provider, self.dataset)
+        self.group = Group()
+        self.graph: Tensor
+        if dist.is_initialized():
+            self.dataset, self.graph = shard_dataset(dataset.to("cpu", config.torch_dtype), config.device)
+        else:
+            self.dataset = dataset.to(config.device, config.torch_dtype)
+            self.graph = prepare_graph(provider, self.dataset)
         self.model = build_model(config, dataset, seed, provider)
+        self.sharded = DistributedModel(self.model) if dist.is_initialized() else None
         if initial_state is not None:
             self.model.load_state_dict(initial_state)
         self.optimization = _Optimization(self.model, config)
@@ -309,7 +325,7 @@ class _Run:
                     self.run_epoch()
                     if on_epoch is not None:
                         on_epoch(EpochReport(self.provider, self.seed, len(self.history.losses) - 1, self.history))
-                    if stop.is_set():
+                    if self.group.any(stop.is_set(), torch.device(self.config.device)):
                         raise KeyboardInterrupt
                     self.save(is_due=False)
         except KeyboardInterrupt:
@@ -343,31 +359,44 @@ class _Run:
     def _step(self) -> float:
         self.model.train()
         data = self.dataset
-        scores = self.model(data.x, self.graph)
-        loss = _loss(scores, data.y, data.train_mask)
+        scores = self._scores()
+        loss = self._mean(_loss(scores, data.y, data.train_mask), data.train_mask)
         self.optimization.step(loss)
         return loss.item()
+
+    def _scores(self) -> Tensor:
+        return (self.sharded or self.model)(self.dataset.x, self.graph)
+
+    def _mean(self, value: Tensor, mask: Tensor) -> Tensor:
+        """The mean over all nodes of a mask, from that over this process's."""
+        return value if self.sharded is None else self.sharded.mean(value, mask.sum())
 
     @torch.no_grad()
     def _evaluate(self) -> tuple[float, float, float]:
         self.model.eval()
         data = self.dataset
-        scores = self.model(data.x, self.graph)
+        scores = self._scores()
         val_accuracy, test_accuracy = (
-            multiclass_accuracy(
+            self._mean(multiclass_accuracy(
                 scores[mask], data.y[mask], data.num_classes, average="micro", validate_args=False
-            ).item()
+            ), mask).item()
             for mask in (data.val_mask, data.test_mask)
         )
-        return _loss(scores, data.y, data.val_mask).item(), val_accuracy, test_accuracy
+        val_loss = self._mean(_loss(scores, data.y, data.val_mask), data.val_mask)
+        return val_loss.item(), val_accuracy, test_accuracy
 
     def _synchronize(self) -> None:
         if self.config.device == "cuda":
             torch.cuda.synchronize()
 
     def save(self, is_due: bool = True) -> None:
-        """Writes the checkpoint, whole or not at all; unless `is_due`, only when the last one is old enough."""
-        if self.path is None or not (is_due or time.monotonic() - self.saved_at >= self.save_every_s):
+        """Writes the checkpoint, whole or not at all; unless `is_due`, only when the last one is old enough.
+
+        Of several processes the first one writes: the state is the same on all.
+        """
+        if self.path is None or self.group.rank != 0:
+            return
+        if not (is_due or time.monotonic() - self.saved_at >= self.save_every_s):
             return
         rng = {"cpu": torch.get_rng_state()}
         if self.config.device == "cuda":
@@ -478,7 +507,13 @@ def train(
         `dataset`, `device`, `versions`; with compare also `pyg` (the same for PyG, or `error`) and `comparison`.
     Raises: InputError, DatasetError, UnwritableFolderError before any training; what `train_seed` raises. If only PyG
         runs out of memory, that is recorded and the job goes on.
+
+    In a process group every process trains its part of the graph, and the first one writes. Dropout is then that of
+    :class:`DistributedModel`, the same for every number of processes.
     """
+    group = Group()
+    if config.compare and dist.is_initialized():
+        raise InputError("compare", "to be left out with several processes: PyG has no sharded graphs", config.compare)
     folder = None if config.out is None else prepare_folder(config.out)
     dataset = config.load_dataset() if dataset is None else dataset.validate()
     if config.resume and folder is not None:
@@ -511,6 +546,7 @@ def train(
         "config": config.asdict(),
         "dataset": _describe(dataset),
         "device": describe_device(config.device),
+        "num_processes": group.size,
         "versions": versions(),
     }
     if config.compare:
@@ -518,7 +554,7 @@ def train(
         if not errors:
             with _explained_out_of_memory(config, "pyg"):
                 metrics["comparison"] = _compare(config, dataset, runs)
-    if folder is not None:
+    if folder is not None and group.rank == 0:
         text = json.dumps(metrics, indent=1, allow_nan=False)
         write_atomically(folder / "metrics.json", lambda file: file.write(text.encode()))
         write_atomically(folder / "curves.png", lambda file: plot(metrics).savefig(file, format="png", dpi=120))

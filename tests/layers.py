@@ -162,11 +162,7 @@ def hyperedges(module: nn.Module, x: Tensor, edge_index: Any, **given: Any) -> T
 
 
 def signed(module: nn.Module, x: Any, edge_index: Any) -> Tensor:
-    return module(x, edge_index, _plain_index(edge_index).flip(0))
-
-
-def _plain_index(edge_index: Any) -> Tensor:
-    return edge_index.to_edge_index() if hasattr(edge_index, "to_edge_index") else edge_index
+    return module(x, edge_index, edge_index.flip(0))
 
 
 def pna(n: ModuleType, aggregators: tuple[str, ...] = ("mean", "min", "max", "std"), edge: bool = False,

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiled import run_in_tiles, ties
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zoo
@@ -36,6 +37,31 @@ def test_results_and_gradients(name, graph):
 def test_chunks_merge_to_the_whole(name, elements):
     with chunks_of(elements):
         check(program_of(name), random_case(11, 9, 70))
+
+
+@pytest.mark.parametrize("graph", ["no_nodes", "no_edges", "isolated", "hub", "bipartite_wide"])
+@pytest.mark.parametrize("name", ALL)
+def test_tiles_merge_to_the_whole(name, graph):
+    check(program_of(name), getattr(zoo, graph)(), runner=run_in_tiles)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_chunks_of_tiles_merge_to_the_whole(name):
+    with chunks_of(150):
+        check(program_of(name), random_case(11, 9, 70), runner=run_in_tiles)
+
+
+@pytest.mark.parametrize("kind", ["max", "min"])
+def test_ties_between_tiles_go_to_the_first_edge(kind):
+    graph, x = ties("cpu")
+    x = (x if kind == "max" else -x).requires_grad_()
+    program = EdgeProgram((Output(kind, ir.input("x", Domain.SRC, (1,))),))
+    found = []
+    for runner in (run, run_in_tiles):
+        (out,) = runner(program, graph, {"x": x})
+        found.append([out.detach(), *torch.autograd.grad(out.sum(), x)])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0, equal_nan=True)
+    assert found[0][1].flatten().tolist() == [0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0]
 
 
 @settings(max_examples=60, deadline=None)

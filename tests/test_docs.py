@@ -26,6 +26,7 @@ def surroundings(width: int) -> dict:
         "__name__": __name__, "n": NUM_NODES, "x": torch.randn(NUM_NODES, width, generator=generator),
         "edge_index": torch.randint(NUM_NODES, (2, NUM_EDGES), generator=generator),
         "edge_type": torch.randint(3, (NUM_EDGES,), generator=generator),
+        "y": torch.randint(4, (NUM_NODES,), generator=generator), "train_mask": torch.arange(NUM_NODES) < 20,
     }
 
 

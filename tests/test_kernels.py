@@ -4,6 +4,7 @@ Triton decides at import whether it interprets, so the tests marked `interpreter
 `test_interpreted` starts; by hand: `TRITON_INTERPRET=1 python -m pytest -m interpreter tests/test_kernels.py`.
 """
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiled import run_in_tiles, ties
 
 import zoo
 from oracle import check, gradients, program_of, random_case
@@ -105,6 +107,63 @@ def test_every_kind_of_graph(name, graph, device, monkeypatch):
     monkeypatch.setattr(segment, "may_wait", lambda device, num_edges: False)
     monkeypatch.setattr(execution, "MAX_PIECE", 16)
     check(program_of(name), getattr(zoo, graph)(), torch.float64, device)
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@pytest.mark.parametrize("name", ["gcn", "gat-edge", "gat-dropout", "gat-max", "edge-mlp", "many-outputs", "several",
+                                  "products", "gmm", "bare-edges"])
+def test_tiles_are_the_whole(name, device, monkeypatch):
+    monkeypatch.setattr(execution, "MAX_PIECE", 8)
+    check(program_of(name), graph_for(device), torch.float64, device, runner=run_in_tiles)
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@pytest.mark.parametrize("graph", ["no_nodes", "no_edges", "isolated", "hub", "bipartite_wide"])
+def test_tiles_of_every_kind_of_graph(graph, device):
+    check(program_of("many-outputs"), getattr(zoo, graph)(), torch.float64, device, runner=run_in_tiles)
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@pytest.mark.parametrize("kind", ["max", "min"])
+def test_ties_between_tiles_go_to_the_first_edge(kind, device):
+    graph, x = ties(device)
+    x = (x if kind == "max" else -x).requires_grad_()
+    program = EdgeProgram((Output(kind, ir.input("x", SRC, (1,))),))
+    found = []
+    for runner in (run, run_in_tiles):
+        (out,) = runner(program, graph, {"x": x})
+        found.append([out.detach(), *torch.autograd.grad(out.sum(), x)])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0, equal_nan=True)
+    assert found[0][1].flatten().tolist() == [0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@pytest.mark.parametrize("is_long", [False, True])
+@pytest.mark.parametrize("name", ["gat-dropout", "gatv2-edge-dropout", "gat-max", "edge-mlp"])
+def test_ids_of_a_part(name, is_long, device, monkeypatch):
+    """Dropout masks and arguments of extrema follow the ids that a part of a graph gives its edges."""
+    case = graph_for(device)
+    whole = Graph.from_edge_index(case.edge_index.to(device), case.size)
+    ids = torch.arange(case.num_edges, device=device) * 3 + 5
+    ids = ids if is_long else ids.int()
+
+    def named(order):
+        return dataclasses.replace(order, ids=ids if order.eid is None else ids[order.eid.long()], _cache={})
+
+    graph, program = Graph(named(whole.incoming), named(whole.outgoing)), program_of(name)
+    tensors = make_tensors(program, case.num_src, case.num_dst, case.num_edges, torch.float64, device, 0)
+    tensors |= {n.name: torch.tensor([7], device=device) for n in program.inputs if n.op == "input" and n.is_integer
+                and not n.is_row}
+
+    def results(graph):
+        out = run(program, graph, tensors)
+        return [*out, *gradients(out, tensors, [torch.ones_like(o) for o in out])]
+
+    by_kernels, unnamed = results(graph), results(whole)
+    monkeypatch.setattr(execution, "_kernel_for", lambda sweep, like: None)
+    for got, want in zip(by_kernels, results(graph), strict=True):
+        torch.testing.assert_close(got, want)
+    assert ("dropout" in name) != all(torch.equal(a, b) for a, b in zip(by_kernels, unnamed, strict=True))
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])

@@ -149,7 +149,7 @@ class Call:
         if name in _SPECIAL:
             return _SPECIAL[name]
         if name == "edge_index_j":
-            return self._tensor(name, torch.arange(self.graph.num_src, device=self.graph.device), Domain.SRC)
+            return self._tensor(name, self.graph.src_ids, Domain.SRC)
         if name in self.conv.special_args:
             raise NotFusable([f"{method} reads '{name}'"])
         value = self.kwargs.get(name, param.default)
@@ -171,7 +171,7 @@ class Call:
             check_edge_rows(name, value, self.graph)
         # By its size, never by its name: one row per edge where PyG has them, in front or beside the nodes' dimension.
         dim = next((d for d in (0, self._dim(value)) if 0 <= d < value.dim() and
-                    value.size(d) == self.graph.num_edges), None)
+                    self.graph.holds_everywhere(value.size(d) == self.graph.num_edges)), None)
         return self._tensor(name, value, Domain.PARAM if dim is None else Domain.EDGE, dim or 0)
 
     def _tensor(self, name: str, value: Tensor, domain: Domain, dim: int = 0) -> ArgSpec:
@@ -216,7 +216,7 @@ class Call:
                 used[node] = self._target_rows(node.name.removeprefix(TARGET_ROWS))
             elif node not in used and node.is_integer:
                 # Drawn here, so that an expression gives the same values each time it is computed.
-                used[node] = torch.randint(2**63 - 1, (1,), device=self.graph.device)
+                used[node] = self.graph.draw_seed()
         self._settle_dtype(used)
         self.program, self.side, self.dim = program, side, found.dim
         self.tensors = {n.name: self._cast(used[n]) for n in inputs if n in used}
@@ -371,8 +371,10 @@ def _is_same(a: Tensor, b: Tensor) -> bool:
     if a is b:
         return True
     # Without gradients an expression holds detached tensors: the same memory is the same value.
-    return not (a.requires_grad and torch.is_grad_enabled()) and not b.requires_grad and a.numel() > 0 and \
-        (a.data_ptr(), a.shape, a.stride(), a.dtype) == (b.data_ptr(), b.shape, b.stride(), b.dtype)
+    # Parts of one graph have to decide alike, also the empty ones, so that addresses do not tell.
+    return not (a.requires_grad and torch.is_grad_enabled()) and not b.requires_grad and \
+        a.untyped_storage()._cdata == b.untyped_storage()._cdata and \
+        (a.storage_offset(), a.shape, a.stride(), a.dtype) == (b.storage_offset(), b.shape, b.stride(), b.dtype)
 
 
 def _from_sparse(conv: Any, matrix: Any, kwargs: Mapping[str, Any], names: Sequence[str]) -> tuple[Graph, Any]:

@@ -40,8 +40,9 @@ def install_forward(cls: Any) -> None:
     for name in dir(cls):
         function = inspect.getattr_static(cls, name)
         is_prepared = name == "forward" or not (name in _EDGE_PHASE or hasattr(torch.nn.Module, name))
-        if is_prepared and isinstance(function, types.FunctionType) and _names_replaced(function):
-            setattr(cls, name, rebind(function, REPLACEMENTS))
+        prepared = _prepared(function) if is_prepared and isinstance(function, types.FunctionType) else None
+        if prepared is not None:
+            setattr(cls, name, prepared)
             changed = True
     # What goes from one call to the next may be lazy, which neither a user nor a compiled graph can hold.
     is_lazy = changed or _implements(cls, "edge_update") or _stores(cls.message) or _stores(cls.aggregate)
@@ -57,6 +58,20 @@ def _stores(function: Any) -> bool:
     """Whether a method sets attributes: side results, which are computed when they are read."""
     code = getattr(function, "__code__", None)
     return code is not None and "STORE_ATTR" in {i.opname for i in dis.get_instructions(code)}
+
+
+def _prepared(function: types.FunctionType) -> Any:
+    """``function`` over our functions, None if it names none of PyG's that have one; also below a decorator of PyG's.
+    """
+    if _names_replaced(function):
+        return rebind(function, REPLACEMENTS)
+    inner = getattr(function, "__wrapped__", None)
+    if not isinstance(inner, types.FunctionType) or not _names_replaced(inner):
+        return None
+    cells = tuple(types.CellType(rebind(inner, REPLACEMENTS)) if c.cell_contents is inner else c
+                  for c in function.__closure__ or ())
+    outer = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
+    return functools.update_wrapper(outer, function)
 
 
 def _names_replaced(function: types.FunctionType) -> bool:

@@ -26,8 +26,9 @@ from torch_geometric.utils.loop import compute_loop_attr
 from torch_geometric.utils.num_nodes import maybe_num_nodes
 
 from pyg_fullgraph.errors import DeviceError, DtypeError, IndexRangeError, RowCountError
-from pyg_fullgraph.graph import Graph, graph_of
+from pyg_fullgraph.graph import Graph, graph_of, is_part
 from pyg_fullgraph.memo import Memo, state_of
+from pyg_fullgraph.nn.ends import EdgeValues, Ends
 from pyg_fullgraph.nn.lazy import EdgeExpr, LazyTensor, run
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
@@ -80,23 +81,26 @@ class _Unchanged:
 
     def __init__(self, tensor: Tensor) -> None:
         self._ref = weakref.ref(tensor)
-        self._state = None if isinstance(tensor, Graph) else state_of(tensor)
+        self._state = _state_of(tensor)
 
     @property
     def tensor(self) -> Tensor | None:
         tensor = self._ref()
-        is_same = tensor is not None and (isinstance(tensor, Graph) or state_of(tensor) == self._state)
-        return tensor if is_same else None
+        return tensor if tensor is not None and _state_of(tensor) == self._state else None
 
 
 def _once_unwritten(memo: dict[Any, Any], key: Any, build: Callable[[], Tensor]) -> Tensor:
     """As :func:`_once`, of a tensor that callers may write to: it is then built anew."""
     known = memo.get(key)
-    if known is None or known[1] != state_of(known[0]):
+    if known is None or known[1] != _state_of(known[0]):
         with torch.inference_mode(False), torch.no_grad():
             made = build()
-        memo[key] = known = made, state_of(made)
+        memo[key] = known = made, _state_of(made)
     return known[0]
+
+
+def _state_of(tensor: Tensor) -> tuple[Any, ...]:
+    return () if isinstance(tensor, Graph) else state_of(tensor)
 
 
 # --- self-loops -------------------------------------------------------------------------------------------------
@@ -112,8 +116,8 @@ class _Loops:
         last: which of the self-loops is the last one of its node; None if all are.
     """
 
-    def __init__(self, edge_index: Tensor) -> None:
-        edge_index = _to_plain(edge_index)
+    def __init__(self, given: Tensor) -> None:
+        edge_index = _to_plain(given)
         mask = edge_index[0] == edge_index[1]
         self.loops = mask.nonzero().view(-1)
         self.nodes = edge_index[0].index_select(0, self.loops).long()
@@ -122,7 +126,10 @@ class _Loops:
             raise IndexRangeError("edge_index", "node", int(edge_index.max()) + 1, int(self.nodes[at]),
                                   int(self.loops[at]))
         self.num_kept = edge_index.size(1) - self.loops.numel()
-        self.kept: Tensor | None = None if self.loops.numel() == 0 else (~mask).nonzero().view(-1)
+        has_loops = self.loops.numel() > 0
+        if is_part(given):
+            has_loops = given.holds_anywhere(has_loops)
+        self.kept: Tensor | None = (~mask).nonzero().view(-1) if has_loops else None
         order = torch.arange(self.loops.numel(), device=self.nodes.device)
         latest = order.new_full((int(self.nodes.max()) + 1 if order.numel() else 0,), -1)
         last = latest.scatter_reduce(0, self.nodes, order, "amax")[self.nodes] == order
@@ -150,7 +157,9 @@ class WithoutLoops(LazyTensor):
 
     def materialize(self) -> Tensor:
         if self._value is None:
-            self._value = self.found.drop(_to_plain(self.origin), 1)
+            origin = self.origin
+            self._value = _without_loops(origin, (None, None)) if is_part(origin) else \
+                self.found.drop(_to_plain(origin), 1)
         return self._value
 
 
@@ -158,8 +167,13 @@ def _to_plain(edge_index: Tensor) -> Tensor:
     if isinstance(edge_index, EdgeIndex):
         return edge_index.as_tensor()
     if isinstance(edge_index, LazyTensor):
-        return edge_index.materialize()
+        edge_index = edge_index.materialize()
     return edge_index.to_edge_index() if isinstance(edge_index, Graph) else edge_index
+
+
+def _num_nodes(edge_index: Tensor, num_nodes: int | None) -> int:
+    return edge_index.nodes_with_edges() if num_nodes is None and is_part(edge_index) else \
+        maybe_num_nodes(edge_index, num_nodes)
 
 
 def _is_known(edge_index: Any, edge_attr: Any = None) -> bool:
@@ -206,7 +220,7 @@ def add_self_loops(edge_index: Tensor, edge_attr: Tensor | None = None, fill_val
         return pyg_utils.add_self_loops(edge_index, edge_attr, fill_value, num_nodes)
     if edge_attr is not None:
         check_edge_rows("edge_attr", edge_attr, edge_index)
-    num_loops = min(num_nodes) if isinstance(num_nodes, (tuple, list)) else maybe_num_nodes(edge_index, num_nodes)
+    num_loops = min(num_nodes) if isinstance(num_nodes, (tuple, list)) else _num_nodes(edge_index, num_nodes)
     removed = isinstance(edge_index, WithoutLoops)
     origin = edge_index.origin if removed else edge_index
     full = _with_loops(origin, num_loops, removed)
@@ -228,7 +242,7 @@ def add_remaining_self_loops(edge_index: Tensor, edge_attr: Tensor | None = None
         return pyg_utils.add_remaining_self_loops(edge_index, edge_attr, fill_value, num_nodes)
     if edge_attr is not None:
         check_edge_rows("edge_attr", edge_attr, edge_index)
-    num_nodes = maybe_num_nodes(edge_index, num_nodes)
+    num_nodes = _num_nodes(edge_index, num_nodes)
     memo = _memo(edge_index)
     full = _with_loops(edge_index, num_nodes, True)
     if edge_attr is None:
@@ -262,21 +276,20 @@ def _with_loops(origin: Tensor, num_loops: int, removed: bool) -> Tensor:
     memo = _memo(origin)
 
     def build() -> Tensor:
+        found = _once(memo, "loops", lambda: _Loops(origin)) if removed else None
+        if isinstance(origin, Graph):
+            return origin.rewired(None if found is None else found.kept, num_loops)
         plain = _to_plain(origin)
-        if removed:
-            plain = _once(memo, "loops", lambda: _Loops(origin)).drop(plain, 1)
+        if found is not None:
+            plain = found.drop(plain, 1)
         loop = torch.arange(num_loops, device=plain.device, dtype=plain.dtype).expand(2, -1)
         full = torch.cat([plain, loop], dim=1)
-        size = (origin.num_src, origin.num_dst) if isinstance(origin, Graph) else (num_loops, num_loops)
-        if plain.numel() > 0 and not isinstance(origin, Graph):
+        if plain.numel() > 0:
             low, high = torch.stack(plain.aminmax()).tolist()
             if low < 0 or high >= num_loops:
                 return full  # bipartite, or a wrong id: only propagate knows
-        if num_loops > min(size):
-            return full
-        graph = Graph.from_edge_index(full, size)
-        if not isinstance(origin, Graph):
-            graph.memo[_DERIVED] = True
+        graph = Graph.from_edge_index(full, (num_loops, num_loops))
+        graph.memo[_DERIVED] = True
         return graph
 
     return _once(memo, ("with_loops", removed, num_loops), build)
@@ -305,8 +318,7 @@ def prepared_graph(edge_index: Tensor, size: tuple[int | None, int | None]) -> G
     """
     with torch.inference_mode(False), torch.no_grad():
         if isinstance(edge_index, WithoutLoops):
-            return _once(_memo(edge_index.origin), ("without_loops", size),
-                         lambda: Graph.from_edge_index(edge_index.materialize(), size))
+            return _without_loops(edge_index.origin, size)
         origin = _remembered.of(edge_index).get(_REVERSE_OF) if type(edge_index) is Tensor else None
         if origin is not None and origin.tensor is not None:
             return prepared_graph(origin.tensor, size[::-1]).reverse()
@@ -316,6 +328,17 @@ def prepared_graph(edge_index: Tensor, size: tuple[int | None, int | None]) -> G
                 return _once(edge_index.memo, ("resized", size),
                              lambda: Graph.from_edge_index(edge_index.to_edge_index(), size))
         return graph_of(edge_index, size)
+
+
+def _without_loops(origin: Tensor, size: tuple[int | None, int | None]) -> Graph:
+    memo = _memo(origin)
+
+    def build() -> Tensor:
+        found = _once(memo, "loops", lambda: _Loops(origin))
+        return origin.rewired(found.kept, 0) if isinstance(origin, Graph) else \
+            Graph.from_edge_index(found.drop(_to_plain(origin), 1), size)
+
+    return graph_of(_once(memo, ("without_loops", None if isinstance(origin, Graph) else size), build), size)
 
 
 def is_derived(edge_index: Any) -> bool:
@@ -352,7 +375,7 @@ def chosen_edges(edge_index: Tensor, mask: Tensor, build: Callable[[Tensor, Tens
 
 
 def _choose(edge_index: Tensor, mask: Tensor) -> Tensor:
-    return _to_plain(edge_index)[:, mask]
+    return edge_index.rewired(mask.nonzero().view(-1), 0) if is_part(edge_index) else _to_plain(edge_index)[:, mask]
 
 
 def masked_edge_index(edge_index: Tensor, edge_mask: Tensor) -> Tensor:
@@ -368,7 +391,8 @@ def _choose_by_value(edge_index: Tensor, edge_mask: Tensor) -> Tensor:
     for _ in range(len(known)):
         mask, chosen = known[0]
         known.rotate(-1)
-        if mask.shape == edge_mask.shape and mask.device == edge_mask.device and torch.equal(mask, edge_mask):
+        is_same = mask.shape == edge_mask.shape and mask.device == edge_mask.device and torch.equal(mask, edge_mask)
+        if edge_index.holds_everywhere(is_same) if is_part(edge_index) else is_same:
             return chosen
     known.append((edge_mask.clone(), _choose(edge_index, edge_mask)))
     return known[-1][1]
@@ -404,7 +428,7 @@ def gcn_norm(edge_index: Tensor, edge_weight: Tensor | None = None, num_nodes: i
         check_edge_rows("edge_weight", edge_weight, edge_index)
     if isinstance(edge_index, Graph) and num_nodes is not None and num_nodes != edge_index.num_dst:
         raise RowCountError("x", edge_index.num_dst, "node", num_nodes)
-    num_nodes = maybe_num_nodes(edge_index, num_nodes)
+    num_nodes = _num_nodes(edge_index, num_nodes)
     if add_self_loops:
         edge_index, edge_weight = add_remaining_self_loops(edge_index, edge_weight, 2.0 if improved else 1.0, num_nodes)
     graph = prepared_graph(edge_index, (num_nodes, num_nodes))
@@ -443,6 +467,8 @@ def _inverse_sqrt(degree: Tensor) -> Tensor:
 
 def degree(index: Tensor, num_nodes: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """PyG's function; remembered if ``index`` is a row of an ``edge_index``. The result is the caller's to change."""
+    if isinstance(index, Ends):
+        return index.degree(dtype or torch.get_default_dtype())
     base = index._base if isinstance(index, Tensor) and type(index) is Tensor and not index.is_inference() else None
     if base is None or not _is_known(base) or index.dim() != 1 or index.shape != base.shape[1:] \
             or index.stride(0) != base.stride(1):
@@ -455,6 +481,8 @@ def degree(index: Tensor, num_nodes: int | None = None, dtype: torch.dtype | Non
 
 def scatter(src: Tensor, index: Tensor, dim: int = 0, dim_size: int | None = None, reduce: str = "sum") -> Tensor:
     """PyG's function; a sum of one number per edge has a fixed order on a GPU as well."""
+    if isinstance(index, Ends) and dim in (0, -src.dim()) and src.is_floating_point():
+        return index.reduce(src, "sum" if reduce == "add" else reduce)
     is_sum = reduce in ("sum", "add") and src.is_floating_point() and src.dim() == 1 and src.shape == index.shape
     if is_sum and dim_size is not None and src.is_cuda:
         return ordered_sum(src, index, dim_size)
@@ -468,9 +496,16 @@ def ordered_sum(src: Tensor, index: Tensor, size: int) -> Tensor:
     return torch.segment_reduce(src.index_select(0, order), "sum", offsets=offsets, axis=0, unsafe=True)
 
 
-#: PyG's function over those above.
-get_laplacian = rebind(pyg_utils.get_laplacian, {
-    pyg_utils.remove_self_loops: remove_self_loops, pyg_utils.add_self_loops: add_self_loops})
+_laplacian = rebind(pyg_utils.get_laplacian, {
+    pyg_utils.remove_self_loops: remove_self_loops, pyg_utils.add_self_loops: add_self_loops,
+    pyg_utils.scatter: scatter})
+
+
+def get_laplacian(edge_index: Tensor, edge_weight: Tensor | None = None, normalization: str | None = None,
+                  dtype: torch.dtype | None = None, num_nodes: int | None = None) -> tuple[Tensor, Tensor]:
+    """PyG's function over those above; of a part of a graph, the largest weight is that of the whole graph."""
+    full, weight = _laplacian(edge_index, edge_weight, normalization, dtype, num_nodes)
+    return full, EdgeValues(weight, full) if isinstance(full, Graph) and full.is_part else weight
 
 #: PyG function -> what the forward of our classes calls in its place.
 REPLACEMENTS: Mapping[Any, Callable[..., Any]] = {

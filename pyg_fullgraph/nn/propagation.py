@@ -14,11 +14,12 @@ import typing
 import weakref
 
 import torch
-from torch_geometric.nn import aggr
+from torch_geometric.nn import HANConv, aggr
 from torch_geometric.utils import is_sparse
 
 from pyg_fullgraph import debug
-from pyg_fullgraph.errors import NotFusable
+from pyg_fullgraph.errors import NotFusable, NotFusedError, ShardedGraphError
+from pyg_fullgraph.graph import is_part
 from pyg_fullgraph.nn import classes, compiled, derived, order
 from pyg_fullgraph.nn.arguments import Call
 from pyg_fullgraph.nn.lazy import EdgeExpr, as_plain, run
@@ -33,6 +34,10 @@ _Layer: typing.Any = object
 _ORDERED = (aggr.MedianAggregation, aggr.QuantileAggregation, aggr.LSTMAggregation, aggr.GRUAggregation,
             aggr.SortAggregation, aggr.Set2Set, aggr.SetTransformerAggregation, aggr.GraphMultisetTransformer,
             aggr.EquilibriumAggregation, aggr.MLPAggregation, aggr.PatchTransformerAggregation, aggr.LCMAggregation)
+
+
+# Layers whose forward averages over all nodes, which a part of a graph does not have.
+_OVER_ALL_NODES = (HANConv,)
 
 
 def refusals(conv: typing.Any) -> tuple[str, ...]:
@@ -115,6 +120,8 @@ class FusedMixin(_Layer):
     @torch.compiler.disable(reason=compiled.REASON)
     @derived.paused()
     def _fullgraph_propagate(self, edge_index, size, kwargs):
+        if isinstance(self, _OVER_ALL_NODES) and is_part(edge_index):
+            raise ShardedGraphError(f"{type(self).__name__}, which averages over all nodes")
         reasons = [*_own_refusals(self), *_momentary_refusals(self, "propagate")]
         if reasons:
             return _run_plain(self, "propagate", edge_index, size, kwargs, reasons)
@@ -191,7 +198,9 @@ def _own_refusals(conv):
 
 
 def _run_plain(conv, function, edge_index, size, kwargs, reasons, has_run_hooks=False):
-    """PyG's own function; its pre-hooks are kept from running twice."""
+    """PyG's own function, which needs the whole graph; its pre-hooks are kept from running twice."""
+    if is_part(edge_index):
+        raise NotFusedError({type(conv).__name__: reasons})
     debug.record(conv, function, reasons=reasons)
     plain = getattr(conv, f"_plain_{function}")
     if conv.decomposed_layers > 1:  # which what PyG generates for a class does not know

@@ -78,7 +78,8 @@ class KernelSource:
         block_e: Most edges in flight per program.
         min_block_e: Fewest.
         elements_per_warp: Values of the widest tile per warp.
-        uses_eid: Whether the kernel needs edge ids.
+        uses_eid: Whether the kernel needs edge ids, or the places of edges in edge tensors.
+        uses_ids: Whether it needs both, so that a part of a graph gives it ids of the whole graph beside the places.
         has_workers: Whether it has a fixed number of programs, and takes that number after the number of pieces.
     """
 
@@ -93,6 +94,7 @@ class KernelSource:
     min_block_e: int
     elements_per_warp: int
     uses_eid: bool
+    uses_ids: bool
     has_workers: bool
 
     @property
@@ -219,6 +221,7 @@ class _Generator:
         self._once_lines: list[str] = []
         self._row_lines: list[str] = []
         self._uses_eid = False
+        self._uses_ids = needs_ids(sweep) and (bool(sweep.edges) or any(n.domain == Domain.EDGE for n in sweep.inputs))
         self.precision = self._precision()
         reducers = reducers_of(self.gathers, self.precision)
         self.reducers = [r for r in reducers if r.stores[0][0].domain != Domain.PARAM]
@@ -365,6 +368,11 @@ class _Generator:
     def edge_ids(self) -> str:
         """The name of the edge ids of the block, shaped as a tile."""
         self._uses_eid = True
+        return "edge_id" if self._uses_ids else "eid"
+
+    def _edge_places(self) -> str:
+        """The name of the places of the block's edges in edge tensors."""
+        self._uses_eid = True
         return "eid"
 
     def number(self, root: Node) -> str:
@@ -480,7 +488,7 @@ class _Generator:
             mask = self._mask(node)
             place = f"{buffer.name}_ptr + row * {buffer.name}_stride + {offset}"
         else:
-            index = "other" if node.domain == self.others else self.edge_ids()
+            index = "other" if node.domain == self.others else self._edge_places()
             mask = self._mask(node, "live", pitch=run[1])
             place = f"{buffer.name}_ptr + {index}.to(tl.int64) * {buffer.name}_stride + {offset}"
         if offset == "0" and self.order and node.domain in (Domain.PARAM, self.sweep.rows):
@@ -653,7 +661,7 @@ class _Generator:
             self.lines += reducer.update(self)
         for result, e in self.edges:
             value = self.number(e)
-            self.lines.append(self._store(by_node[result], f"{self.edge_ids()}.to(tl.int64)", value, "live"))
+            self.lines.append(self._store(by_node[result], f"{self._edge_places()}.to(tl.int64)", value, "live"))
         lanes = self._lanes
         # Indices are loaded one block ahead: a row cannot be asked for before its index is here.
         loads = [f"other = next_other.to(tl.int64){lanes}",
@@ -665,6 +673,11 @@ class _Generator:
             loads += ["if HAS_EID:", f"    eid = next_eid{lanes}",
                       "    next_eid = tl.load(eid_ptr + position + BLOCK_E, mask=position + BLOCK_E < end, other=0)",
                       "else:", f"    eid = position{lanes}"]
+        if self._uses_ids:
+            first += ["if HAS_IDS:", "    next_id = tl.load(ids_ptr + ahead, mask=ahead < end, other=0)"]
+            loads += ["if HAS_IDS:", f"    edge_id = next_id{lanes}",
+                      "    next_id = tl.load(ids_ptr + position + BLOCK_E, mask=position + BLOCK_E < end, other=0)",
+                      "else:", "    edge_id = eid"]
         carries = [c for r in self.reducers for c in r.carries]
         slots = {c.name: k for k, c in enumerate(carries)}
         stores = [self._store(by_node[result], "row", text) for r in self.reducers for result, text in r.stores]
@@ -683,7 +696,8 @@ class _Generator:
                       + (f", mask={self._mask(c.node)}, other=0" if self._mask(c.node) else "") + ")" for c in carries]
         merge_loop += [line for r in self.reducers for line in r.merge_piece()]
 
-        tables = ["other_ptr", "eid_ptr", "piece_row_ptr", "piece_start_ptr", "piece_end_ptr", "piece_slot_ptr"]
+        ids = ["ids_ptr"] if self._uses_ids else []
+        tables = ["other_ptr", "eid_ptr", *ids, "piece_row_ptr", "piece_start_ptr", "piece_end_ptr", "piece_slot_ptr"]
         # Sums over all edges, and weights, are held for many pieces.
         has_workers = bool(self.totals) or self.has_products
         counts = ["num_pieces", *(["num_workers"] if has_workers else [])]
@@ -693,8 +707,9 @@ class _Generator:
         ws = [f"ws{k}_ptr" for k in range(len(carries))]
         constants = ["BLOCK_E: tl.constexpr", "HAS_EID: tl.constexpr", "FLOAT: tl.constexpr", "ID: tl.constexpr",
                      "UNSET: tl.constexpr"]
+        has_ids = ["HAS_IDS: tl.constexpr"] if self._uses_ids else []
         name = self._name()
-        params = ", ".join([*tables, *counts, *ins, *outs, *ws, *constants])
+        params = ", ".join([*tables, *counts, *ins, *outs, *ws, *constants, *has_ids])
         start = [line for r in self.reducers for line in self._start(r, "BLOCK_E")]
         piece = _fill(skeletons.PIECE, before=_indent(self._row_lines + start + first, 0), lanes=lanes,
                       loop=_indent(loads + self.lines, 1))
@@ -737,7 +752,13 @@ class _Generator:
         widths = tuple((math.prod(a.size for a in self.axes.axes(c.node)), c.integer) for c in carries)
         return KernelSource(text, name, tuple(self.inputs.values()), tuple(outputs), widths,
                             math.prod(self._num_blocks(a) for a in self.tiled), self.width, block_e, min_block_e,
-                            elements_per_warp, self._uses_eid, has_workers)
+                            elements_per_warp, self._uses_eid, self._uses_ids, has_workers)
+
+
+def needs_ids(sweep: Sweep) -> bool:
+    """Whether results depend on edge ids: dropout masks, arguments of extrema."""
+    return any(g.attr("kind") == "argmax" for _, g in sweep.gathers) or \
+        any(n.op in ("eid", "dropout") for n in ir.walk(*sweep.operands))
 
 
 def _type(node: Node, args: Sequence[str]) -> str:

@@ -164,7 +164,13 @@ class ArgPeak(Reducer):
         return [f"{self.peak}, {self.ids} = device.lane_max({self.peak}, {self.ids}, UNSET)"]
 
     def merge_piece(self) -> list[str]:
-        return self._take(f"new_{self.peak}", f"new_{self.ids}")
+        # Of equals the smallest id: pieces of several tiles do not come in the order of ids.
+        new, ids = f"new_{self.peak}", f"new_{self.ids}"
+        # Triton's interpreter cannot combine the truth of one number with that of a tile.
+        spread = f"{new} = {new} + tl.zeros_like({self.peak})"
+        is_equal = f"(({new} == {self.peak}) | (({new} != {new}) & ({self.peak} != {self.peak})))"
+        is_earlier = f"{is_equal} & ({ids} < {self.ids})"
+        return [spread, *self._take(new, ids), f"{self.ids} = tl.where({is_earlier}, {ids}, {self.ids})"]
 
 
 class Softmax(Reducer):

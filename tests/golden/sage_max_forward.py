@@ -63,8 +63,10 @@ def merge_max_argmax_by_dst_ef460d(split_row_ptr, split_ptr_ptr, row_ptr_ptr, nu
     for slot in range(first, last):
         new_max0 = tl.load(ws0_ptr + slot * 5 + f0, mask=(f0 < 5), other=0)
         new_arg0 = tl.load(ws1_ptr + slot * 5 + f0, mask=(f0 < 5), other=0)
+        new_max0 = new_max0 + tl.zeros_like(max0)
         take_max0 = ((arg0 == UNSET) | (~(new_max0 <= max0) & (max0 == max0)))
         max0 = tl.where(take_max0, new_max0, max0)
         arg0 = tl.where(take_max0, new_arg0, arg0)
+        arg0 = tl.where(((new_max0 == max0) | ((new_max0 != new_max0) & (max0 != max0))) & (new_arg0 < arg0), new_arg0, arg0)
     tl.store(tl.broadcast_to(out0_ptr + row * 5 + f0, [1, 8]), tl.broadcast_to(tl.where(count > 0, max0, 0.0), [1, 8]), mask=tl.broadcast_to((f0 < 5), [1, 8]))
     tl.store(tl.broadcast_to(out1_ptr + row * 5 + f0, [1, 8]), tl.broadcast_to(tl.where(count > 0, arg0, -1), [1, 8]), mask=tl.broadcast_to((f0 < 5), [1, 8]))

@@ -1,0 +1,428 @@
+"""ShardedGraph: the part of a graph that one process holds, used wherever a layer takes an ``edge_index``."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_fullgraph.chunks import Handed, Leaf
+from pyg_fullgraph.distributed.broadcast import Broadcast
+from pyg_fullgraph.distributed.group import Group
+from pyg_fullgraph.distributed.halo import Halo
+from pyg_fullgraph.distributed.planner import Price, cheapest
+from pyg_fullgraph.distributed.way import Way
+from pyg_fullgraph.errors import InputError, ShardedGraphError
+from pyg_fullgraph.graph import Graph
+from pyg_fullgraph.nn.ends import Ends
+from pyg_fullgraph.nn.preparation import masked_edge_index
+from pyg_fullgraph.partition import Edges, Partition, Shard, ShardOrder, partition
+from pyg_fullgraph.saga.ir import Domain, Node
+from pyg_fullgraph.saga.plans import Sweep
+from triton_kernels import segment
+
+__all__ = ["WAYS", "ShardedGraph", "ShardedOrder", "shard", "shard_edges"]
+
+#: Name of a way of fetching rows -> the class.
+WAYS: dict[str, type[Way]] = {w.name: w for w in (Broadcast, Halo)}
+
+
+class ShardedOrder:
+    """One direction of a sharded graph: runs a sweep over this rank's rows, whoever owns the other endpoints.
+
+    Attributes:
+        side: the edges.
+        is_home: whether edge tensors are in the order of these edges; else their values are exchanged.
+        num_rows, num_others: this rank's vertices on either side.
+        num_edges: rows of edge tensors.
+    """
+
+    def __init__(self, shard: Shard, is_incoming: bool, group: Group, way: Way) -> None:
+        self.shard, self.group, self.way, self.is_home = shard, group, way, is_incoming
+        self.side: ShardOrder = shard.incoming if is_incoming else shard.outgoing
+        self.num_rows, self.num_others = self.side.rows.num_rows, self.side.num_own
+        self.num_edges = shard.edge_ids.numel()
+        self.ptr = self.side.rows.ptr
+
+    @property
+    def degree(self) -> Tensor:
+        """[num_rows] number of edges of each row, wherever they come from."""
+        return self.side.rows.degree
+
+    def inv_degree(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[num_rows] ``1 / max(degree, 1)``."""
+        return self.side.rows.inv_degree(dtype)
+
+    def run_sweep(self, sweep: Sweep, leaf: Leaf, like: Tensor, exact: Container[Node]) -> dict[Node, Tensor]:
+        """As :func:`pyg_fullgraph.execution.run_sweep`, for tensors of this rank's rows and edges."""
+        edges = {n: leaf(n) for n in sweep.inputs if n.domain == Domain.EDGE}
+        if not self.is_home:
+            edges = {n: self.to_away(t) for n, t in edges.items()}
+        results = self.way.run_sweep(sweep, self.side, self.group, lambda n: edges[n] if n in edges else leaf(n), like,
+                                     exact)
+        for result, _ in sweep.edges:
+            value = results[result]
+            if isinstance(value, Handed):  # other sweeps have other edges
+                value = segment.scatter_by(value.value, value.order.eid)
+            results[result] = value if self.is_home else self.to_home(value)
+        return results
+
+    def to_away(self, value: Tensor) -> Tensor:
+        """Values [e, ...] of the edges that arrive here -> of those that leave."""
+        shard = self.shard
+        value = value.index_select(0, shard.departing)
+        return self.group.exchange(value, shard.departing_counts, shard.arriving_counts).wait()
+
+    def to_home(self, value: Tensor) -> Tensor:
+        """The inverse of :meth:`to_away`."""
+        shard = self.shard
+        value = self.group.exchange(value.contiguous(), shard.arriving_counts, shard.departing_counts).wait()
+        return segment.scatter_by(value, shard.departing)
+
+
+class ShardedGraph(Graph):
+    """This process's part of a graph; the layers of this package take it as their ``edge_index``.
+
+    Vertex tensors have one row per vertex that this rank owns, :attr:`src_ids` and :attr:`dst_ids` in the whole graph,
+    edge tensors one per edge that arrives at them, :attr:`edge_ids`. ``take`` cuts them out of whole tensors, ``join``
+    puts results of all ranks together. Degrees, normalization, self-loops and softmax are those of the whole graph, and
+    every rank has to call the same layers in the same order.
+
+    As a tensor it has the shape ``[2, num_edges]`` of this rank's edges, but ids of remote vertices mean nothing here:
+    what a layer's ``forward`` may read is the destination ids, what they select, and which edges are self-loops.
+    Everything else raises :class:`errors.ShardedGraphError`.
+
+    Attributes:
+        shard: edges and exchange plan.
+        group: the ranks.
+        way: how remote rows are fetched.
+        reasons: the prices of the ways, cheapest first, where the way was left to the planner.
+    Source: MG-GCN 4.1 divides the rows of the matrix in one dimension; here also its transpose, and edge data.
+    """
+
+    is_part = True
+    shard: Shard
+    group: Group
+    way: Way
+    is_reversed: bool
+    reasons: tuple[Price, ...]
+
+    @staticmethod
+    def __new__(cls, shard: Shard, group: Group, way: Way, is_reversed: bool = False,
+                reasons: tuple[Price, ...] = ()) -> ShardedGraph:
+        orders: Any = [ShardedOrder(shard, is_incoming, group, way) for is_incoming in (not is_reversed, is_reversed)]
+        self: Any = Graph.__new__(cls, *orders)
+        self.shard, self.group, self.way, self.is_reversed, self.reasons = shard, group, way, is_reversed, reasons
+        return self
+
+    def __init__(self, shard: Shard, group: Group, way: Way, is_reversed: bool = False,
+                 reasons: tuple[Price, ...] = ()) -> None:
+        """Wrap a shard; users call :func:`shard`."""
+
+    @property
+    def src_ids(self) -> Tensor:
+        """[S] the user's id of each source that this rank owns."""
+        return self.shard.dst_ids if self.is_reversed else self.shard.src_ids
+
+    @property
+    def dst_ids(self) -> Tensor:
+        """[N] the user's id of each destination that this rank owns."""
+        return self.shard.src_ids if self.is_reversed else self.shard.dst_ids
+
+    @property
+    def own_side(self) -> int:  # type: ignore[override]
+        return int(not self.is_reversed)
+
+    @property
+    def edge_ids(self) -> Tensor:
+        """[E] position in the user's ``edge_index`` of each edge that edge tensors of this rank have."""
+        return self.shard.edge_ids
+
+    @property
+    def whole_sizes(self) -> tuple[int, int, int]:
+        """Number of sources, destinations and edges of the whole graph."""
+        num_src, num_dst, num_edges = self.shard.sizes
+        return (num_dst, num_src, num_edges) if self.is_reversed else (num_src, num_dst, num_edges)
+
+    # Tensors of the whole graph
+
+    def take(self, values: Tensor, per: str = "dst") -> Tensor:
+        """This rank's rows of a tensor of the whole graph.
+
+        Args:
+            values: [V, ...] in the user's order, for example features, labels, masks or edge attributes.
+            per: ``src``, ``dst`` or ``edge``: what it has rows for.
+        Raises: InputError if ``per`` is something else or the number of rows differs.
+        """
+        ids, count = self._ids(per)
+        if values.dim() == 0 or values.size(0) != count:
+            raise InputError("values", f"to have {count} rows, one per {per}", list(values.shape))
+        return values.index_select(0, ids.to(values.device)).to(self.device)
+
+    def join(self, values: Tensor, per: str = "dst") -> Tensor:
+        """The whole tensor in the user's order, on every rank, from each rank's rows; no gradient.
+
+        Args:
+            values: this rank's rows.
+            per: as of :meth:`take`.
+        """
+        ids, count = self._ids(per)
+        if values.dim() == 0 or values.size(0) != ids.numel():
+            raise InputError("values", f"to have {ids.numel()} rows, one per {per} of this rank", list(values.shape))
+        rows = torch.cat(self.group.gather(values.detach().contiguous()))
+        out = rows.new_zeros((count, *rows.shape[1:]))
+        out[torch.cat(self.group.gather(ids))] = rows
+        return out
+
+    def _ids(self, per: str) -> tuple[Tensor, int]:
+        known = dict(zip(("src", "dst", "edge"), (self.src_ids, self.dst_ids, self.edge_ids), strict=True))
+        if per not in known:
+            raise InputError("per", "to be 'src', 'dst' or 'edge'", repr(per))
+        return known[per], self.whole_sizes[tuple(known).index(per)]
+
+    # What layers ask of a graph
+
+    def reverse(self) -> ShardedGraph:
+        """The same edges with the roles of source and destination exchanged; edge tensors stay where they are."""
+        if "reverse" not in self.memo:
+            self.memo["reverse"] = self._with(self.shard, not self.is_reversed)
+        return self.memo["reverse"]
+
+    def rewired(self, kept: Tensor | None, num_loops: int) -> ShardedGraph:
+        """As :meth:`Graph.rewired`, called by all ranks with their own edges and vertices.
+
+        Ids of the kept edges and of the loops are those that they have in the whole graph made that way.
+        """
+        shard, group = self.shard, self.group
+        home, away = shard.home, shard.away
+        last = self.nodes_with_edges()
+        loops = self._loops(num_loops, last) if num_loops else home.ids[:0]
+        keeps = torch.ones(home.ids.numel(), dtype=torch.bool, device=self.device)
+        if kept is not None:
+            keeps = torch.zeros_like(keeps).index_fill_(0, kept, True)
+        gone = torch.cat(group.gather(home.ids[~keeps])).sort().values
+        order: Any = self.outgoing if self.is_reversed else self.incoming
+        stays = order.to_away(keeps.to(torch.uint8)).bool()
+        num_kept = shard.sizes[2] - gone.numel()
+        counts = group.reduce(torch.tensor(loops.numel(), device=self.device))
+        ids = num_kept + shard.dst_ids[loops]
+        places = loops + shard.outgoing.bounds[shard.rank]
+        parts = [Edges(*(torch.cat([old[mask], new]) for old, new in zip(
+                     (e.src, e.dst, e.ids - torch.searchsorted(gone, e.ids)), (places, places, ids), strict=True)))
+                 for e, mask in ((home, keeps), (away, stays))]
+        made = Shard.build(parts[0], parts[1], shard.incoming.bounds, shard.outgoing.bounds, shard.rank, shard.src_ids,
+                           shard.dst_ids, (*shard.sizes[:2], num_kept + int(counts)))
+        return self._with(made, self.is_reversed)
+
+    def _loops(self, num_loops: int, last: int) -> Tensor:
+        """Rows of the vertices that get a loop: all, or those whose ids are not beyond that of any edge."""
+        ids = self.shard.dst_ids
+        if not self.shard.is_square:
+            raise ShardedGraphError("self-loops on a graph with different sources and destinations")
+        if num_loops == ids.numel():
+            return torch.arange(num_loops, device=self.device)
+        if num_loops != last:
+            raise InputError("num_nodes", f"to be {ids.numel()}, the vertices of this rank", num_loops)
+        return (ids < self._end()).nonzero().view(-1)
+
+    def _end(self) -> int:
+        """One more than the largest id of a vertex with an edge."""
+        if "end" not in self.memo:
+            rows = [(o.side.rows.degree > 0, ids) for o, ids in (  # type: ignore[attr-defined]
+                (self.incoming, self.dst_ids), (self.outgoing, self.src_ids))]
+            largest = torch.stack([torch.where(some, ids, -1).max() if ids.numel() else ids.new_tensor(-1)
+                                   for some, ids in rows]).max()
+            self.memo["end"] = int(self.group.reduce(largest, "max")) + 1
+        return self.memo["end"]
+
+    def nodes_with_edges(self) -> int:
+        return int((self.dst_ids < self._end()).sum())
+
+    def holds_anywhere(self, fact: bool) -> bool:
+        return self.group.any(fact, self.device)
+
+    def holds_everywhere(self, fact: bool) -> bool:
+        return not self.group.any(not fact, self.device)
+
+    def describe_part(self) -> list[str]:
+        return [repr(self), *(f"  {price}" for price in self.reasons)]
+
+    def largest(self, value: Tensor) -> Tensor:
+        return _Largest.apply(value, self.group)
+
+    def draw_seed(self) -> Tensor:
+        return self.group.broadcast(super().draw_seed(), 0).wait()
+
+    # What makes it a tensor
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        aten, graph = torch.ops.aten, args[0] if args else None
+        if func in (aten.detach.default, aten._to_copy.default):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        if isinstance(graph, ShardedGraph) and func is aten.select.int and args[1] in (0, -2):
+            return Ends(graph, args[2] % 2)
+        if isinstance(graph, ShardedGraph) and func is aten.unbind.int and args[1:] in ((), (0,)):
+            return [Ends(graph, 0), Ends(graph, 1)]
+        if isinstance(graph, ShardedGraph) and func is aten.flip.default and args[1] in ([0], [-2]):
+            return graph.reverse()
+        if isinstance(graph, ShardedGraph) and func is aten.index.Tensor and len(args[1]) == 2 and args[1][0] is None \
+                and args[1][1].dtype == torch.bool:
+            return masked_edge_index(graph, args[1][1])
+        raise ShardedGraphError(str(func))
+
+    def to_edge_index(self) -> Tensor:
+        """This rank's edges by row of vertex tensors; other ranks' vertices are numbered after its own.
+
+        Only for what compares or counts: an id of a remote vertex is no row of a tensor here.
+        """
+        order: Any = self.outgoing if self.is_reversed else self.incoming
+        rows = order.side.rows
+        ends = torch.stack([rows.other.long(), rows.row.long()])
+        out = ends if rows.eid is None else torch.empty_like(ends).index_copy_(1, rows.eid.long(), ends)
+        return out.flip(0) if self.is_reversed else out
+
+    def _share(self) -> ShardedGraph:
+        graph = self._with(self.shard, self.is_reversed)
+        graph.memo = self.memo
+        return graph
+
+    def _with(self, shard: Shard, is_reversed: bool) -> ShardedGraph:
+        return ShardedGraph(shard, self.group, self.way, is_reversed, self.reasons)
+
+    def _on(self, device: torch.device, non_blocking: bool) -> ShardedGraph:
+        return self._with(self.shard.to(device, non_blocking), self.is_reversed)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedGraph:
+        memo[id(self)] = graph = self._with(self.shard, self.is_reversed)
+        return graph
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        raise ShardedGraphError("pickle; save the partition and shard the graph again")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return (f"ShardedGraph(rank={self.group.rank} of {self.group.size}, num_src={self.num_src}, "
+                f"num_dst={self.num_dst}, num_edges={self.num_edges}, way='{self.way.name}', device='{self.device}')")
+
+
+class _Largest(torch.autograd.Function):
+    """The largest value of all ranks; its gradient goes to all that are as large, in equal shares."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: Group) -> Tensor:
+        largest = group.reduce(value.max() if value.numel() else value.new_tensor(-torch.inf), "max")
+        is_largest = value == largest
+        ctx.save_for_backward(is_largest)
+        ctx.group, ctx.count = group, group.reduce(is_largest.sum())
+        return largest
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (is_largest,) = ctx.saved_tensors
+        return is_largest * (ctx.group.reduce(grads[0].clone()) / ctx.count), None
+
+
+def shard(graph: Any, way: str | Way = "auto", partition: Any = "random", group: Any = None, seed: int = 0,
+          device: torch.device | str | None = None) -> ShardedGraph:
+    """This process's part of ``graph``; called by every process of the group with the same graph.
+
+    Args:
+        graph: a whole :class:`Graph`, or any form of one.
+        way: ``halo`` or ``broadcast``: how rows of vertices that other ranks own are fetched; ``auto`` takes the one
+            that is cheaper for 1 KiB per row, by the partition's counts and constants that are measured once; the
+            prices are :attr:`ShardedGraph.reasons`.
+        partition: a :class:`Partition`, a pair of them for the sources and destinations of a bipartite graph, or the
+            name of a method of :func:`pyg_fullgraph.partition.partition`.
+        group: a process group; None for the default one, or for one process alone.
+        seed: of the partition.
+        device: where the part goes; the graph's by default.
+
+    Returns: the part; vertex and edge tensors go with it through ``take``.
+    Raises: InputError; GroupError (RuntimeError) on every rank if graphs or options differ between ranks.
+    """
+    whole: Graph = Graph.from_any(graph)
+    ranks = Group(group)
+    _check_way(way)
+    sides = _sides(whole, partition, ranks.size, seed)
+    totals = [int(t.long().sum()) for t in (whole.incoming.other, whole.incoming.ptr)]
+    ranks.check_equal("graph", (whole.num_src, whole.num_dst, whole.num_edges, *totals))
+    _check_equal(ranks, way, sides)
+    return _on_ranks(Shard.of(whole, sides[0], sides[-1], ranks.rank).to(device or whole.device), ranks, way)
+
+
+def shard_edges(edge_index: Tensor, partition: Partition | tuple[Partition, Partition], edge_ids: Tensor | None = None,
+                way: str | Way = "auto", group: Any = None, device: torch.device | str | None = None) -> ShardedGraph:
+    """This process's part of a graph that no process holds as a whole.
+
+    Args:
+        edge_index: [2, e] the edges that arrive at the vertices of this rank, by ids in the whole graph; on a CPU.
+        partition: who owns which vertices; a pair for the sources and destinations of a bipartite graph.
+        edge_ids: [e] int64 ids that all edges of the graph have, each once; by default they count on from rank to rank.
+        way, group, device: as of :func:`shard`.
+
+    Returns: the part; edge tensors have the order of ``edge_index``.
+    Raises: InputError if an edge does not arrive at a vertex of this rank; GroupError if partitions differ.
+    Cost: each edge is sent once, to the owner of its source.
+    """
+    ranks = Group(group)
+    _check_way(way)
+    sides = (partition,) if isinstance(partition, Partition) else tuple(partition)
+    src, dst = sides[0], sides[-1]
+    if any(p.num_parts != ranks.size for p in sides):
+        raise InputError("partition", f"to have {ranks.size} parts, one per process", [p.num_parts for p in sides])
+    _check_equal(ranks, way, sides)
+    # An error on one rank has to be one on all.
+    is_own = bool((dst.owner(edge_index[1]) == ranks.rank).all())
+    if ranks.any(not is_own, ranks.device):
+        raise InputError("edge_index", "to hold edges that arrive at the vertices of this rank", "others on some rank")
+    counts = ranks.counts(edge_index.size(1), ranks.device)
+    if edge_ids is None:
+        edge_ids = torch.arange(edge_index.size(1)) + sum(counts[:ranks.rank])
+    home = Edges(src.place[edge_index[0]], dst.place[edge_index[1]], edge_ids)
+    owner = src.owner(edge_index[0])
+    leaving = owner.argsort(stable=True)
+    sent = torch.bincount(owner, minlength=ranks.size).tolist()
+    ones = [1] * ranks.size
+    received = ranks.exchange(torch.tensor(sent, device=ranks.device), ones, ones).wait().tolist()
+    arrived = ranks.exchange(torch.stack(home, 1)[leaving].to(ranks.device), sent, received).wait().cpu()
+    ids = src.part(ranks.rank)
+    made = Shard.build(home, Edges(*(t.contiguous() for t in arrived.unbind(1))), src.bounds, dst.bounds, ranks.rank,
+                       ids, ids if src is dst else dst.part(ranks.rank),
+                       (src.num_vertices, dst.num_vertices, sum(counts)))
+    return _on_ranks(made.to(device or edge_index.device), ranks, way)
+
+
+def _check_way(way: str | Way) -> None:
+    if isinstance(way, str) and way not in (*WAYS, "auto"):
+        raise InputError("way", f"to be one of {', '.join((*WAYS, 'auto'))}", repr(way))
+
+
+def _check_equal(ranks: Group, way: str | Way, sides: tuple[Partition, ...]) -> None:
+    ranks.check_equal("way", way if isinstance(way, str) else way.name)
+    ranks.check_equal("partition", [(p.bounds, int((p.order * torch.arange(p.num_vertices)).sum())) for p in sides])
+
+
+def _on_ranks(made: Shard, ranks: Group, way: str | Way) -> ShardedGraph:
+    """The graph of a shard, by the cheapest way if that is left open."""
+    reasons = cheapest(made, ranks, made.edge_ids.device) if way == "auto" and ranks.size > 1 else []
+    if isinstance(way, str):
+        way = WAYS[reasons[0].way if reasons else "halo" if way == "auto" else way]()
+    return ShardedGraph(made, ranks, way, reasons=tuple(reasons))
+
+
+def _sides(graph: Graph, given: Any, num_parts: int, seed: int) -> tuple[Partition, ...]:
+    """The partition of all vertices, or those of sources and destinations."""
+    sides = (given,) if isinstance(given, (str, Partition)) else tuple(given)
+    if isinstance(given, str):
+        if graph.num_src == graph.num_dst:
+            return (partition(graph, num_parts, given, seed),)
+        return tuple(partition(graph, num_parts, given, seed, side) for side in ("src", "dst"))
+    if len(sides) > 2 or not all(isinstance(p, Partition) for p in sides):
+        raise InputError("partition", "to be a Partition, a pair of them or the name of a method", given)
+    if any(p.num_parts != num_parts for p in sides):
+        raise InputError("partition", f"to have {num_parts} parts, one per process", [p.num_parts for p in sides])
+    return sides

@@ -1,0 +1,165 @@
+"""The processes that share a graph, and what they tell each other.
+
+Transfers that a caller does not wait for run on the backend's own stream. On a GPU that stream first waits for what the
+caller has queued so far, and ``wait`` lets the caller's stream, not the host, wait for it; so a transfer started before
+the work on another buffer is queued runs beside that work, and a buffer is never written while it is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pyg_fullgraph.errors import GroupError
+
+__all__ = ["Group", "Transfer", "under_torchrun"]
+
+#: How long ranks wait for one that died or hangs.
+TIMEOUT_S = 60
+
+
+class Transfer:
+    """Data on its way; :meth:`wait` gives it."""
+
+    def __init__(self, value: Tensor, work: Any = None, keep: Any = None) -> None:
+        self._value, self._work, self._keep = value, work, keep
+
+    def wait(self) -> Tensor:
+        """The data, on a GPU for use on the current stream."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = self._keep = None
+        return self._value
+
+
+class Group:
+    """A process group with the few operations that sharded graphs need; a single process needs no group.
+
+    Args:
+        process_group: of ``torch.distributed``; None for the default group, or for one process alone if
+            ``init_process_group`` was not called.
+    """
+
+    def __init__(self, process_group: Any = None) -> None:
+        is_initialized = dist.is_available() and dist.is_initialized()
+        if process_group is None and is_initialized:
+            process_group = dist.group.WORLD
+        self.process_group = process_group
+        self.size = dist.get_world_size(process_group) if process_group is not None else 1
+        self.rank = dist.get_rank(process_group) if process_group is not None else 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where a tensor has to be to be sent: NCCL sends from GPUs only."""
+        is_nccl = self.size > 1 and dist.get_backend(self.process_group) == "nccl"
+        return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
+
+    def exchange(self, value: Tensor, sent: Sequence[int], received: Sequence[int], out: Tensor | None = None,
+                 wait: bool = True) -> Transfer:
+        """All-to-all of rows.
+
+        Args:
+            value: [sum of sent, ...] rows, by the rank that gets them; contiguous.
+            sent, received: how many rows each rank gets, and sends.
+            out: [sum of received, ...] contiguous memory for them, or None.
+            wait: whether to wait for the rows.
+        Returns: the rows [sum of received, ...], by the rank that sent them.
+        """
+        if out is None:
+            out = value.new_empty((sum(received), *value.shape[1:]))
+        if self.size == 1:
+            return Transfer(out.copy_(value))
+        # Without features there is nothing to send, which all ranks know.
+        if value[0:0].numel() == 0 and 0 in value.shape[1:]:
+            return Transfer(out)
+        work = dist.all_to_all_single(out, value, list(received), list(sent), group=self.process_group, async_op=True)
+        transfer = Transfer(out, work, value)
+        if wait:
+            transfer.wait()
+        return transfer
+
+    def broadcast(self, buffer: Tensor, owner: int) -> Transfer:
+        """Start to send ``buffer`` of rank ``owner`` to all others, into theirs; contiguous and of equal sizes."""
+        if self.size == 1 or buffer.numel() == 0:
+            return Transfer(buffer)
+        work = dist.broadcast(buffer, group=self.process_group, group_src=owner, async_op=True)
+        return Transfer(buffer, work)
+
+    def reduce(self, value: Tensor, op: str = "sum") -> Tensor:
+        """``value`` reduced over all ranks (``sum``, ``max``, ``min``), in place."""
+        if self.size > 1:
+            dist.all_reduce(value, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op],
+                            group=self.process_group)
+        return value
+
+    def any(self, fact: bool, device: torch.device) -> bool:
+        """Whether ``fact`` holds on any rank. On a GPU the host waits."""
+        return fact if self.size == 1 else bool(self.reduce(torch.tensor(int(fact), device=device), "max"))
+
+    def gather(self, value: Tensor) -> list[Tensor]:
+        """The rows of every rank; ranks may have different numbers of rows."""
+        if self.size == 1:
+            return [value]
+        counts = self.counts(value.size(0), value.device)
+        copies = value.expand(self.size, *value.shape).flatten(0, 1).contiguous()
+        return list(self.exchange(copies, [value.size(0)] * self.size, counts).wait().split(counts))
+
+    def counts(self, count: int, device: torch.device) -> list[int]:
+        """``count`` of every rank."""
+        own = torch.zeros(self.size, dtype=torch.int64, device=device)
+        own[self.rank] = count
+        return self.reduce(own).tolist()
+
+    def objects(self, value: Any) -> list[Any]:
+        """``value``, which can be pickled, of every rank."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self.process_group)
+        return found
+
+    def check_equal(self, name: str, value: Any) -> None:
+        """Refuse values that differ between ranks.
+
+        Raises: GroupError (RuntimeError) on every rank, which says what each rank has.
+        """
+        found = self.objects(value)
+        if any(v != found[0] for v in found):
+            raise GroupError(name, found)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Group) and self.process_group is other.process_group
+
+    def __hash__(self) -> int:
+        return hash(id(self.process_group))
+
+    def __repr__(self) -> str:
+        return f"Group(rank={self.rank}, size={self.size})"
+
+
+@contextlib.contextmanager
+def under_torchrun(device: str) -> Iterator[Group]:
+    """The default group of the processes that torchrun started, within the block; outside torchrun one process alone.
+
+    Args:
+        device: ``cuda`` for NCCL, each process on the GPU of its local rank; else gloo.
+
+    A rank that dies or hangs ends the others after :data:`TIMEOUT_S` seconds at most.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ or dist.is_initialized():
+        yield Group()
+        return
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    try:
+        yield Group()
+    finally:
+        dist.destroy_process_group()

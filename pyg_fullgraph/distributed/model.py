@@ -1,0 +1,254 @@
+"""DistributedModel: one model on all processes of a sharded graph, trained as one model on the whole graph."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch.utils._pytree as pytree
+import torch_geometric.nn as pyg_nn
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.overrides import TorchFunctionMode
+
+from pyg_fullgraph._version import __version__
+from pyg_fullgraph.distributed.group import Group
+from pyg_fullgraph.errors import InputError
+from pyg_fullgraph.graph import Graph
+from triton_kernels import reference
+
+__all__ = ["DistributedModel"]
+
+# Modules that reduce over all nodes and are neither fused layers nor batch norms.
+_OVER_ALL_NODES: tuple[type[Module], ...] = (
+    pyg_nn.GraphNorm, pyg_nn.InstanceNorm, pyg_nn.PairNorm, pyg_nn.MeanSubtractionNorm, pyg_nn.GraphSizeNorm,
+    pyg_nn.HANConv)
+
+
+class DistributedModel(Module):
+    """A replicated model whose processes each hold a part of the graph.
+
+    The wrapped model is called with this rank's rows and a :class:`ShardedGraph`; what it computes is what it computes
+    on the whole graph. While it runs,
+
+    - batch norms use statistics of all rows of all ranks,
+    - dropout masks are functions of a seed, which rank 0 draws, and of vertex or edge ids, so that they do not depend
+      on how the graph is divided. They equal those of this class on a whole :class:`Graph`, not torch's own.
+
+    After ``backward`` every gradient is the sum over all ranks, which is right for a loss that is a sum over rows;
+    :meth:`mean` makes a mean one. Gradients are then equal on all ranks, so ``clip_grad_norm_`` and optimizers are used
+    as always. ``backward`` has to be called on all ranks; a term of the loss that is no sum over rows, such as a norm
+    of weights, has to be divided by the number of ranks.
+
+    Args:
+        module: the model, the same on every rank; parameters and buffers become those of rank 0.
+        group: a process group, None for the default one, or for one process alone.
+
+    ``state_dict`` and ``load_state_dict`` are the model's.
+
+    Raises: GroupError (RuntimeError) on every rank if modules or versions differ; InputError for modules that reduce
+        over all nodes in other ways.
+    Source: MG-GCN 4.1 replicates the weights and sums their gradients.
+    """
+
+    def __init__(self, module: Module, group: Any = None) -> None:
+        super().__init__()
+        self.module = module
+        self.group = Group(group)
+        self._is_synced = True
+        self._has_parts = False  # whether gradients hold parts of this rank that were not summed yet
+        self._held: list[Tensor | None] | None = None  # gradients from before the backward that runs
+        ranks = self.group
+        ranks.check_equal("versions", {"pyg_fullgraph": __version__, "torch": torch.__version__})
+        state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        ranks.check_equal("module", [(k, tuple(t.shape), str(t.dtype), t.requires_grad) for k, t in state.items()])
+        for name, part in module.named_modules() if ranks.size > 1 else ():
+            over_graph = isinstance(part, pyg_nn.LayerNorm) and part.mode == "graph"
+            if isinstance(part, _OVER_ALL_NODES) or over_graph:
+                raise InputError("module", "to have no layers that reduce over all nodes, but for BatchNorm",
+                                 f"{name or 'itself'}: {part}")
+        with torch.no_grad():
+            for value in state.values():
+                value.copy_(ranks.broadcast(value.contiguous(), 0).wait())
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's result on this rank's rows."""
+        graph = next((v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Graph)), None)
+        with _WholeGraph(self.group, graph):
+            out = self.module(*args, **kwargs)
+        if not (torch.is_grad_enabled() and self._is_synced):
+            return out
+        return pytree.tree_map_only(Tensor, lambda v: _Leaving.apply(v, self) if v.requires_grad else v, out)
+
+    def mean(self, value: Tensor, count: int | Tensor) -> Tensor:
+        """The mean over all ranks from the means over each rank's rows, differentiable: a loss, or a metric.
+
+        Args:
+            value: [] mean over this rank's rows; anything where it has none.
+            count: how many rows those are.
+        Returns: [] the mean over all rows, NaN without any; the same on every rank.
+        """
+        return _Mean.apply(value, torch.as_tensor(count, device=value.device), self.group)
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """``torch.nn.utils.clip_grad_norm_`` of the parameters, after ``backward``; the norm is that of the whole."""
+        return torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave gradients as this rank's part within the block; the next ``backward`` outside sums them as well."""
+        before, self._is_synced = self._is_synced, False
+        try:
+            yield
+        finally:
+            self._is_synced = before
+            self._has_parts = True
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.load_state_dict(*args, **kwargs)
+
+    # Gradients
+
+    def _start_backward(self) -> None:
+        """Called when the gradient of a result arrives: sum what this backward adds, once it is done."""
+        if self._held is not None:
+            return
+        # Gradients of earlier steps are sums already.
+        parts = [p for p in self.module.parameters() if p.requires_grad]
+        self._held = [None if self._has_parts else p.grad for p in parts]
+        if not self._has_parts:
+            for p in parts:
+                p.grad = None
+        self._has_parts = False
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(parts))
+
+    def _end_backward(self, parts: list[Parameter]) -> None:
+        held, self._held = self._held or [], None
+        sum_gradients(parts, self.group)
+        for p, earlier in zip(parts, held, strict=True):
+            if earlier is not None:
+                p.grad = earlier if p.grad is None else earlier.add_(p.grad)
+
+
+def sum_gradients(parameters: Iterable[Parameter], group: Group) -> None:
+    """Replace each gradient by its sum over the ranks; one transfer per dtype.
+
+    A gradient that is missing on some ranks counts as zero there, one that is missing on all stays missing. Half
+    precision is summed in float32.
+    """
+    by_dtype: dict[torch.dtype, list[Parameter]] = {}
+    for p in parameters:
+        by_dtype.setdefault(p.dtype, []).append(p)
+    for same in by_dtype.values() if group.size > 1 else ():
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in same]
+        wide = torch.float32 if same[0].dtype.itemsize < 4 else same[0].dtype
+        there = same[0].new_tensor([float(p.grad is not None) for p in same], dtype=wide)
+        total = group.reduce(torch.cat([there, *(g.reshape(-1).to(wide) for g in grads)]))
+        counts = total[:len(same)].tolist()
+        for p, count, part in zip(same, counts, total[len(same):].split([g.numel() for g in grads]), strict=True):
+            p.grad = part.view(p.shape).to(p.dtype, copy=True) if count else None
+
+
+class _Leaving(torch.autograd.Function):
+    """A result as it is; tells the model that backward has begun."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, model: DistributedModel) -> Tensor:
+        ctx.model = model
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.model._start_backward()
+        return grads[0], None
+
+
+class _Mean(torch.autograd.Function):
+    """See :meth:`DistributedModel.mean`: each rank's mean counts as much as it has rows."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, count: Tensor, group: Group) -> Tensor:
+        wide = torch.float64 if value.device.type != "mps" else torch.float32
+        own = torch.where(count > 0, value.to(wide) * count, 0.0)
+        total = group.reduce(torch.stack([own, count.to(wide)]))
+        ctx.share = (count / total[1]).nan_to_num(0.0)
+        return (total[0] / total[1]).to(value.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return (grads[0] * ctx.share).to(grads[0].dtype), None, None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over all ranks, of which every rank's loss is a function."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return group.reduce(value.clone())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return ctx.group.reduce(grads[0].clone()), None
+
+
+class _WholeGraph(TorchFunctionMode):
+    """While a model runs: batch norms over the rows of all ranks, dropout by the ids of vertices and edges."""
+
+    def __init__(self, group: Group, graph: Graph | None) -> None:
+        super().__init__()
+        self.group, self.graph = group, graph
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.dropout and self.graph is not None:
+            return self._dropout(*args, **kwargs)
+        if func is F.batch_norm and self.group.size > 1:
+            return self._batch_norm(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if not training or p == 0.0 or not 0.0 <= p < 1.0 or input.dim() == 0:
+            return F.dropout(input, p, training, inplace)
+        assert self.graph is not None
+        mask = reference.dropout_mask(self.graph.draw_seed().to(input.device), self._ids(input.shape[0], input.device),
+                                      input.shape[1:], p).to(input.dtype)
+        return input.mul_(mask) if inplace else input * mask
+
+    def _ids(self, count: int, device: torch.device) -> Tensor:
+        """What rows are known by in the whole graph; those that are neither vertices nor edges, by rank."""
+        graph: Any = self.graph
+        if count == graph.num_dst:
+            return graph.dst_ids.to(device)
+        if count == graph.num_src:
+            return graph.src_ids.to(device)
+        if count == graph.num_edges:
+            return graph.edge_ids.to(device)
+        return torch.arange(count, device=device) + (self.group.rank << 40)
+
+    def _batch_norm(self, input: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
+                    weight: Tensor | None = None, bias: Tensor | None = None, training: bool = False,
+                    momentum: float = 0.1, eps: float = 1e-5) -> Tensor:
+        if not training:
+            return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+        dims = [d for d in range(input.dim()) if d != 1]
+        shape = [-1 if d == 1 else 1 for d in range(input.dim())]
+        x = input if input.dtype == torch.float64 else input.float()
+        count = self.group.reduce(x.new_tensor(input.numel() / max(input.shape[1], 1)))
+        mean = _Sum.apply(x.sum(dims), self.group) / count
+        centred = x - mean.view(shape)
+        var = _Sum.apply(centred.square().sum(dims), self.group) / count
+        if running_mean is not None and running_var is not None:
+            with torch.no_grad():
+                running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+                running_var.lerp_((var * (count / (count - 1))).to(running_var.dtype), momentum)
+        out = centred * (var + eps).rsqrt().view(shape)
+        out = out if weight is None else out * weight.view(shape)
+        out = out if bias is None else out + bias.view(shape)
+        return out.to(input.dtype)

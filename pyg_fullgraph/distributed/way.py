@@ -1,0 +1,47 @@
+"""How rows of vertices that other ranks own reach a sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any
+
+from torch import Tensor
+
+from pyg_fullgraph.chunks import Leaf
+from pyg_fullgraph.distributed.group import Group
+from pyg_fullgraph.partition import ShardOrder
+from pyg_fullgraph.saga.ir import Domain, Node
+from pyg_fullgraph.saga.plans import Sweep
+
+__all__ = ["Way", "fetched_inputs"]
+
+
+class Way:
+    """One way of fetching; every rank uses the same one, and calls :meth:`run_sweep` for the same sweeps in turn.
+
+    Attributes:
+        name: What users call it.
+    """
+
+    name = ""
+
+    def run_sweep(self, sweep: Sweep, side: ShardOrder, group: Group, leaf: Leaf, like: Tensor,
+                  exact: Container[Node]) -> dict[Node, Any]:
+        """Run ``sweep`` over the edges of ``side``.
+
+        Args:
+            sweep: What to compute. Whatever it reads of the other endpoints has to be fetched, nothing else.
+            side: Edges by this rank's rows.
+            group: The ranks.
+            leaf: Gives the tensor of an input: this rank's rows, and the values of the edges of ``side``.
+            like, exact: As for :func:`pyg_fullgraph.execution.run_sweep`, whose results are returned.
+        """
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+def fetched_inputs(sweep: Sweep) -> list[Node]:
+    """The inputs of ``sweep`` that belong to other endpoints, in an order that is the same on every rank."""
+    return [n for n in sweep.inputs if n.domain == Domain.EDGE & ~sweep.rows]

@@ -1,0 +1,80 @@
+"""Processes that run functions of the tests together, as ranks of one gloo group; started once per number of ranks.
+
+`ranks(4).run(function, *args)` calls `function(rank, size, *args)` in each of four processes and gives the results in
+rank order; an exception in any of them fails the test with its traceback.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import queue
+import tempfile
+import traceback
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+#: Seconds that one call may take before the ranks are given up.
+TIMEOUT_S = 900
+
+
+def _serve(rank: int, size: int, store: str, calls: Any, results: Any) -> None:
+    torch.set_num_threads(1)
+    if size > 1:
+        dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    while True:
+        call = calls.get()
+        if call is None:
+            break
+        function, args = call
+        try:
+            results.put((rank, function(rank, size, *args), None))
+        except BaseException:
+            results.put((rank, None, traceback.format_exc()))
+
+
+class Ranks:
+    def __init__(self, size: int) -> None:
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch_geometric.nn", "pyg_fullgraph.nn", "pyg_fullgraph.distributed"])
+        self.size = size
+        self.folder = tempfile.TemporaryDirectory()
+        self.calls = [context.Queue() for _ in range(size)]
+        self.results = context.Queue()
+        store = os.path.join(self.folder.name, "store")
+        self.processes = [
+            context.Process(target=_serve, args=(k, size, store, self.calls[k], self.results), daemon=True)
+            for k in range(size)]
+        for process in self.processes:
+            process.start()
+        atexit.register(self.stop)
+
+    def run(self, function: Any, *args: Any) -> list[Any]:
+        for calls in self.calls:
+            calls.put((function, args))
+        found: dict[int, Any] = {}
+        while len(found) < self.size:
+            try:
+                rank, value, error = self.results.get(timeout=TIMEOUT_S if not found else 60)
+            except queue.Empty:
+                error = f"ranks {sorted(set(range(self.size)) - set(found))} did not answer: they wait for others"
+            if error is not None:
+                self.stop()
+                raise AssertionError(error)
+            found[rank] = value
+        return [found[k] for k in range(self.size)]
+
+    def stop(self) -> None:
+        ranks.cache_clear()
+        for process in self.processes:
+            process.kill()
+
+
+@functools.cache
+def ranks(size: int) -> Ranks:
+    """The processes for ``size`` ranks, started on first use and kept; anew after one of them failed."""
+    return Ranks(size)

@@ -1,0 +1,341 @@
+"""What ranks check in the tests of sharded graphs: a layer on a part computes its part of what it does on the whole."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import torch_geometric.nn as pyg_nn
+from layers import MORE, MORE_PAIRS, PAIRS, SQUARE, Layer
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+import pyg_fullgraph.nn as fused_nn
+import zoo
+from pyg_fullgraph import debug, errors, explain
+from pyg_fullgraph.distributed import DistributedModel, ShardedGraph, shard, shard_edges
+from pyg_fullgraph.distributed.model import sum_gradients
+from pyg_fullgraph.distributed.planner import Costs, prices
+from pyg_fullgraph.graph import Graph
+from pyg_fullgraph.partition import Partition
+
+LAYERS = {layer.name: layer for layer in (*SQUARE, *MORE, *PAIRS, *MORE_PAIRS)}
+
+
+def make_case(name: str) -> zoo.Case:
+    return getattr(zoo, name)()
+
+
+def sharded(case: zoo.Case, way: str, size: int, uneven: bool = False) -> ShardedGraph:
+    """This rank's part; ``uneven`` leaves the last part empty and gives the one before most of the vertices."""
+    graph = Graph.from_edge_index(case.edge_index, case.size)
+    parts: Any = "random"
+    if uneven:
+        def few(count: int) -> Partition:
+            return Partition.from_owner((torch.arange(count) % max(2 * size, 3)).clamp(max=max(size - 2, 0)), size)
+
+        parts = few(case.num_src)
+        parts = parts if case.is_square else (parts, few(case.num_dst))
+    return shard(graph, way, parts)
+
+
+def check_layers(rank: int, size: int, names: list[str], case_name: str, *kinds: tuple[str, bool]) -> None:
+    """Each layer by each way on even or uneven parts."""
+    case = make_case(case_name)
+    parts = {kind: sharded(case, kind[0], size, kind[1]) for kind in kinds}
+    graph = Graph.from_edge_index(case.edge_index, case.size)
+    for name in names:
+        layer = LAYERS[name]
+        module = layer.build(fused_nn)
+        x, given = layer.inputs(case)
+        found: list[Any] = [None]
+        if rank == 0:
+            whole = call(module, layer, x, graph, given)
+            cotangent = torch.randn(whole.shape, generator=torch.Generator().manual_seed(7), dtype=whole.dtype)
+            found = [(cotangent, [whole.detach(), *gradients(whole, (x, given), module, cotangent)])]
+        if size > 1:
+            dist.broadcast_object_list(found)
+        cotangent, expected = found[0]
+        for (way, uneven), part in parts.items():
+            try:
+                check_layer(layer, module, x, given, part, cotangent, expected)
+            except Exception as error:
+                where = f"{name} on {case_name}, rank {rank} of {size}, {way}{', uneven' * uneven}"
+                raise AssertionError(f"{where}: {error}") from error
+
+
+def call(module: Any, layer: Layer, x: Any, edge_index: Any, given: Any) -> Tensor:
+    if layer.call is not None:
+        return layer.call(module, x, edge_index, **given)
+    return module(x=x, edge_index=edge_index, **given, **layer.options)
+
+
+def check_layer(layer: Layer, module: torch.nn.Module, x: Any, given: Any, part: ShardedGraph, cotangent: Tensor,
+                expected: list[Tensor], tolerance: float = 1e-10) -> None:
+    """Output and all gradients; those of parameters are sums over the ranks."""
+    side = ("src", "dst") if layer.is_pair else ("dst", "dst")
+    place_x = side if layer.is_pair and not layer.lacks_dst else side[0] if not layer.is_pair else (side[0], None)
+    places = {k: "edge" if k in layer.edge else side if layer.is_pair else "dst" for k in given}
+    taken_x, taken = (cut(part, v, p) for v, p in ((x, place_x), (given, places)))
+    debug.reset()
+    out = call(module, layer, taken_x, part, taken)
+    assert debug.plain_reasons() == {}
+    got = gradients(out, (taken_x, taken), module, part.take(cotangent))
+    close(out, part.take(expected[0]), tolerance, "output")
+    kinds = [p for p, v in zip(tree_leaves((place_x, places)), tree_leaves((x, given)), strict=True)
+             if isinstance(v, Tensor) and v.requires_grad]
+    for kind, mine, all_rows in zip(kinds, got, expected[1:], strict=False):
+        close(mine, part.take(all_rows, kind), tolerance, f"gradient per {kind}")
+    for mine, total in zip(got[len(kinds):], expected[1 + len(kinds):], strict=True):
+        close(part.group.reduce(mine.clone()), total, tolerance, "gradient of a parameter")
+
+
+def cut(part: ShardedGraph, values: Any, place: Any) -> Any:
+    """The rows of ``values`` that this rank has, as leaves of their own."""
+    if isinstance(values, dict):
+        return {k: cut(part, v, place[k]) for k, v in values.items()}
+    if isinstance(values, tuple):
+        return tuple(cut(part, v, p) for v, p in zip(values, place, strict=True))
+    if values is None:
+        return None
+    return part.take(values.detach(), place).requires_grad_(values.requires_grad)
+
+
+def gradients(out: Tensor, inputs: Any, module: torch.nn.Module, cotangent: Tensor) -> list[Tensor]:
+    leaves = [t for t in tree_leaves(inputs) if isinstance(t, Tensor) and t.requires_grad]
+    leaves += [p for p in module.parameters() if p.requires_grad]
+    if not out.requires_grad:
+        return [torch.zeros_like(t) for t in leaves]
+    found = torch.autograd.grad(out, leaves, cotangent, allow_unused=True)
+    return [torch.zeros_like(t) if g is None else g for t, g in zip(leaves, found, strict=True)]
+
+
+def close(got: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance, msg=lambda m: f"{what}: {m}")
+
+
+# --- training ---------------------------------------------------------------------------------------------------
+
+
+class Net(torch.nn.Module):
+    """Two layers with batch norm, dropout on vertices and, for attention, on edges."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        if kind == "gcn":
+            self.conv1, self.conv2 = fused_nn.GCNConv(6, 8), fused_nn.SAGEConv(8, 4)
+        else:
+            self.conv1, self.conv2 = fused_nn.GATConv(6, 4, heads=2, dropout=0.4), fused_nn.GATv2Conv(8, 4, dropout=0.3)
+        self.norm = pyg_nn.BatchNorm(8)
+
+    def forward(self, x: Tensor, edge_index: Any) -> Tensor:
+        x = F.dropout(x, 0.3, self.training)
+        x = torch.relu(self.norm(self.conv1(x, edge_index)))
+        return self.conv2(F.dropout(x, 0.5, self.training), edge_index)
+
+
+def train(kind: str, graph: Graph, x: Tensor, y: Tensor, mask: Tensor) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of ten steps and of an evaluation, and the parameters and buffers after them."""
+    torch.manual_seed(3)
+    model = DistributedModel(Net(kind).double())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    torch.manual_seed(5)
+    losses = []
+    for _ in range(10):
+        optimizer.zero_grad()
+        out = model(x, graph)
+        loss = model.mean(F.cross_entropy(out[mask], y[mask]), mask.sum())
+        loss.backward()
+        losses += [loss.item(), model.clip_grad_norm(0.5).item()]
+        optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        hits = (model(x, graph).argmax(-1) == y).double()
+    losses.append(float(model.mean(hits.mean(), hits.numel())))
+    return losses, model.state_dict()
+
+
+def check_training(rank: int, size: int, kind: str, way: str) -> None:
+    case = make_case("hub")
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(case.num_src, 6, generator=generator, dtype=torch.float64)
+    y = torch.randint(4, (case.num_src,), generator=generator)
+    mask = torch.rand(case.num_src, generator=generator) < 0.4
+    graph = Graph.from_edge_index(case.edge_index, case.num_src)
+    with alone():
+        losses, state = train(kind, graph, x, y, mask)
+    for uneven in (False, True):
+        part = sharded(case, way, size, uneven)
+        got, own = train(kind, part, part.take(x), part.take(y), part.take(mask))
+        torch.testing.assert_close(got, losses, rtol=1e-9, atol=1e-9)
+        assert own.keys() == state.keys() == Net(kind).state_dict().keys()
+        for name, value in own.items():
+            close(value, state[name], 1e-8, name)
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Groups that are made in this block are of one process."""
+    is_initialized, dist.is_initialized = dist.is_initialized, lambda: False
+    try:
+        yield
+    finally:
+        dist.is_initialized = is_initialized
+
+
+def check_accumulation(rank: int, size: int) -> None:
+    """Gradients add up over backwards, summed each time or at the end; parameters become those of rank 0."""
+    case = make_case("prime")
+    torch.manual_seed(rank)
+    model = DistributedModel(fused_nn.GCNConv(3, 2).double())
+    part = sharded(case, "halo", size)
+    x = part.take(torch.randn(case.num_src, 3, generator=torch.Generator().manual_seed(0)).double())
+
+    def backward(factor: float) -> None:
+        (model(x, part).square().sum() * factor).backward()
+
+    weight = model.module.lin.weight
+    backward(1.0)
+    once = weight.grad.clone()
+    assert len({str(v) for v in model.group.objects(once.tolist())}) == 1
+    backward(2.0)
+    close(weight.grad, 3 * once, 1e-12, "second backward")
+    model.zero_grad()
+    with model.no_sync():
+        backward(1.0)
+    backward(2.0)
+    close(weight.grad, 3 * once, 1e-12, "after no_sync")
+    model.zero_grad(set_to_none=False)
+    backward(1.0)
+    close(weight.grad, once, 1e-12, "after zero_grad")
+    half, missing = (torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)) for _ in range(2))
+    if rank == 1:
+        half.grad = torch.ones_like(half)
+    sum_gradients([half, missing], model.group)
+    assert half.grad.tolist() == [1.0, 1.0] and half.grad.dtype == torch.bfloat16 and missing.grad is None
+
+
+def check_take_and_join(rank: int, size: int, case_name: str) -> None:
+    case = make_case(case_name)
+    part = sharded(case, "halo", size)
+    for per, count in (("src", case.num_src), ("dst", case.num_dst), ("edge", case.num_edges)):
+        values = torch.randn(count, 2, generator=torch.Generator().manual_seed(0))
+        mine = part.take(values, per)
+        assert mine.shape[0] == {"src": part.num_src, "dst": part.num_dst, "edge": part.num_edges}[per]
+        assert torch.equal(part.join(mine, per), values)
+        whole = part.reverse().take(values, {"src": "dst", "dst": "src"}.get(per, per))
+        assert torch.equal(whole, mine)
+    assert part.whole_sizes == (case.num_src, case.num_dst, case.num_edges)
+    assert part.to("cpu").num_edges == part.num_edges and part.detach().memo is part.memo
+
+
+def check_edges(rank: int, size: int, case_name: str) -> None:
+    """A part made of this rank's edges alone is the one made of the whole graph."""
+    case = make_case(case_name)
+    graph = Graph.from_edge_index(case.edge_index, case.size)
+    sides = [Partition.from_owner(torch.arange(n) * 7 % size, size) for n in case.size]
+    parts = sides[0] if case.is_square else (sides[0], sides[1])
+    whole = shard(graph, "halo", parts)
+    own = case.edge_index[:, whole.edge_ids]
+    for ids in (whole.edge_ids, None):
+        part = shard_edges(own, parts, ids, "halo")
+        assert part.whole_sizes == whole.whole_sizes and (ids is None or torch.equal(part.edge_ids, whole.edge_ids))
+        x = part.take(torch.randn(case.num_src, 3, generator=torch.Generator().manual_seed(0)).double(), "src")
+        weight = whole.take(torch.arange(case.num_edges).double() + 1, "edge")
+        results = []
+        for each in (whole, part):
+            leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+            rows = torch.zeros(each.num_dst, 3).double()
+            out = fused_nn.SimpleConv(aggr="sum")((leaves[0], rows), each, leaves[1])
+            results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+        for a, b in zip(*results, strict=True):
+            close(a, b, 1e-12, "by edges")
+    wrong = case.edge_index if rank == 0 else own
+    refused(errors.InputError, "arrive at the vertices of this rank", shard_edges, wrong, parts)
+
+
+def check_planner(rank: int, size: int) -> None:
+    """Few remote rows make halo cheap, all of them broadcast; every rank takes the same way, and says why."""
+    ring = torch.stack([torch.arange(300), torch.arange(1, 301) % 300])
+    dense = torch.cartesian_prod(torch.arange(60), torch.arange(60)).t()
+    costs = Costs(latency=1e-5, exchange=1e9, broadcast=2e9, gather=1e12)
+    for edges, count, cheap in ((ring, 300, "halo"), (dense, 60, "broadcast")):
+        part = shard(Graph.from_edge_index(edges, count), "halo", "ranges")
+        found = prices(part.shard, part.group, costs, 1 << 12)
+        assert found[0].way == cheap and found[0].seconds < found[1].seconds
+        halo = next(p for p in found if p.way == "halo")
+        assert halo.rows == (2 if cheap == "halo" else 2 * (count - count // size))
+        assert len({str(p) for p in part.group.objects([str(p) for p in found])}) == 1
+    chosen = shard(Graph.from_edge_index(ring, 300))
+    assert chosen.way.name == chosen.reasons[0].way and "rows" in str(chosen.reasons[0])
+    assert len(set(chosen.group.objects(chosen.way.name))) == 1
+    report = str(explain(fused_nn.GCNConv(3, 2), torch.randn(chosen.num_dst, 3), chosen))
+    assert f"ShardedGraph(rank={rank} of {size}" in report and f"  {chosen.reasons[0]}" in report
+
+
+# --- what is refused --------------------------------------------------------------------------------------------
+
+
+def refused(kind: type[Exception], message: str, function: Any, *args: Any, **kwargs: Any) -> None:
+    with pytest.raises(kind, match=re.escape(message)):
+        function(*args, **kwargs)
+
+
+def check_refused_options(rank: int, size: int) -> None:
+    case = make_case("prime")
+    graph = Graph.from_edge_index(case.edge_index, case.size)
+    refused(errors.InputError, "Expected 'way' to be one of broadcast, halo, auto (got 'hallo')", shard, graph, "hallo")
+    refused(errors.InputError, "to have 2 parts, one per process (got [3])", shard, graph,
+            partition=Partition.from_owner(torch.arange(97) % 3, 3))
+    refused(errors.InputError, "a pair of them or the name of a method", shard, graph, partition=(1, 2))
+    part = shard(graph)
+    refused(errors.InputError, "to have 97 rows, one per dst", part.take, torch.zeros(96))
+    refused(errors.InputError, "Expected 'per' to be 'src', 'dst' or 'edge'", part.take, torch.zeros(97), "node")
+    refused(errors.InputError, "one per edge of this rank", part.join, torch.zeros(1), "edge")
+    refused(errors.RowCountError, f"to have {part.num_dst} rows", fused_nn.GCNConv(3, 2), torch.zeros(97, 3), part)
+    refused(errors.InputError, "reduce over all nodes, but for BatchNorm (got 0: GraphNorm", DistributedModel,
+            torch.nn.Sequential(pyg_nn.GraphNorm(3)))
+
+
+def check_refused_operations(rank: int, size: int) -> None:
+    part = sharded(make_case("prime"), "halo", size)
+    for operation in (part.clone, lambda: part + 1, part.max, lambda: part[0].max(), lambda: pickle.dumps(part)):
+        refused(errors.ShardedGraphError, "to be used by fused layers only", operation)
+    assert part[1].max() < part.num_dst
+    assert "rank=" in repr(part) and "way='halo'" in repr(part)
+
+
+def check_refused_layers(rank: int, size: int) -> None:
+    """Each on every rank alike, and named; nobody waits for the others."""
+    case, pair = make_case("prime"), make_case("bipartite")
+    part, between = sharded(case, "halo", size), sharded(pair, "halo", size)
+    x = torch.zeros(part.num_dst, 6).double()
+    for name, reason in (("rgat_add_within_None", "branches on values"), ("han", "averages over all nodes"),
+                         ("hgt", "aten.clone")):
+        layer = LAYERS[name]
+        extra = {"edge_type": torch.zeros(part.num_edges, dtype=torch.int64)} if "rgat" in name else {"y": x}
+        refused(errors.PygFullgraphError, reason, call, layer.build(fused_nn), layer, x, part, extra)
+    layer = LAYERS["gat_pair_loops"]
+    rows = torch.zeros(between.num_src, 6).double(), torch.zeros(between.num_dst, 4).double()
+    refused(errors.ShardedGraphError, "self-loops on a graph with different sources", call, layer.build(fused_nn),
+            layer, rows, between, {})
+
+
+def check_mismatches(rank: int, size: int) -> None:
+    """What differs between ranks is said by all of them at the start."""
+    case = make_case("prime")
+    edges = case.edge_index if rank == 0 else case.edge_index.flip(0)
+    refused(errors.GroupError, "Expected 'graph' to be the same on every rank (got rank 0: (97", shard,
+            Graph.from_edge_index(edges, case.size))
+    graph = Graph.from_edge_index(case.edge_index, case.size)
+    refused(errors.GroupError, "'way' to be the same on every rank (got rank 0: halo, rank 1: broadcast", shard, graph,
+            "halo" if rank == 0 else "broadcast")
+    refused(errors.GroupError, "'partition' to be the same on every rank", shard, graph, seed=rank)
+    refused(errors.GroupError, "'module' to be the same on every rank", DistributedModel, fused_nn.GCNConv(3, 2 + rank))

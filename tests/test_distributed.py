@@ -1,0 +1,142 @@
+"""Sharded equals whole: every fused layer on parts of a graph, in float64, by processes that talk through gloo."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sharded
+from layers import MORE, MORE_PAIRS, PAIRS, SQUARE
+from ranks import ranks
+
+ROOT = Path(__file__).parents[1]
+# What sharded graphs refuse, and why.
+REFUSED = {"han": "averages over all nodes", "hgt": "puts several edge types into one edge_index",
+           "gat_pair_loops": "self-loops", "gatv2_pair_loops": "self-loops", "gat_pair_edge": "self-loops"}
+PLAIN = {f"rgat_{mode}_within_{mod}" for mode in ("add", "mul") for mod in (None, "additive", "scaled", "f-additive",
+                                                                          "f-scaled")}
+ON_NODES = [layer.name for layer in (*SQUARE, *MORE) if layer.name not in {*REFUSED, *PLAIN}]
+ON_PAIRS = [layer.name for layer in (*PAIRS, *MORE_PAIRS) if layer.name not in REFUSED]
+#: Of seven parts: one per reducer, stage structure and kind of edge data.
+FEW = ["gcn_weight", "gcn_reversed_weight", "sage", "sage_max", "sage_std", "sage_mul", "gat_edge", "gatv2",
+       "gat_fill_max", "edge_conv", "cheb_weight", "transformer_edge", "rgcn", "fast_rgcn_bases", "pna", "gen_softmax",
+       "appnp"]
+BOTH = [("halo", False), ("broadcast", True)]
+
+
+#: All layers, and every third, each time others.
+ALL = [pytest.param(size, 0, 1, marks=[pytest.mark.slow] * (size != 2)) for size in (1, 2, 3, 4)]
+SOME = [(1, 0, 3), (3, 1, 3), (4, 2, 3)]
+
+
+@pytest.mark.parametrize("size, first, step", [*ALL, *SOME])
+def test_layers_equal_the_whole(size, first, step):
+    ranks(size).run(sharded.check_layers, ON_NODES[first::step], "hub", *BOTH)
+    ranks(size).run(sharded.check_layers, ON_PAIRS[first::step], "bipartite", *BOTH)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_layers_equal_the_whole_by_the_other_way(size):
+    other = [("halo", True), ("broadcast", False)]
+    ranks(size).run(sharded.check_layers, FEW, "isolated", *other)
+    ranks(size).run(sharded.check_layers, FEW, "self_loops", *other)
+    ranks(size).run(sharded.check_layers, ON_PAIRS[::2], "bipartite_wide", *other)
+
+
+def test_seven_parts():
+    ranks(7).run(sharded.check_layers, FEW, "prime", *BOTH)
+    ranks(7).run(sharded.check_layers, FEW[::2], "isolated", ("broadcast", False))
+
+
+def test_training_equals_the_whole():
+    for size in (1, 2, 3):
+        ranks(size).run(sharded.check_training, "gcn", "halo")
+        ranks(size).run(sharded.check_training, "gat", "broadcast")
+
+
+def test_gradients_of_several_backwards():
+    ranks(3).run(sharded.check_accumulation)
+
+
+@pytest.mark.parametrize("case", ["hub", "bipartite", "isolated"])
+def test_parts_from_their_own_edges(case):
+    ranks(3).run(sharded.check_edges, case)
+
+
+def test_the_planner_takes_the_cheaper_way():
+    ranks(3).run(sharded.check_planner)
+
+
+def test_whole_tensors():
+    ranks(3).run(sharded.check_take_and_join, "prime")
+    ranks(3).run(sharded.check_take_and_join, "bipartite")
+
+
+@pytest.mark.parametrize("check", [
+    "check_refused_options", "check_refused_operations", "check_refused_layers", "check_mismatches"])
+def test_what_is_refused(check):
+    ranks(2).run(getattr(sharded, check))
+
+
+def torchrun(size, *arguments):
+    """What a program printed, and whether it came to its end, in ``size`` processes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    return done.stdout + done.stderr, done.returncode == 0
+
+
+def train(size, out, *options):
+    """The metrics of a job of the command line."""
+    job = ["--dataset", "generated:nodes=200,degree=5", "--model", "gat", "--dropout", "0.3", "--dtype", "float64",
+           "--device", "cpu", "--out"]
+    text, is_done = torchrun(size, "-m", "pyg_fullgraph", "train", *job, str(out), *options)
+    assert is_done, text[-4000:]
+    return json.loads((out / "metrics.json").read_text())
+
+
+def test_the_command_under_torchrun(tmp_path):
+    """The same curve on any number of processes, also continued on another number."""
+    alone = train(1, tmp_path / "one", "--epochs", "6")
+    both = train(2, tmp_path / "two", "--epochs", "3")
+    assert (alone["num_processes"], both["num_processes"]) == (1, 2)
+    rest = train(3, tmp_path / "two", "--epochs", "6", "--resume")
+    for name in ("losses", "val_losses", "val_accuracies", "test_accuracy"):
+        assert rest["seeds"][0][name] == pytest.approx(alone["seeds"][0][name], rel=1e-9)
+
+
+def test_comparing_with_pyg_needs_one_process(tmp_path):
+    text, is_done = torchrun(2, "-m", "pyg_fullgraph", "train", "--compare", "pyg", "--device", "cpu", "--out",
+                             str(tmp_path))
+    assert not is_done and "Expected 'compare' to be left out with several processes" in text
+
+
+def test_the_example():
+    """It learns, and the same on one process as on two."""
+    found = [torchrun(size, str(ROOT / "examples" / "distributed" / "train.py")) for size in (1, 2)]
+    assert all(is_done for _, is_done in found), found
+    losses = [float(re.search(r"loss (\S+),", text)[1]) for text, _ in found]
+    assert losses[0] == pytest.approx(losses[1], abs=2e-4) and losses[0] < 0.7
+    assert "ShardedGraph(rank=0 of 2" in found[1][0]
+
+
+def test_a_rank_that_dies_ends_the_others(tmp_path):
+    script = tmp_path / "dies.py"
+    script.write_text(DIES)
+    text, is_done = torchrun(2, str(script))
+    assert not is_done and "rank 1 gives up" in text and "never" not in text
+
+
+DIES = """
+import torch, pyg_fullgraph as pfg
+from pyg_fullgraph.distributed.group import under_torchrun
+with under_torchrun("cpu") as group:
+    graph = pfg.shard(torch.arange(20).view(2, 10) % 7)
+    if group.rank == 1:
+        raise SystemExit("rank 1 gives up")
+    pfg.nn.GCNConv(3, 3)(torch.zeros(graph.num_dst, 3), graph)
+    print("never")
+"""
