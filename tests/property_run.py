@@ -38,11 +38,11 @@ class Tally:
         self.reasons: Counter[str] = Counter()
         self.failures: dict[str, list[str]] = {}
 
-    def count(self, check: Callable, case: object, data: st.DataObject) -> None:
+    def count(self, check: Callable, case: object, data: st.DataObject, device: str) -> None:
         texts: list[str] = []
         debug.reset()
         try:
-            check(case, data, texts.append)
+            check(case, data, texts.append, device)
             self.examples += 1
         except UnsatisfiedAssumption:
             self.skipped += 1
@@ -70,6 +70,7 @@ def main(
     examples: Annotated[int, typer.Option(help="At most.")] = 10_000,
     minutes: Annotated[float, typer.Option(help="At most.")] = 1e9,
     start: Annotated[int, typer.Option("--seed", help="Of what is drawn.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", debug.PlainPathWarning)
@@ -83,7 +84,7 @@ def main(
                   suppress_health_check=list(HealthCheck))
         @given(case=st.sampled_from(graphs), data=st.data())
         def run(case: object, data: st.DataObject) -> None:
-            tally.count(check, case, data)
+            tally.count(check, case, data, device)
 
         run()
         start += 1

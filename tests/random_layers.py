@@ -397,7 +397,7 @@ def answer(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
               [(f"{n}[{i}]", t) for i, t in enumerate(v)]) if isinstance(t, Tensor) and t.requires_grad}
     leaves.update(module.named_parameters())
     generator = torch.Generator().manual_seed(7)
-    cotangents = [torch.randn(r.shape, generator=generator, dtype=r.dtype) for r in results]
+    cotangents = [torch.randn(r.shape, generator=generator, dtype=r.dtype).to(r.device) for r in results]
     pairs = [(r, g) for r, g in zip(results, cotangents, strict=True) if r.requires_grad]
     found = torch.autograd.grad([r for r, _ in pairs], list(leaves.values()), [g for _, g in pairs],
                                 allow_unused=True) if pairs else [None] * len(leaves)

@@ -14,6 +14,7 @@ import torch_geometric.nn as pyg_nn
 from hypothesis import HealthCheck, assume, given, note, settings
 from hypothesis import strategies as st
 from random_layers import Text, Writer, answer, compile_layer, make_inputs
+from torch.utils._pytree import tree_map_only
 
 import pyg_fullgraph.nn as fused_nn
 import zoo
@@ -25,16 +26,17 @@ GRAPHS = [case for case in zoo.ALL if case.name not in ("hub", "prime")]
 LIMIT = 1e-9
 
 
-def compare_layer(case, data, note=note):
+def compare_layer(case, data, note=note, device="cpu"):
     """One random layer on PyG's base and on ours, in float64: results and every gradient."""
     text = Writer(data, case.is_square).write()
     note(f"{text}\non {case}")
     inputs = make_inputs(text, case, data.draw(st.integers(0, 3)))
-    want = answer(compile_layer(text, pyg_nn.MessagePassing), inputs)
+    inputs = tree_map_only(torch.Tensor, lambda t: t.detach().to(device).requires_grad_(t.requires_grad), inputs)
+    want = answer(compile_layer(text, pyg_nn.MessagePassing).to(device), inputs)
     assume(all(torch.isfinite(t).all() for t in want.values()))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", debug.PlainPathWarning)
-        got = answer(compile_layer(text, fused_nn.MessagePassing), inputs)
+        got = answer(compile_layer(text, fused_nn.MessagePassing).to(device), inputs)
     assert list(got) == list(want)
     assert [t.dtype for t in got.values()] == [t.dtype for t in want.values()]
     wrong = {n: e for n, t in want.items() if not (e := error(got[n], t)) <= LIMIT}
@@ -45,6 +47,13 @@ def compare_layer(case, data, note=note):
 @given(case=st.sampled_from(GRAPHS), data=st.data())
 def test_a_random_layer_means_what_it_means_in_pyg(case, data):
     compare_layer(case, data)
+
+
+@pytest.mark.gpu
+@settings(max_examples=10 * SCALE, deadline=None, suppress_health_check=list(HealthCheck))
+@given(case=st.sampled_from(GRAPHS), data=st.data())
+def test_a_random_layer_on_a_gpu(case, data):
+    compare_layer(case, data, device="cuda")
 
 
 # --- found by the above -----------------------------------------------------------------------------------------
