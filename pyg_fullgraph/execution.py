@@ -210,7 +210,13 @@ def _launch_sweep(sweep: Sweep, kernel: codegen.KernelSource, order: EdgeOrder, 
         return _launch_in(shape, sweep, chosen, order, leaf, like, exact)
 
     key = tune.key_of(kernel.source, like.dtype, order.num_rows, order.num_edges, like.device)
-    return run(tune.choose(key, default, fits, run, tune.milliseconds))
+    shape = tune.choose(key, default, fits, run, tune.milliseconds)
+    try:
+        return run(shape)
+    except OutOfResources:
+        if shape == default:
+            raise
+        return run(default)
 
 
 def _default_shape(kernel: codegen.KernelSource, order: EdgeOrder) -> tune.Shape:

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -274,6 +275,65 @@ def test_a_cached_value_of_another_call_has_no_gradient_to_give(make):
     again = fast(x, edge_index, weight)
     with pytest.raises(CompiledResultError, match="cached=False"):
         torch.autograd.grad(again.sum(), weight)
+
+
+def test_random_numbers_of_a_layer_in_eval_mode_are_fresh_in_every_call():
+    """Monte-Carlo dropout: only a part of the layer is in training mode."""
+    layer = fused_nn.GINConv(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5))).eval()
+    layer.nn[1].train()
+    fast = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x, edge_index = torch.randn(9, 8), torch.randint(0, 9, (2, 30))
+    assert not torch.equal(fast(x, edge_index), fast(x, edge_index))
+
+
+class Forward(fused_nn.MessagePassing):
+    def __init__(self, body):
+        super().__init__(aggr="sum")
+        self.body = [body]
+
+    def forward(self, x, edge_index):
+        return self.body[0](self, x, edge_index)
+
+    def send(self, x, edge_index):
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_j):
+        return x_j.sin()
+
+
+@pytest.mark.parametrize("body", [
+    lambda layer, x, edge_index: layer.send(x, edge_index).view(-1, 2, 4).transpose(1, 2),
+    lambda layer, x, edge_index: (x, layer.send(x, edge_index))], ids=["not contiguous", "its own argument"])
+def test_what_a_forward_may_return(body):
+    layer, x, edge_index = Forward(body), torch.randn(9, 8).requires_grad_(), torch.randint(0, 9, (2, 30))
+
+    def loss(layer):
+        out = layer(x, edge_index)
+        outs = out if isinstance(out, tuple) else (out,)
+        return sum((o.reshape(o.size(0), -1).cos() * k).sum() for k, o in enumerate(outs, start=1))
+
+    fast = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    (want,), (got,) = (torch.autograd.grad(loss(f), x) for f in (layer, fast))
+    torch.testing.assert_close(got, want)
+
+
+def test_a_forward_that_writes_into_its_argument_is_refused():
+    """A compiler is told that arguments stay as they are, and goes on with what they were."""
+    layer = Forward(lambda layer, x, edge_index: layer.send(x.add_(1), edge_index))
+    x, edge_index = torch.randn(9, 8), torch.randint(0, 9, (2, 30))
+    with pytest.raises(CompiledResultError, match="a write into one"):
+        torch.compile(layer, fullgraph=True, backend="aot_eager")(x, edge_index)
+
+
+def test_calls_of_several_threads_leave_the_parameters():
+    layer = fused_nn.GATConv(16, 16)
+    x, edge_index = torch.randn(2000, 16), torch.randint(2000, (2, 20_000))
+    fast = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    names, want = dict(layer.named_parameters()), fast(x, edge_index)
+    with ThreadPoolExecutor(3) as threads:
+        for got in threads.map(lambda _: fast(x, edge_index), range(30)):
+            torch.testing.assert_close(got, want)
+    assert {k: id(v) for k, v in layer.named_parameters()} == {k: id(v) for k, v in names.items()}
 
 
 def test_a_layer_that_was_changed():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from torch_geometric.utils import softmax
 
 import pyg_fullgraph.nn as fused_nn
 import zoo
-from pyg_fullgraph import debug
+from pyg_fullgraph import convert, debug
 from pyg_fullgraph.errors import ForwardModeError, InputError
 from pyg_fullgraph.nn import tracing
 
@@ -336,3 +337,59 @@ def test_bad_ids_are_named(make):
         make(3, 2)(x, torch.tensor([[0, -1], [1, -1]]))
     with pytest.raises(ValueError, match="integer"):
         make(3, 2)(x, torch.tensor([[0.0, 1.0], [1.0, 2.0]]))
+
+
+class ByDtype(fused_nn.MessagePassing):
+    def __init__(self):
+        super().__init__(aggr="sum")
+        self.lin = nn.Linear(6, 4)
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_j):
+        h = self.lin(x_j)
+        return h * (2 if h.dtype == torch.bfloat16 else 3)
+
+
+def test_a_trace_under_autocast_says_nothing_about_calls_without():
+    torch.manual_seed(0)
+    layer, x = ByDtype(), torch.randn(CASE.num_src, 6)
+    src, dst = CASE.edge_index
+    want = torch.zeros(CASE.num_dst, 4).index_add(0, dst, 3 * layer.lin(x)[src])
+    with torch.autocast("cpu", torch.bfloat16), pytest.warns(debug.PlainPathWarning):
+        mixed = layer(x, CASE.edge_index)
+    torch.testing.assert_close(layer(x, CASE.edge_index), want)
+    torch.testing.assert_close(1.5 * mixed.float(), want, atol=0.05, rtol=0.05)
+
+
+def test_negative_types_count_from_the_end():
+    class Typed(pyg_nn.MessagePassing):
+        def __init__(self):
+            super().__init__(aggr="sum")
+            self.table = nn.Parameter(torch.arange(18.0).view(3, 6))
+
+        def forward(self, x, edge_index, kind):
+            return self.propagate(edge_index, x=x, kind=kind)
+
+        def message(self, x_j, kind):
+            return x_j * self.table[kind]
+
+    plain, fused = Typed(), convert(Typed())
+    x, kind = torch.randn(CASE.num_src, 6), torch.arange(CASE.num_edges) % 6 - 3
+    debug.reset()
+    outs = [layer(x, CASE.edge_index, kind) for layer in (plain, fused)]
+    torch.testing.assert_close(*outs)
+    grads = [torch.autograd.grad(o.sin().sum(), layer.table)[0] for o, layer in zip(outs, (plain, fused), strict=True)]
+    torch.testing.assert_close(*grads)
+    assert debug.counters()["plain"] == 0
+
+
+def test_edges_chosen_by_arrays_are_left_to_torch():
+    class Chosen(fused_nn.MessagePassing):
+        def forward(self, x, edge_index):
+            return self.propagate(edge_index[np.array([1, 0]), :], x=x)
+
+    x = torch.randn(CASE.num_src, 6)
+    src, dst = CASE.edge_index
+    torch.testing.assert_close(Chosen()(x, CASE.edge_index), torch.zeros_like(x).index_add(0, src, x[dst]))

@@ -22,7 +22,7 @@ from pyg_fullgraph.graph import Graph, graph_of
 from pyg_fullgraph.nn.lazy import EdgeExpr, as_plain
 from pyg_fullgraph.nn.order import LinearExpr
 from pyg_fullgraph.nn.preparation import check_edge_rows, is_derived, prepared_graph
-from pyg_fullgraph.nn.tracing import METHODS, attribute, initialize_lazy, result_dtype, traced
+from pyg_fullgraph.nn.tracing import METHODS, attribute, initialize_lazy, mentioned, result_dtype, traced
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.forms import TARGET_ROWS
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output
@@ -223,8 +223,10 @@ class Call:
 
     def _visible_dtypes(self) -> list[torch.dtype]:
         """Floating dtypes that the methods may see, of arguments first."""
-        state = (*self.tensors.values(), *self.conv.parameters(), *self.conv.buffers())
-        found = dict.fromkeys(t.dtype for t in state if t.is_floating_point())
+        names = mentioned(type(self.conv), self.function)
+        state = [t for name, t in (*self.conv.named_parameters(), *self.conv.named_buffers())
+                 if names is None or name.partition(".")[0] in names]
+        found = dict.fromkeys(t.dtype for t in (*self.tensors.values(), *state) if t.is_floating_point())
         if torch.is_autocast_enabled(self.graph.device.type):
             found[torch.get_autocast_dtype(self.graph.device.type)] = None
         return list(found)

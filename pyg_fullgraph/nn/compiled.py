@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +37,7 @@ REASON = ("pyg_fullgraph: under torch.compile a fused layer takes plain tensors 
 #: Handle -> layer. A compiler can read a string off a layer, and hand on nothing but such constants.
 _layers: weakref.WeakValueDictionary[str, Module] = weakref.WeakValueDictionary()
 _handles = itertools.count(1)
+_locks: weakref.WeakKeyDictionary[Module, Any] = weakref.WeakKeyDictionary()
 #: Token -> results and inputs of a forward whose backward may come; the results as places in its graph.
 _runs: dict[int, tuple[list[Any], list[Tensor], tuple[str, str, str] | None]] = {}
 _tokens = itertools.count(1)
@@ -91,7 +93,7 @@ def call(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     has_grad = torch.is_grad_enabled()
     needs = [has_grad and t.requires_grad for t in (*tensors, *parameters)]
     # Drawn outside: a call with masks or running statistics must not be merged with an equal one, nor masks redrawn.
-    seed = torch.randint(2**62, (1,), device="cpu") if layer.training else torch.zeros(1, dtype=torch.int64)
+    seed = torch.randint(2**62, (1,), device="cpu")
     results = layer_call(key, tensors, parameters, sizes, autocast, needs, seed)
     return _unflatten(_results_of(key), results, ())
 
@@ -172,8 +174,10 @@ def _run(layer: Any, known: _Call, tensors: Sequence[Tensor], parameters: Sequen
     args, values = _unflatten(known.template, tensors, sizes)
     kind = tensors[0].device.type if tensors else "cpu"
     dtype = getattr(torch, autocast) if autocast else None
-    # Last in, first out: a module with two names has its parameters put in twice.
-    with torch.autocast(kind, dtype=dtype, enabled=bool(autocast)), _reparametrize_module(
+    # Last in, first out: a module with two names has its parameters put in twice. One thread at a time: each puts back
+    # what it found.
+    with _locks.setdefault(layer, threading.RLock()), torch.autocast(
+            kind, dtype=dtype, enabled=bool(autocast)), _reparametrize_module(
             layer, dict(zip(known.names, parameters, strict=True)), tie_weights=True, stack_weights=True):
         return type(layer).forward._fullgraph_eager(layer, *args, **dict(zip(known.keywords, values, strict=True)))
 
@@ -214,7 +218,8 @@ def layer_call(key: str, tensors: Sequence[Tensor], parameters: Sequence[Tensor]
         token = torch.zeros((), dtype=torch.int64)
         outs = _call_apart(_calls[key], tensors, parameters, sizes, autocast, needs, token)
     # A compiler takes what it gets for its own and writes into it.
-    return [*(out.clone() if _is_shared(out) else out for out in outs), token]
+    return [*(out.clone(memory_format=torch.contiguous_format) if _is_shared(out) or not out.is_contiguous() else out
+              for out in outs), token]
 
 
 def _call_apart(known: _Call, tensors: Sequence[Tensor], parameters: Sequence[Tensor], sizes: Sequence[int],
@@ -224,10 +229,16 @@ def _call_apart(known: _Call, tensors: Sequence[Tensor], parameters: Sequence[Te
               for t, need in zip((*tensors, *parameters), needs, strict=True)]
     layer = _layers[known.handle]
     kept = _kept_with_gradient(layer)
-    with _autograd() if any(needs) else torch.no_grad():
+    versions = [None if t.is_inference() else t._version for t in inputs[:len(tensors)]]
+    with _autograd(), torch.set_grad_enabled(any(needs)):
         out = _run(layer, known, inputs[:len(tensors)], inputs[len(tensors):], sizes, autocast)
+    if any(v is not None and v != t._version for v, t in zip(versions, inputs, strict=False)):
+        raise CompiledResultError(type(layer).__name__, "to leave its arguments as they are",
+                                  "a write into one; let forward make a copy")
     outs: list[Tensor] = []
-    form = _flatten(out, outs, [])
+    with _autograd(), torch.set_grad_enabled(any(needs)):
+        form = _flatten(out, outs, [])
+        outs = [o.view_as(o) if o.is_leaf and o.requires_grad else o for o in outs]
     _check(known, form, outs, tensors, sizes, autocast)
     if any(needs):
         number = next(_tokens)

@@ -81,7 +81,9 @@ def _index(edge_index: Any, index: Any) -> Tensor | None:
         return None
     if isinstance(index, list):
         return reversed_edges(edge_index) if index == [1, 0] else None
-    if not isinstance(index, tuple) or len(index) != 2 or index[0] != slice(None) or type(index[1]) is not Tensor:
+    if not isinstance(index, tuple) or len(index) != 2 or type(index[0]) is not slice or type(index[1]) is not Tensor:
+        return None
+    if index[0] != slice(None):
         return None
     mask = index[1]
     is_mask = mask.dtype == torch.bool and mask.shape == edge_index.shape[1:] and mask.device == edge_index.device

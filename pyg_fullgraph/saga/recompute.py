@@ -22,6 +22,8 @@ Group = TypeVar("Group")
 
 #: Rows of vertices have at least this many times as many features as all edge values together that a sweep is handed.
 NARROW = 4
+#: Most numbers per edge that a sweep is handed: 64 bytes, twice what the edge itself takes in both orders.
+MAX_HANDED = 16
 
 
 def orders(groups: Iterable[tuple[int, Group]]) -> Iterator[list[Group]]:
@@ -114,7 +116,8 @@ def _handed(steps: Steps, sweep: Sweep, nodes: Sequence[Node], made: Mapping[Nod
 def _narrow(sweep: Sweep, made: Container[Node]) -> list[Node]:
     """The largest expressions of ``sweep`` that are ``made`` before, other than masks, as long as they are narrow."""
     read_or_made = (*sweep.inputs, *(r for r, _ in sweep.gathers))
-    room = max((n.numel for n in read_or_made if n.domain in (Domain.SRC, Domain.DST)), default=0) // NARROW
+    widest = max((n.numel for n in read_or_made if n.domain in (Domain.SRC, Domain.DST)), default=0)
+    room = min(widest // NARROW, MAX_HANDED)
     found: list[Node] = []
     seen: set[Node] = set()
     waiting = list(reversed(sweep.operands))

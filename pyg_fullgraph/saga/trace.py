@@ -273,7 +273,8 @@ class _Trace:
 
     def run(self, call: Callable[[Any, Mapping[str, Any]], Any]) -> _Result:
         """Trace ``call(layer, arguments)`` and import what it does."""
-        with _LOCK:  # a trace puts other parameters into the layer for a moment
+        # A trace puts other parameters into the layer for a moment; it is kept, so without the caller's autocast.
+        with _LOCK, torch.autocast("cpu", enabled=False):
             result, has_counted = self._run(call, NUM_TARGETS)
             if has_counted:
                 other, _ = self._run(call, OTHER_NUM_TARGETS)

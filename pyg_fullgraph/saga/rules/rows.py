@@ -334,8 +334,8 @@ def _index(imp: Any, fx: FxNode, x: Any, indices: Sequence[Any]) -> Any:
 
 
 def _from_the_end(index: Any, size: int) -> Any:
-    """A computed index as one that counts from the front; ids that are given count from there anyway."""
-    if not isinstance(index, Node) or index.op == "input" or not size:
+    """An index as one that counts from the front, as torch takes negative ones."""
+    if not isinstance(index, Node) or not size:
         return index
     return choose(pointwise("lt", index, 0.0), pointwise("add", index, float(size)), index)
 
