@@ -34,7 +34,7 @@ UNARY = ("torch.tanh({a})", "torch.sigmoid({a})", "torch.sin({a})", "torch.cos({
          "torch.expm1(torch.tanh({a}))", "torch.log1p({a}.abs())", "torch.sinh(torch.tanh({a}))", "{a} * 0.5",
          "{a} + 1.0", "1.5 - {a}", "2 * {a}", "{a}.detach() * 0.7", "{a}.masked_fill({a} > 0.4, 0.25)",
          "torch.where({a} > 0.1, {a}, {a} * 0.3)", "torch.square(torch.tanh({a}))", "F.dropout({a}, 0.0)",
-         "{a}.float().to({a}.dtype) * 0.0 + {a}", "F.celu({a}, 1.3)", "F.softsign({a})", "F.hardswish({a} * 2.1)")
+         "{a}.float().to({a}.dtype) * 0.0 + {a}", "F.celu({a}, 2.0)", "F.softsign({a})", "F.hardswish({a} * 2.1)")
 BINARY = ("{a} + {b}", "{a} - {b}", "{a} * {b}", "{a} / ({b}.abs() + 0.5)", "torch.maximum({a}, {b})",
           "torch.minimum({a}, {b})", "torch.where({a} > {b}, {a}, {b} * 0.5)", "torch.atan2({a}, {b}.abs() + 0.5)",
           "torch.lerp({a}, {b}, 0.3)", "torch.addcmul({a}, {b}, {a}, value=0.3)", "{a} * ({b} <= 0.2)",
