@@ -161,7 +161,9 @@ def integer_data() -> EdgeProgram:
     x, kind, label = ir.input("x", SRC, (WIDTH,)), ir.input("kind", EDGE, (), True), ir.input("label", SRC, (2,), True)
     chosen = ir.pointwise("where", ir.view(ir.pointwise("eq", kind, 1.0), (1,)), x, ir.pointwise("neg", x))
     row = ir.lookup(ir.input("table", Domain.PARAM, (3, WIDTH)), kind)
-    same = ir.pointwise("ge", label, ir.view(ir.input("mine", DST, (), True), (1,)))
+    mine = ir.input("mine", DST, (), True)
+    row = ir.pointwise("mul", row, ir.lookup(ir.input("rows", Domain.PARAM, (3, WIDTH)), mine))
+    same = ir.pointwise("ge", label, ir.view(mine, (1,)))
     count = ir.pointwise("add", ir.pointwise("mul", label, 2.0), ir.pointwise("where", same, 1.0, 0.5))
     return EdgeProgram((Output("sum", ir.pointwise("mul", chosen, row)), Output("max", count, "count")))
 

@@ -292,7 +292,9 @@ def test_processes_that_start_at_once_share_the_folder(tmp_path):
     files = {p: p.read_bytes() for p in (tmp_path / "adjoints").iterdir()}
     later = result(start(tmp_path))
     assert {p.suffix for p in files} == {".json"}
-    assert max(r["derived"] for r in at_once) == len(files) == 3
+    # Whoever is late finds what the others have put there.
+    assert len(files) == 3 <= sum(r["derived"] for r in at_once)
+    assert max(r["derived"] for r in at_once) <= 3
     assert later["derived"] == 0
     assert all(r["grads"] == later["grads"] for r in at_once)
     assert files == {p: p.read_bytes() for p in (tmp_path / "adjoints").iterdir()}

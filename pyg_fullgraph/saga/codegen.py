@@ -505,12 +505,17 @@ class _Generator:
         row, index = node.args
         buffer, name = self._buffer(row), self.names[index]
         num_rows = self._source(row).shape[0]
+        if not num_rows:
+            raise NotFusable(["a lookup in a table without rows"])
+        # The id is brought inside, not masked: one of a row is a scalar, which a mask of features does not take in
+        # Triton's interpreter.
+        nearest = f"tl.minimum(tl.maximum({name}, 0), {num_rows - 1})"
+        mask = self._mask(row, *(["live"] if index.domain not in (Domain.PARAM, self.sweep.rows) else []))
+        place = f"{buffer.name}_ptr + {nearest}.to(tl.int64) * {max(row.numel, 1)} + {self._offset(row)}"
+        value = f"tl.load({place}{f', mask={mask}, other=0' if mask else ''})"
         inside = f"({name} >= 0) & ({name} < {num_rows})"
-        mask = self._mask(row, inside, *(["live"] if index.domain not in (Domain.PARAM, self.sweep.rows) else []))
-        place = f"{buffer.name}_ptr + {name}.to(tl.int64) * {max(row.numel, 1)} + {self._offset(row)}"
-        if row.is_integer:
-            return f"tl.load({place}, mask={mask}, other=0)"
-        return f"tl.where({inside}, tl.load({place}, mask={mask}, other=0).to(FLOAT), float('nan'))"
+        return f"tl.where({inside}, {value}, 0)" if row.is_integer else \
+            f"tl.where({inside}, {value}.to(FLOAT), float('nan'))"
 
     # --- matrix products --------------------------------------------------------------------------------------------
 
