@@ -57,6 +57,21 @@ def test_values_and_widths(name, num_in, num_out, width, requires_grad):
         assert not any(e.reasons for e in events)
 
 
+@pytest.mark.parametrize("num_in, num_out", [(3, 8), (8, 3)])
+@pytest.mark.parametrize("node_dim", [-2, 1])
+def test_features_of_a_static_graph(num_in, num_out, node_dim):
+    """One graph, several feature matrices ``[B, N, K]``: summed at the narrower width as well."""
+    ours, pygs = layers("GCNConv", num_in, num_out)
+    ours.node_dim = pygs.node_dim = node_dim
+    x = torch.stack([features(num_in, False), features(num_in, False).flip(0)]).requires_grad_()
+    for _ in range(2):
+        with debug.recording() as events:
+            got = gradients(ours, x)
+        for g, w in zip(got, gradients(pygs, x), strict=True):
+            torch.testing.assert_close(g, w, rtol=1e-10, atol=1e-10)
+        assert summed_widths(events) == {2 * 3}
+
+
 @pytest.mark.parametrize("name", ["GCNConv", "SAGEConv", "GraphConv"])
 def test_a_first_layer_sums_constant_features_once(name, monkeypatch):
     from pyg_fullgraph.autograd import EdgePhase

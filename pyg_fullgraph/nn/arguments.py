@@ -139,13 +139,13 @@ class Call:
             rows = self.rows[name]
             if rows is None:
                 return None
-            place = f"{self.methods[0]}.{name}"
+            place, dim = f"{self.methods[0]}.{name}", self._dim(rows)
             if isinstance(rows, LinearExpr) and name[-1] == "j" and f"{name[:-2]}_i" not in self.rows and \
-                    self._dim(rows) == 0 and rows.write_out(self.conv, self.graph, place):
-                self.exprs[ir.input(place, Domain.SRC, tuple(rows.shape[1:]))] = rows
+                    dim < rows.dim() - 1 and rows.write_out(self.conv, self.graph, place, dim):
+                self.exprs[ir.input(place, Domain.SRC, rows.node.shape)] = rows
                 self.tensors.update(rows.tensors)
-                return ArgSpec(Domain.SRC, tuple(rows.shape[1:]), place)
-            return self._tensor(name, rows, Domain.SRC if name[-1] == "j" else Domain.DST, self._dim(rows))
+                return ArgSpec(Domain.SRC, rows.node.shape, place, dim=dim)
+            return self._tensor(name, rows, Domain.SRC if name[-1] == "j" else Domain.DST, dim)
         if name in _SPECIAL:
             return _SPECIAL[name]
         if name == "edge_index_j":

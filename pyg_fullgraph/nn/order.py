@@ -49,7 +49,7 @@ def is_open(layer: Any) -> bool:
 
 def opened(value: Any) -> Any:
     """An argument of forward, with node features as something whose linear map may be postponed."""
-    if type(value) in _PLAIN and value.dim() == 2 and value.is_floating_point() and value.layout == torch.strided:
+    if type(value) in _PLAIN and value.dim() >= 2 and value.is_floating_point() and value.layout == torch.strided:
         return Features(value)
     if type(value) is tuple:
         return tuple(opened(v) for v in value)
@@ -108,7 +108,7 @@ class _Open(LazyTensor):
 
 
 class Features(_Open):
-    """Node features ``[N, K]`` as they came."""
+    """Node features ``[N, K]``, or ``[B, N, K]`` of a static graph, as they came."""
 
     @staticmethod
     def __new__(cls, value: Tensor) -> Features:
@@ -121,11 +121,11 @@ class Features(_Open):
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> LinearExpr | None:
         x = self.materialize()
-        return LinearExpr(x, weight, bias) if weight.dtype == x.dtype and weight.shape[1] == x.shape[1] else None
+        return LinearExpr(x, weight, bias) if weight.dtype == x.dtype and weight.shape[1] == x.shape[-1] else None
 
 
 class LinearExpr(_Open):
-    """``x W^T + b`` for each node, ``[N, M]``, not computed yet."""
+    """``x W^T + b`` for each node, ``[N, M]`` or ``[B, N, M]``, not computed yet."""
 
     x: Tensor
     weight: Tensor
@@ -135,7 +135,7 @@ class LinearExpr(_Open):
 
     @staticmethod
     def __new__(cls, x: Tensor, weight: Tensor, bias: Tensor | None) -> LinearExpr:
-        self = _Open._make(cls, x, (x.shape[0], weight.shape[0]))
+        self = _Open._make(cls, x, (*x.shape[:-1], weight.shape[0]))
         self.x, self.weight, self.bias = x, weight, bias
         self.watch(x, weight, bias)
         return self
@@ -146,20 +146,22 @@ class LinearExpr(_Open):
     def compute(self) -> Tensor:
         return F.linear(self.x, self.weight, self.bias)
 
-    def write_out(self, layer: Module, graph: Graph, place: str) -> bool:
+    def write_out(self, layer: Module, graph: Graph, place: str, dim: int) -> bool:
         """Whether it may pay to sum first; then :attr:`node` is the product as a source expression of :attr:`tensors`.
 
         Args:
             layer: Whose propagate asks.
             graph: What it runs on.
             place: Prefix of the names of the tensors.
+            dim: The dimension of the nodes, in front of that of the features.
         """
-        is_constant = reuse.was_seen(graph, ("linear", id(self.weight)), self.x)
+        is_constant = dim == 0 and reuse.was_seen(graph, ("linear", id(self.weight)), self.x)
         if self._value is not None or not (self.weight.shape[1] < self.weight.shape[0] or is_constant):
             return False
         _useful.add(layer)
-        self.tensors = {f"{place}.features": self.x, f"{place}.weight": self.weight}
-        x = ir.input(f"{place}.features", Domain.SRC, self.x.shape[1:])
+        rows = self.x.movedim(dim, 0).contiguous() if dim else self.x
+        self.tensors = {f"{place}.features": rows, f"{place}.weight": self.weight}
+        x = ir.input(f"{place}.features", Domain.SRC, tuple(rows.shape[1:]))
         node = _product(x, self.weight, f"{place}.weight")
         if self.bias is not None:
             self.tensors[f"{place}.bias"] = self.bias

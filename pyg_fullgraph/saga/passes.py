@@ -278,7 +278,7 @@ def _product(value: Node) -> tuple[Node | None, Node, Node] | None:
 
 
 def _sum_first(scale: Node | None, x: Node, weight: Node, constant: Container[Node]) -> bool:
-    if len(x.shape) != 1 or not x.is_row:
+    if not x.is_row:
         return False
     summed = [x] if scale is None else [x, scale]
     if all(n in constant for n in ir.inputs_of(*summed) if n is not ir.DEGREE and n is not ir.INV_DEGREE):
