@@ -170,9 +170,9 @@ class Call:
         if name in _PER_EDGE and not (value.dim() == 0 or value.size(0) == 1):
             check_edge_rows(name, value, self.graph)
         # By its size, never by its name: one row per edge where PyG has them, in front or beside the nodes' dimension.
-        dim = next((d for d in (0, self._dim(value)) if 0 <= d < value.dim() and
-                    self.graph.holds_everywhere(value.size(d) == self.graph.num_edges)), None)
-        return self._tensor(name, value, Domain.PARAM if dim is None else Domain.EDGE, dim or 0)
+        found = next((d for d in (0, self._dim(value)) if 0 <= d < value.dim() and
+                      self.graph.holds_everywhere(value.size(d) == self.graph.num_edges)), None)
+        return self._tensor(name, value, Domain.PARAM if found is None else Domain.EDGE, found or 0)
 
     def _tensor(self, name: str, value: Tensor, domain: Domain, dim: int = 0) -> ArgSpec:
         value = as_plain(value)
