@@ -19,7 +19,7 @@ from triton.runtime.errors import OutOfResources
 from pyg_fullgraph import chunks
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.graph import EdgeOrder
-from pyg_fullgraph.saga import codegen, interpret, ir
+from pyg_fullgraph.saga import codegen, interpret, ir, tiles
 from pyg_fullgraph.saga.ir import Domain, Node
 from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, Plan, Sweep, Target
 from triton_kernels import launch, segment, tune
@@ -164,7 +164,7 @@ def _kernel_for(sweep: Sweep, like: Tensor) -> codegen.KernelSource | None:
 
 
 @lru_cache(maxsize=4096)
-def kernel_of(sweep: Sweep, lanes: int = 4, tile: int = codegen.TILE_FEATURES) -> codegen.KernelSource | NotFusable:
+def kernel_of(sweep: Sweep, lanes: int = 4, tile: int = tiles.TILE_FEATURES) -> codegen.KernelSource | NotFusable:
     """The generated kernel of ``sweep`` (see :func:`codegen.generate`), or why there is none."""
     try:
         return codegen.generate(sweep, lanes, tile)
@@ -222,7 +222,7 @@ def _launch_sweep(sweep: Sweep, kernel: codegen.KernelSource, order: EdgeOrder, 
 def _default_shape(kernel: codegen.KernelSource, order: EdgeOrder) -> tune.Shape:
     """Measured on an H200 for each kind of loop; rows of few edges leave no lanes idle."""
     mean_degree = order.num_edges / max(order.num_rows, 1)
-    block_e = max(min(kernel.block_e, codegen.next_power_of_2(max(math.ceil(mean_degree), 4))), kernel.min_block_e)
+    block_e = max(min(kernel.block_e, tiles.next_power_of_2(max(math.ceil(mean_degree), 4))), kernel.min_block_e)
     return tune.Shape(kernel.width, block_e, kernel.num_warps(block_e), MAX_PIECE)
 
 

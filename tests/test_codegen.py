@@ -19,7 +19,7 @@ from pyg_fullgraph import execution
 from pyg_fullgraph.autograd import EdgePhase
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.execution import kernel_of
-from pyg_fullgraph.saga import codegen, ir
+from pyg_fullgraph.saga import ir, tiles
 from pyg_fullgraph.saga.codegen import KernelSource
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
 from pyg_fullgraph.saga.passes import split
@@ -222,7 +222,7 @@ def test_tile_sizes_are_bounded():
         for sweep in sweeps_of(program_of(name)):
             kernel = kernel_of(sweep)
             if isinstance(kernel, KernelSource):
-                assert kernel.width <= codegen.MAX_TILE_FEATURES
+                assert kernel.width <= tiles.MAX_TILE_FEATURES
                 assert 1 <= kernel.num_warps(kernel.block_e) <= 8
 
 

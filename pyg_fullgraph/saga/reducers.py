@@ -7,30 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
+from pyg_fullgraph.saga.emit import Emitter
 from pyg_fullgraph.saga.ir import Domain, Node
-
-
-class Emitter(Protocol):
-    """What a reducer asks of the generator."""
-
-    lines: list[str]
-
-    def number(self, node: Node) -> str:
-        """The value of ``node`` as a floating point tile, after adding the lines that compute it."""
-
-    def matrix(self, node: Node) -> str:
-        """The same as a matrix of edges by features, zero outside of what there is."""
-
-    def one_hot(self, index: Node, num_rows: int) -> str:
-        """A matrix of edges by ``num_rows``: one where ``index`` is, zero elsewhere and where there is no edge."""
-
-    def edge_ids(self) -> str:
-        """The name of the edge ids of the block."""
-
-    def bind_weight(self, logit: Node, name: str) -> None:
-        """Let ``weight(logit)`` mean ``name`` from here on."""
 
 
 @dataclass

@@ -1,0 +1,324 @@
+"""Expressions as lines of Triton: one per operation, each where it is needed least often.
+
+What needs no edge is computed before the loop over edges, and what needs no row once per program.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pyg_fullgraph.errors import NotFusable
+from pyg_fullgraph.saga import ir
+from pyg_fullgraph.saga.axes import Axis
+from pyg_fullgraph.saga.ir import Domain, Node
+from pyg_fullgraph.saga.tiles import MIN_DOT_SIZE, Lowering, Tile, next_power_of_2
+from triton_kernels.reference import dropout_threshold
+
+__all__ = ["Buffer", "Emitter"]
+
+#: Operations whose results are truth values.
+_COMPARISONS = ("gt", "ge", "lt", "le", "eq", "ne")
+_LOGIC = ("and", "or", "not")
+#: Operations that keep integers integers.
+_WHOLE = ("add", "sub", "mul", "neg", "abs", "maximum", "minimum", "stop")
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A pointer parameter of a kernel.
+
+    Attributes:
+        name: Parameter name.
+        node: The input or result it holds.
+        shape: Feature shape.
+        integer: Whether it holds integers.
+        run: Features of its innermost axis, and how many the kernel expects in memory there (zeros follow them):
+            rows that are gathered start every run at a multiple of 16 bytes, so that loads are wide.
+    """
+
+    name: str
+    node: Node
+    shape: ir.Shape
+    integer: bool
+    run: tuple[int, int] = (1, 1)
+
+
+class Emitter:
+    """Writes the lines that compute values of a sweep.
+
+    Attributes:
+        once_lines, row_lines, lines: Lines for the start of a program, for each row, and for each block of edges.
+        inputs: Input -> its buffer, in the order of the kernel's parameters.
+        names: Value -> the name of its tile.
+        uses_eid: Whether edge ids or places of edges in edge tensors were asked for.
+        uses_ids: Whether those two may differ.
+    """
+
+    def __init__(self, lowering: Lowering, tile: Tile, rows: Domain, lanes: int, uses_ids: bool) -> None:
+        """Args:
+            lowering, tile: Of the sweep.
+            rows: Whose rows the sweep goes along.
+            lanes: Features per 16 bytes.
+            uses_ids: See the class.
+        """
+        self.lowering, self.tile, self.rows, self.lanes = lowering, tile, rows, lanes
+        self.others = Domain.EDGE & ~rows
+        self.once_lines: list[str] = []
+        self.row_lines: list[str] = []
+        self.lines: list[str] = []
+        self.inputs: dict[Node, Buffer] = {}
+        self.names: dict[Node, str] = {}
+        self.uses_eid, self.uses_ids = False, uses_ids
+        # float, int or bool; the axes in which a tile is not 1 wide; tiles -> the same as matrices.
+        self._types: dict[Node, str] = {}
+        self._present: dict[Node, frozenset[Axis]] = {}
+        self._matrices: dict[str, str] = {}
+
+    def bind_weight(self, logit: Node, name: str) -> None:
+        """Let ``weight(logit)`` mean ``name`` from here on."""
+        node = Node("weight", (logit,), logit.shape, Domain.EDGE)
+        self.names[node], self._types[node] = name, "float"
+        self._present[node] = frozenset(self.tile.axes.axes(logit))
+
+    def edge_ids(self) -> str:
+        """The name of the edge ids of the block, shaped as a tile."""
+        self.uses_eid = True
+        return "edge_id" if self.uses_ids else "eid"
+
+    def edge_places(self) -> str:
+        """The name of the places of the block's edges in edge tensors."""
+        self.uses_eid = True
+        return "eid"
+
+    def number(self, root: Node) -> str:
+        """The value of ``root`` as a floating point tile, after adding the lines that compute it."""
+        for node in ir.walk(root):
+            if node not in self.names:
+                self._emit_node(node)
+        return self._float(root)
+
+    def _float(self, node: Node) -> str:
+        return self.names[node] if self._types[node] == "float" else f"{self.names[node]}.to(FLOAT)"
+
+    def _truth(self, node: Node) -> str:
+        name, kind = self.names[node], self._types[node]
+        return name if kind == "bool" else f"({name} != 0)" if kind == "float" else f"({name}.to(tl.int64) != 0)"
+
+    def _emit_node(self, node: Node) -> None:
+        once = node.domain in (Domain.PARAM, self.rows) and node.op != "weight"
+        lines = self.once_lines if node.domain == Domain.PARAM else self.row_lines if once else self.lines
+        op = ir.OPS[node.op]
+        self._types[node] = _type(node, [self._types[a] for a in node.args])
+        self._present[node] = frozenset().union(*(self._present[a] for a in node.args)) if node.args else frozenset()
+        if node.op in ("view", "permute", "expand", "lift"):
+            self.names[node] = self.names[node.args[0]]
+            return
+        name = f"v{len(self.names)}"
+        self.names[node] = name
+        if node.op == "const":
+            ones = ", ".join(["1"] * (len(self.tile.order) + 1))
+            value = node.attr("value")
+            text = f'float("{value}")' if math.isinf(value) or math.isnan(value) else repr(value)
+            lines.append(f"{name} = tl.full([{ones}], {text}, FLOAT)")
+        elif node.op == "input":
+            self._present[node] = frozenset(self.tile.axes.axes(node))
+            if node not in self.lowering.tables:
+                lines.append(f"{name} = {self._load(node)}")
+        elif node.op == "lookup":
+            self._present[node] = frozenset(self.tile.axes.axes(node))
+            lines.append(f"{name} = {self._load_entry(node)}")
+        elif node.op == "eid":
+            self.names[node] = self.edge_ids()
+        elif node.op == "dropout":
+            self._present[node] = frozenset(self.tile.axes.axes(node))
+            p = node.attr("p")
+            scale = 0.0 if p >= 1 else 1.0 / (1.0 - p)
+            whole = max(self.lowering.source(node).numel, 1)
+            counter = f"{self.edge_ids()}.to(tl.int64) * {whole} + {self._offset(node)}"
+            seed = self.names[node.args[0]]
+            lines.append(f"{name} = device.dropout({seed}, {counter}, {dropout_threshold(p)}, {scale!r}).to(FLOAT)")
+        elif op.kind == "pointwise":
+            lines.append(f"{name} = {self._pointwise(node)}")
+        elif op.kind == "reduce":
+            self._emit_reduce(node, name, self._float(node.args[0]), lines)
+        elif node.op == "mm":
+            self._emit_product(node, name)
+        else:
+            raise NotFusable([f"{node.op} has no rule in a kernel"])
+
+    def _pointwise(self, node: Node) -> str:
+        text = ir.OPS[node.op].triton
+        if not text:
+            raise NotFusable([f"{node.op} has no rule in a kernel"])
+        args = node.args
+        if node.op in _LOGIC:
+            return text.format(*(self._truth(a) for a in args))
+        if node.op == "where":
+            is_same = self._types[args[1]] == self._types[args[2]]
+            values = [self.names[a] if is_same else self._float(a) for a in args[1:]]
+            return text.format(self._truth(args[0]), *values)
+        if node.op in _COMPARISONS and "int" in [self._types[a] for a in args]:
+            # As integers: ids above 2**24 are not all float32 numbers.
+            whole = [self._whole(a, b) for a, b in (args, args[::-1])]
+            if "" not in whole:
+                return text.format(*whole)
+        keeps = self._types[node] == "int" or node.op == "stop"
+        return text.format(*(self.names[a] if keeps else self._float(a) for a in args))
+
+    def _whole(self, node: Node, other: Node) -> str:
+        """``node`` as an integer to compare with ``other``, or nothing if it may not be one."""
+        name, kind = self.names[node], self._types[node]
+        if kind == "float":
+            value = _constant(node)
+            return str(int(value)) if value.is_integer() else ""
+        return name if kind == self._types[other] else f"{name}.to(tl.int64)"
+
+    def _emit_reduce(self, node: Node, name: str, arg: str, lines: list[str]) -> None:
+        gone = [a for d in node.attr("dims") for a in self.tile.axes.dims[node.args[0]][d]]
+        held = [a for a in gone if a in self._present[node.args[0]]]
+        repeated = math.prod(a.size for a in gone if a not in held)
+        value, fill = arg, "0.0" if node.op == "sum" else 'float("-inf")'
+        for axis in held:
+            k = self.tile.order.index(axis) + 1
+            if self.tile.is_masked(axis):
+                value = f"tl.where({self.tile.index(axis)} < {axis.size}, {value}, {fill})"
+            value = f"tl.{'sum' if node.op == 'sum' else 'max'}({value}, axis={k}, keep_dims=True)"
+        if node.op == "sum" and repeated > 1:
+            value = f"({value}) * {repeated}.0"
+        lines.append(f"{name} = {value}")
+        self._present[node] = self._present[node.args[0]] - set(gone)
+
+    # --- inputs -----------------------------------------------------------------------------------------------------
+
+    def _load(self, node: Node) -> str:
+        run = self._run(node)
+        buffer = self._buffer(node, run)
+        offset = self._offset(node, run[1])
+        if node.is_integer and node.domain == Domain.PARAM:
+            return f"tl.load({buffer.name}_ptr)"
+        cast = "" if node.is_integer else ".to(FLOAT)"
+        if node.domain == Domain.PARAM:
+            mask = self.tile.mask(node)
+            place = f"{buffer.name}_ptr + {offset}"
+        elif node.domain == self.rows:
+            mask = self.tile.mask(node)
+            place = f"{buffer.name}_ptr + row * {buffer.name}_stride + {offset}"
+        else:
+            index = "other" if node.domain == self.others else self.edge_places()
+            mask = self.tile.mask(node, "live", pitch=run[1])
+            place = f"{buffer.name}_ptr + {index}.to(tl.int64) * {buffer.name}_stride + {offset}"
+        if offset == "0" and self.tile.order and node.domain in (Domain.PARAM, self.rows):
+            return f"tl.load({place}){cast}"
+        return f"tl.load({place}{f', mask={mask}, other=0' if mask else ''}){cast}"
+
+    def _buffer(self, node: Node, run: tuple[int, int] = (1, 1)) -> Buffer:
+        source = self.lowering.source(node)
+        return self.inputs.setdefault(source, Buffer(f"in{len(self.inputs)}", source, source.shape, source.is_integer,
+                                                     run))
+
+    def _load_entry(self, node: Node) -> str:
+        """A row of a parameter table: NaN, or 0 for integers, where there is no such row."""
+        row, index = node.args
+        buffer, name = self._buffer(row), self.names[index]
+        num_rows = self.lowering.source(row).shape[0]
+        if not num_rows:
+            raise NotFusable(["a lookup in a table without rows"])
+        # The id is brought inside, not masked: one of a row is a scalar, which a mask of features does not take in
+        # Triton's interpreter.
+        nearest = f"tl.minimum(tl.maximum({name}, 0), {num_rows - 1})"
+        mask = self.tile.mask(row, *(["live"] if index.domain not in (Domain.PARAM, self.rows) else []))
+        place = f"{buffer.name}_ptr + {nearest}.to(tl.int64) * {max(row.numel, 1)} + {self._offset(row)}"
+        value = f"tl.load({place}{f', mask={mask}, other=0' if mask else ''})"
+        inside = f"({name} >= 0) & ({name} < {num_rows})"
+        return f"tl.where({inside}, {value}, 0)" if row.is_integer else \
+            f"tl.where({inside}, {value}.to(FLOAT), float('nan'))"
+
+    def _run(self, node: Node) -> tuple[int, int]:
+        """Length of the innermost runs of a gathered input, and their length in memory (see :class:`Buffer`)."""
+        axes = self.tile.axes.axes(node)
+        is_cut = any(p.source is self.lowering.source(node) for p in self.lowering.places.values())
+        if node.domain != self.others or node.is_integer or not axes or node.numel < 2 * self.lanes or is_cut:
+            return 1, 1
+        return axes[-1].size, -(-axes[-1].size // self.lanes) * self.lanes
+
+    def _offset(self, node: Node, pitch: int = 1) -> str:
+        return self.tile.offset(node, pitch, self.lowering.places.get(node))
+
+    # --- matrix products --------------------------------------------------------------------------------------------
+
+    def matrix(self, root: Node) -> str:
+        """The same as a matrix of edges by features, zero where there is no edge or no feature."""
+        value = self.number(root)
+        return self._flatten(root, f"tl.where({self.tile.mask(root, 'live')}, {value}, 0.0)")
+
+    def one_hot(self, index: Node, num_rows: int) -> str:
+        """A matrix of edges by ``num_rows``: one where ``index`` is, zero elsewhere and where there is no edge."""
+        self.number(index)
+        name = f"m{len(self._matrices)}"
+        flat = f"tl.reshape(tl.broadcast_to({self.names[index]}, {self.tile.shape(index, 'BLOCK_E')}), [BLOCK_E, 1])"
+        hit = f"({flat} == tl.arange(0, {next_power_of_2(num_rows)})[None, :])"
+        self.lines.append(f"{name} = tl.where(alive[:, None] & {hit}, 1.0, 0.0).to(FLOAT)")
+        self._matrices[name] = name
+        return name
+
+    def _flatten(self, node: Node, value: str) -> str:
+        """``value`` as ``[BLOCK_E, features]``, features in the order of ``node`` and padded axis by axis."""
+        if value in self._matrices:
+            return self._matrices[value]
+        name = self._matrices[value] = f"m{len(self._matrices)}"
+        axes = self.tile.axes.axes(node)
+        stored = sorted(axes, key=self.tile.order.index)
+        self.lines.append(f"{name} = tl.broadcast_to({value}, {self.tile.shape(node, 'BLOCK_E')})")
+        if list(axes) != stored:
+            shape = ", ".join(str(self.tile.block[a]) for a in stored)
+            dims = ", ".join(["0", *(str(stored.index(a) + 1) for a in axes)])
+            self.lines.append(f"{name} = tl.permute(tl.reshape({name}, [BLOCK_E, {shape}]), [{dims}])")
+        self.lines.append(f"{name} = tl.reshape({name}, [BLOCK_E, {self.tile.padded(axes)}])")
+        return name
+
+    def _emit_product(self, node: Node, name: str) -> None:
+        x, weight = node.args[0], self.lowering.weights[node.attr("weight")]
+        inner, outer = self.tile.axes.axes(x), self.tile.axes.axes(node)
+        if self.tile.padded(inner) < MIN_DOT_SIZE:
+            raise NotFusable([f"a matrix product with {list(weight.shape)} has too few rows for a block of edges"])
+        buffer = self._buffer(weight)
+        rows, row_mask = self.tile.decode(inner, f"{name}_k")
+        columns, column_mask = self.tile.decode(outer, f"{name}_m")
+        masks = [f"({row_mask})[:, None]"] if row_mask else []
+        masks += [f"({column_mask})[None, :]"] if column_mask else []
+        mask = f", mask={' & '.join(masks)}, other=0" if masks else ""
+        place = f"{buffer.name}_ptr + {name}_k[:, None] * {weight.shape[1]} + {name}_m[None, :]"
+        self.once_lines += [*rows, *columns, f"{name}_w = tl.load({place}{mask}).to(FLOAT)"]
+        mask = self.tile.mask(x)
+        value = f"tl.where({mask}, {self._float(x)}, 0.0)" if mask else self._float(x)
+        left = self._flatten(x, value)
+        stored = sorted(outer, key=self.tile.order.index)
+        product = f'tl.dot({left}, {name}_w, input_precision="{self.tile.precision}").to(FLOAT)'
+        if list(outer) != stored:
+            shape = ", ".join(str(self.tile.block[a]) for a in outer)
+            dims = ", ".join(["0", *(str(outer.index(a) + 1) for a in stored)])
+            product = f"tl.permute(tl.reshape({product}, [BLOCK_E, {shape}]), [{dims}])"
+        self.lines.append(f"{name} = tl.reshape({product}, {self.tile.shape(node, 'BLOCK_E')})")
+        self._present[node] = frozenset(outer)
+
+
+def _type(node: Node, args: Sequence[str]) -> str:
+    """What ``node`` is in a kernel, over ``args``: ``float``, ``int`` or ``bool``. Inputs are never ``bool``."""
+    if node.op in _COMPARISONS or node.op in _LOGIC:
+        return "bool"
+    if node.op in ("view", "permute", "expand", "lift", "stop", "lookup"):
+        return args[0]
+    if node.op == "where":
+        return args[1] if args[1] == args[2] else "float"
+    if node.op in _WHOLE:
+        return "int" if set(args) == {"int"} else "float"
+    return "int" if node.is_integer else "float"
+
+
+def _constant(node: Node) -> float:
+    """The number that ``node`` is everywhere, or NaN."""
+    while node.op in ("view", "expand", "lift"):
+        node = node.args[0]
+    return node.attr("value") if node.op == "const" else math.nan

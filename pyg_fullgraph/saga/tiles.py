@@ -1,0 +1,272 @@
+"""How the values of a sweep lie in a kernel: a tile ``[BLOCK_E, axis, axis, ...]`` and where its parts are in memory.
+
+Every value is held in a tile with the axes of all (see ``axes``), 1 wide in those it does not have, so broadcasting is
+Triton's own. Axes that nothing sums over are split over programs until the widest value fits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from pyg_fullgraph.errors import NotFusable
+from pyg_fullgraph.saga import ir
+from pyg_fullgraph.saga.axes import Axis, AxisMap
+from pyg_fullgraph.saga.features import Place, place_slices
+from pyg_fullgraph.saga.ir import Domain, Node
+
+__all__ = ["MAX_TILE_FEATURES", "MIN_DOT_SIZE", "TILE_FEATURES", "Lowering", "Tile", "next_power_of_2"]
+
+#: Features that one program holds per edge before it splits them over programs if not told otherwise, and the most it
+#: can hold unsplit.
+TILE_FEATURES, MAX_TILE_FEATURES = 512, 4096
+#: Largest product of sizes for which a matrix product per edge is unrolled in the tile.
+MAX_EDGE_PRODUCT = 4096
+#: Fewest rows for a product a block of edges at a time, the size from which it is worth it, and how many weights a
+#: program can hold of one product and of several.
+MIN_DOT_SIZE, MIN_DOT_PRODUCT, MAX_DOT_PRODUCT, MAX_DOT_PRODUCTS = 16, 256, 32768, 16384
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def _contiguous_strides(shape: ir.Shape) -> tuple[int, ...]:
+    return tuple(math.prod(shape[k + 1:]) for k in range(len(shape)))
+
+
+class Lowering:
+    """Expressions as a kernel takes them.
+
+    Attributes:
+        roots: The expressions.
+        places: Input or dropout mask that is read in part -> where it lies in the whole.
+        tables: Row of a parameter table -> its place.
+        weights: Name of a parameter matrix -> its input, for products of a block of edges at a time.
+    """
+
+    def __init__(self, roots: Sequence[Node], lanes: int) -> None:
+        self.lanes = lanes
+        self.tables: dict[Node, Place] = {}
+        self.weights: dict[str, Node] = {}
+        cut, self.places = place_slices(roots)
+        self.roots = ir.rewrite(cut, self._rule)
+
+    def source(self, node: Node) -> Node:
+        """The whole of what ``node`` is a part of."""
+        place = self.places.get(node) or self.tables.get(node)
+        return node if place is None else place.source
+
+    def _rule(self, node: Node) -> Node | None:
+        if node.op == "lookup":
+            table, index = node.args
+            if table.op != "input":
+                raise NotFusable(["a lookup in a table that is not stored"])
+            row = ir.input(f"{table.name}[]", Domain.PARAM, table.shape[1:], table.is_integer)
+            self.tables[row] = Place(table, 0, _contiguous_strides(row.shape))
+            return node.rebuild((row, index))
+        return self._product(node) if node.op == "mm" else None
+
+    def _product(self, node: Node) -> Node:
+        x, weight = node.args
+        rows, columns = weight.shape
+        area = next_power_of_2(rows) * next_power_of_2(columns)
+        is_wide = next_power_of_2(rows) >= MIN_DOT_SIZE and area >= MIN_DOT_PRODUCT
+        if is_wide and self.lanes > 2 and weight.op == "input":
+            self.weights[weight.name] = weight
+            return Node("mm", (x,), node.shape, node.domain, weight=weight.name)
+        if area > MAX_EDGE_PRODUCT:
+            raise NotFusable([f"a {rows} x {columns} matrix product per edge is too large for a tile"])
+        spread = ir.pointwise("mul", ir.view(x, (rows, 1)), weight)
+        return ir.reduce_features("sum", spread, (0,))
+
+
+class Tile:
+    """The tile of a sweep, and the text of indices, masks and offsets in it.
+
+    Attributes:
+        axes: Of every value and result.
+        order: The axes of the tile behind that of the edges.
+        block: How many features of an axis one program holds, a power of two.
+        split: Axes of which one program holds a part.
+        width: Features of the widest value that one program holds.
+        has_products: Whether there are matrix products of a block of edges at a time.
+        precision: How those are computed (``input_precision`` of ``tl.dot``).
+    """
+
+    def __init__(self, gathers: Sequence[tuple[Node, Node]], edges: Sequence[tuple[Node, Node]], lanes: int,
+                 max_width: int) -> None:
+        """Choose a tile.
+
+        Args:
+            gathers, edges: Results of the sweep with what they are, lowered.
+            lanes: Features per 16 bytes.
+            max_width: Features per edge above which axes are split.
+
+        Raises:
+            NotFusable: What cannot be split is too wide.
+        """
+        operands = [*(a for _, g in gathers for a in g.args), *(e for _, e in edges)]
+        self.axes = AxisMap(operands)
+        for result, g in gathers:
+            kind, dims = g.attr("kind"), self.axes.dims[g.args[-1]]
+            if kind == "outer":
+                dims = (self.axes.axes(g.args[0]), self.axes.axes(g.args[1]))
+            elif kind == "index_sum":
+                dims = ((Axis(result.shape[0]),), self.axes.axes(g.args[1]))
+            self.axes.dims[result] = dims
+        for result, e in edges:
+            self.axes.dims[result] = self.axes.dims[e]
+        nodes = list(ir.walk(*operands))
+        reduced, products = self._reduced(nodes)
+        products += [self.axes.axes(r) for r, g in gathers if g.attr("kind") in ("outer", "index_sum")]
+        self.order = list(self.axes.order)
+        self.block = {a: next_power_of_2(a.size) for a in (*self.order, *(a for axes in products for a in axes))}
+        self.split: list[Axis] = []
+        self._fit([self.axes.axes(n) for n in nodes], products, reduced, max_width)
+        self.has_products = bool(products)
+        # Factors in half precision have no more digits than tf32 numbers. In float32 ordinary arithmetic was 1.4 times
+        # as fast on an H200 as three products of tf32 numbers, but holds matrices in registers, and spills several.
+        self.precision = "tf32" if lanes == 8 else "ieee" if len(products) == 1 else "tf32x3"
+
+    def _reduced(self, nodes: Sequence[Node]) -> tuple[set[Axis], list[tuple[Axis, ...]]]:
+        """Axes that one program must hold as a whole, and those of the weights of matrix products."""
+        reduced: set[Axis] = set()
+        products: list[tuple[Axis, ...]] = []
+        for node in nodes:
+            if ir.OPS[node.op].kind == "reduce":
+                reduced |= set(self.axes.axes(node.args[0])) - set(self.axes.axes(node))
+            elif node.op == "mm":
+                reduced |= set(self.axes.axes(node.args[0]))
+                products.append(self.axes.axes(node.args[0]) + self.axes.axes(node))
+        return reduced, products
+
+    def _fit(self, held: Sequence[tuple[Axis, ...]], products: Sequence[tuple[Axis, ...]], reduced: set[Axis],
+             max_width: int) -> None:
+        """Halve axes until values and weights fit."""
+        most = MAX_DOT_PRODUCT if len(products) == 1 else MAX_DOT_PRODUCTS
+        while True:
+            widest = max(held, key=self.padded, default=())
+            largest = max(products, key=self.padded, default=())
+            if sum(map(self.padded, products)) > most:
+                narrow = set(largest)
+            elif self.padded(widest) > max_width:
+                narrow = set(widest)
+            else:
+                break
+            candidates = [a for a in self.order if a not in reduced and self.block[a] > 1]
+            # Outer axes first: the innermost is the contiguous one.
+            inner = candidates[-1:] if len(candidates) == 1 else candidates[:-1]
+            grow = [a for a in inner if a in narrow] or [a for a in candidates if a in narrow]
+            if not grow:
+                break
+            self.block[grow[0]] //= 2
+            if grow[0] not in self.split:
+                self.split.append(grow[0])
+        self.width = self.padded(widest)
+        if self.width > MAX_TILE_FEATURES:
+            raise NotFusable([f"one edge needs {self.width} features at once, more than {MAX_TILE_FEATURES}"])
+        if sum(map(self.padded, products)) > most:
+            raise NotFusable([f"matrix products per edge need more than {most} weights at once"])
+
+    # --- sizes ------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_programs(self) -> int:
+        """Programs that share the features of a row."""
+        return math.prod(self._num_blocks(a) for a in self.split)
+
+    def padded(self, axes: Sequence[Axis]) -> int:
+        """Features of a value with ``axes`` in one program, with those that only fill a power of two."""
+        return math.prod(self.block[a] for a in axes)
+
+    def is_masked(self, axis: Axis) -> bool:
+        """Whether some programs hold places of ``axis`` where there is no feature."""
+        return axis.size % self.block[axis] != 0
+
+    def shape(self, node: Node, edges: str) -> str:
+        """The shape of the tile of ``node`` for so many edges."""
+        held = self.axes.axes(node)
+        return "[" + ", ".join([edges] + [str(self.block[a]) if a in held else "1" for a in self.order]) + "]"
+
+    def _num_blocks(self, axis: Axis) -> int:
+        return -(-axis.size // self.block[axis])
+
+    # --- text -------------------------------------------------------------------------------------------------------
+
+    def lines(self, programs: str) -> list[str]:
+        """Lines that find this program's part of each axis, where ``programs`` share a part."""
+        lines = [f"tile = pid // {programs}"] if self.split else []
+        for axis in self.split:
+            lines += [f"{self._part(axis)} = tile % {self._num_blocks(axis)}",
+                      f"tile = tile // {self._num_blocks(axis)}"]
+        for k, axis in enumerate(self.order):
+            index = ", ".join(["None"] + [":" if j == k else "None" for j in range(len(self.order))])
+            lines.append(f"f{k} = ({self._shift(axis)}tl.arange(0, {self.block[axis]}))[{index}]")
+        return lines
+
+    @property
+    def edge_slice(self) -> str:
+        """What makes a tile of one number per edge."""
+        return f"[:, {', '.join('None' for _ in self.order)}]" if self.order else ""
+
+    def index(self, axis: Axis) -> str:
+        """The features of ``axis`` that this program holds."""
+        return f"f{self.order.index(axis)}"
+
+    def offset(self, node: Node, pitch: int = 1, place: Place | None = None) -> str:
+        """Offset of each feature of ``node`` from the start of its row.
+
+        Args:
+            node: A value.
+            pitch: Length of innermost runs in memory, if not that of the axis.
+            place: Where it lies in a larger row.
+        """
+        terms: list[str] = []
+        strides: list[tuple[Axis, int]] = []
+        if place is None:
+            stride = 1
+            for axis in reversed(self.axes.axes(node)):
+                strides.append((axis, stride))
+                stride *= axis.size if len(strides) > 1 or pitch == 1 else pitch
+        else:
+            for dim, step in zip(reversed(self.axes.dims[node]), reversed(place.strides), strict=True):
+                for axis in reversed(dim):
+                    strides.append((axis, step))
+                    step *= axis.size
+            terms += [str(place.offset)] if place.offset else []
+        terms += [f"{self.index(a)} * {s}" if s != 1 else self.index(a) for a, s in reversed(strides)]
+        return " + ".join(terms) if terms else "0"
+
+    def mask(self, node: Node, *more: str, pitch: int = 1) -> str:
+        """Where there is a feature of ``node`` and ``more`` holds; nothing if that is everywhere."""
+        axes = self.axes.axes(node)
+        sizes = [a.size if pitch == 1 or a is not axes[-1] else pitch for a in axes]
+        terms = [f"({self.index(a)} < {s})" for a, s in zip(axes, sizes, strict=True) if s % self.block[a]]
+        return " & ".join([*more, *terms])
+
+    def first(self, held: Sequence[Axis], rank: int) -> list[str]:
+        """Masks that let one program write where all parts of an axis that is not ``held`` have the same."""
+        ones = ", ".join(["1"] * rank)
+        return [f"(tl.full([{ones}], {self._part(a)}, tl.int64) == 0)" for a in self.split if a not in held]
+
+    def decode(self, axes: Sequence[Axis], name: str) -> tuple[list[str], str]:
+        """Lines that make ``<name>``, the feature of each place of a padded run of ``axes``, and the mask of those."""
+        places, padded = f"tl.arange(0, {self.padded(axes)})", self.padded(axes)
+        if len(axes) == 1:
+            masks = [f"({name} < {axes[0].size})"] if self.is_masked(axes[0]) else []
+            return [f"{name} = {self._shift(axes[0])}{places}"], "".join(masks)
+        terms, masks, stride = [], [], 1
+        for axis in axes:
+            padded //= self.block[axis]
+            stride = math.prod(a.size for a in axes[axes.index(axis) + 1:])
+            index = f"({self._shift(axis)}{places} // {padded} % {self.block[axis]})"
+            terms.append(f"{index} * {stride}")
+            masks += [f"({index} < {axis.size})"] if self.is_masked(axis) else []
+        return [f"{name} = {' + '.join(terms) or places}"], " & ".join(masks)
+
+    def _part(self, axis: Axis) -> str:
+        return f"t{self.order.index(axis)}"
+
+    def _shift(self, axis: Axis) -> str:
+        return f"{self._part(axis)} * {self.block[axis]} + " if axis in self.split else ""
