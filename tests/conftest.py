@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from pyg_fullgraph import debug
+
 # Two cores are shared by everything that runs here; small graphs gain nothing from threads.
 torch.set_num_threads(1)
 
@@ -27,6 +29,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Every device a test runs on; the CUDA case carries the marker `gpu`."""
     return torch.device(request.param)
+
+
+@pytest.fixture(autouse=True)
+def counters() -> None:
+    """Fused and plain calls are counted from the start of each test."""
+    debug.reset()
 
 
 @pytest.fixture(scope="session", autouse=True)

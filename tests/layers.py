@@ -357,3 +357,11 @@ def assert_fused(times: int | None = None) -> None:
     counts = debug.counters()
     assert counts["plain"] == 0
     assert counts["fused"] > 0 if times is None else counts["fused"] == times
+
+
+def reasons(method: str = "propagate") -> set[str]:
+    """Reasons of the plain edge phases since `debug.reset()`, which must all be of `method`."""
+    found = debug.plain_reasons()
+    assert all(where.endswith(f".{method}") for where in found)
+    assert debug.counters()["plain"] > 0
+    return {reason for entry in found.values() for reason in entry}

@@ -22,11 +22,6 @@ GRAPH = Graph.from_edge_index(CASE.edge_index, CASE.num_dst)
 pytestmark = pytest.mark.filterwarnings("ignore::pyg_fullgraph.debug.PlainPathWarning")
 
 
-@pytest.fixture(autouse=True)
-def counting():
-    debug.reset()
-
-
 def make(kind, **kwargs):
     torch.manual_seed(0)
     return kind(6, 8, num_layers=3, out_channels=4, **kwargs).double()

@@ -21,11 +21,6 @@ BY_NAME = {layer.name: layer for layer in (*SQUARE, *PAIRS)}
 ONE_EACH = [BY_NAME[n] for n in ("gcn", "sage_max", "gin_train_eps", "gat_edge", "gatv2_shared", "edge_conv", "gmm")]
 
 
-@pytest.fixture(autouse=True)
-def counting():
-    debug.reset()
-
-
 class MyGCN(fused_nn.GCNConv):
     """A user's subclass that changes nothing about propagate."""
 

@@ -20,11 +20,6 @@ CASE = zoo.sorted_by_dst()
 BY_NAME = {layer.name: layer for layer in (*SQUARE, *MORE)}
 
 
-@pytest.fixture(autouse=True)
-def counting():
-    debug.reset()
-
-
 def draw(*shape, seed=0, dtype=torch.float64):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype).requires_grad_()
 

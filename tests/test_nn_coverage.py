@@ -18,11 +18,6 @@ from pyg_fullgraph.nn.coverage import FUSED, PARTS, PLAIN
 CASE = zoo.sorted_by_dst()
 
 
-@pytest.fixture(autouse=True)
-def counting():
-    debug.reset()
-
-
 def test_every_conv_of_pyg_is_in_one_table():
     convs = [name for name in pyg_nn.conv.__all__ if name != "MessagePassing"]
     assert sorted(convs) == sorted([*FUSED, *PARTS, *PLAIN])

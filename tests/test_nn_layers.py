@@ -16,11 +16,6 @@ from pyg_fullgraph.graph import Graph
 PRIME = zoo.prime()
 
 
-@pytest.fixture(autouse=True)
-def counting():
-    debug.reset()
-
-
 def answer(module, layer, case, **options):
     """What PyG computes, None where it has no answer: some of its own functions do not take empty graphs."""
     try:

@@ -1,7 +1,6 @@
-"""The dispatcher: forms of the graph, layers of one's own, what runs plain and says so, what is refused."""
+"""The dispatcher: layers of one's own, what runs plain and says so, what is kept."""
 
 import copy
-import dataclasses
 import gc
 import warnings
 import weakref
@@ -10,14 +9,13 @@ from typing import Any, Optional
 import pytest
 import torch
 import torch_geometric.nn as pyg_nn
-from layers import MORE, MORE_PAIRS, PAIRS, SQUARE, assert_fused, assert_same, mlp, run, twins
+from layers import MORE, MORE_PAIRS, PAIRS, SQUARE, assert_fused, assert_same, mlp, reasons, run, twins
 from torch import Tensor
-from torch_geometric import EdgeIndex
-from torch_geometric.utils import softmax, to_torch_coo_tensor, to_torch_csc_tensor, to_torch_csr_tensor
+from torch_geometric.utils import softmax
 
 import pyg_fullgraph.nn as fused_nn
 import zoo
-from pyg_fullgraph import convert, debug, errors
+from pyg_fullgraph import convert, debug
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn import tracing
 
@@ -25,19 +23,6 @@ CASE = zoo.sorted_by_dst()
 BY_NAME = {layer.name: layer for layer in (*SQUARE, *PAIRS, *MORE, *MORE_PAIRS)}
 
 pytestmark = pytest.mark.filterwarnings("ignore::pyg_fullgraph.debug.PlainPathWarning")
-
-
-@pytest.fixture(autouse=True)
-def counting():
-    debug.reset()
-
-
-def reasons(method="propagate"):
-    """Reasons of the plain edge phases since the counters were reset, which must all be of `method`."""
-    found = debug.plain_reasons()
-    assert all(where.endswith(f".{method}") for where in found)
-    assert debug.counters()["plain"] > 0
-    return {reason for entry in found.values() for reason in entry}
 
 
 # Layers of one's own
@@ -159,99 +144,6 @@ def test_local_classes_of_one_name():
 
     x, _ = gated_inputs()
     assert_same([second()(x, CASE.edge_index)], [2 * first()(x, CASE.edge_index)])
-
-
-# Forms of the graph
-
-
-@pytest.mark.parametrize("name", ["gcn", "gcn_weight", "sage", "sage_max", "gin", "gat", "gatv2_edge", "edge_conv"])
-def test_forms_of_edge_index(name):
-    layer = BY_NAME[name]
-    plain, fused = twins(layer)
-    expected = run(plain, layer, CASE, CASE.edge_index)
-    size = (CASE.num_src, CASE.num_dst)
-    forms = [EdgeIndex(CASE.edge_index, sparse_size=size, sort_order=order) for order in (None, "col")]
-    if name not in ("gat", "gatv2_edge"):  # PyG adds its loops to an EdgeIndex or an int64 tensor only
-        forms.append(CASE.edge_index.int())
-    for form in forms:
-        assert_same(run(fused, layer, CASE, form), expected)
-    assert_fused()
-
-
-@pytest.mark.parametrize("make", [to_torch_csr_tensor, to_torch_coo_tensor], ids=["csr", "coo"])
-@pytest.mark.parametrize("name", ["gcn", "gcn_not_normalized", "gat", "gatv2_no_loops", "edge_conv", "sage", "gin"])
-def test_torch_sparse(name, make):
-    """Rows of a sparse matrix are targets; layers whose matrix product is not their message run plain."""
-    layer = BY_NAME[name]
-    plain, fused = twins(layer)
-    unique = torch.unique(CASE.edge_index, dim=1)
-    values = torch.rand(unique.size(1), dtype=torch.float64)
-    adj_t = make(unique.flip(0), values, size=(CASE.num_dst, CASE.num_src))
-    assert_same(run(fused, layer, CASE, adj_t), run(plain, layer, CASE, adj_t))
-    if name in ("sage", "gin"):
-        assert reasons() == {"message_and_aggregate on a torch.sparse adjacency"}
-    else:
-        assert_fused()
-
-
-def test_torch_sparse_csc_is_plain():
-    plain, fused = twins(BY_NAME["sage"])
-    adj_t = to_torch_csc_tensor(torch.unique(CASE.edge_index, dim=1).flip(0), size=(17, 17)).double()
-    x, _ = BY_NAME["sage"].inputs(CASE)
-    assert_same([fused(x, adj_t)], [plain(x, adj_t)])
-    assert len(reasons()) == 1
-
-
-@pytest.mark.parametrize("name", ["gcn", "gcn_no_loops", "sage", "sage_max", "gin", "gat", "gatv2", "edge_conv"])
-@pytest.mark.parametrize("has_value", [True, False])
-def test_sparse_tensor(name, has_value):
-    torch_sparse = pytest.importorskip("torch_sparse", reason="the extra `sparse` is not installed")
-    layer = BY_NAME[name]
-    plain, fused = twins(layer)
-    unique = torch.unique(CASE.edge_index, dim=1)
-    value = torch.rand(unique.size(1), dtype=torch.float64) if has_value else None
-    adj_t = torch_sparse.SparseTensor(row=unique[1], col=unique[0], value=value, sparse_sizes=(17, 17))
-    assert_same(run(fused, layer, CASE, adj_t), run(plain, layer, CASE, adj_t))
-    assert_fused()
-
-
-@pytest.mark.parametrize("name", [
-    "transformer", "res_gated_edge", "tag", "sg", "arma", "mf", "rgcn", "fast_rgcn", "pdn", "cluster_gcn", "gcn2", "wl",
-    "film_relations", "point_net", "feast", "simple_several", "eg_no_loops"])
-def test_other_layers_on_a_sparse_tensor(name):
-    """Values of the matrix are what the layer takes as edge data, or left out."""
-    torch_sparse = pytest.importorskip("torch_sparse", reason="the extra `sparse` is not installed")
-    layer = BY_NAME[name]
-    plain, fused = twins(layer)
-    unique = torch.unique(CASE.edge_index, dim=1)
-    row, col = unique[1].sort(stable=True).values, unique[0][unique[1].argsort(stable=True)]
-    case = zoo.Case("unique", torch.stack([col, row]), 17, 17)
-    value = next((v.detach() for k, v in layer.inputs(case)[1].items() if k in layer.edge), None)
-    answers = []
-    for module in (fused, plain):
-        adj_t = torch_sparse.SparseTensor(row=row, col=col, value=value, sparse_sizes=(17, 17))
-        answers.append(run(module, dataclasses.replace(layer, edge={}), case, adj_t))
-    assert_same(*answers)
-    if name == "eg_no_loops":
-        assert reasons() == {"message_and_aggregate on a SparseTensor adjacency"}
-    else:
-        assert_fused()
-
-
-def test_attention_on_a_sparse_matrix_has_gradients():
-    """FAConv returns the matrix with its attention as values."""
-    layer = BY_NAME["fa_weight"]
-    plain, fused = twins(layer)
-    unique = torch.unique(CASE.edge_index, dim=1)
-    adj_t = to_torch_csr_tensor(unique.flip(0), torch.rand(unique.size(1), dtype=torch.float64), size=(17, 17))
-    x, given = layer.inputs(CASE)
-    answers = []
-    for module in (fused, plain):
-        out, (matrix, alpha) = module(x, given["x_0"], adj_t, return_attention_weights=True)
-        total = out.sin().sum() + (matrix.to_dense() ** 2).sum() + alpha.cos().sum()
-        answers.append([out, alpha, *torch.autograd.grad(total, [x, *module.parameters()])])
-    assert_same(*answers)
-    assert_fused(1)
 
 
 def test_explicit_size_and_hooks_see_pyg_sizes():
@@ -491,110 +383,6 @@ def test_plain_path_warns_once_per_class_and_reason():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         layer(x, CASE.edge_index)
-
-
-# Refusals: clear errors, before anything runs
-
-
-@pytest.mark.parametrize("name", ["gcn", "sage", "gin", "gat", "gatv2", "edge_conv", "gmm"])
-def test_wrong_number_of_rows(name):
-    layer = BY_NAME[name]
-    _, fused = twins(layer)
-    x, edge = layer.inputs(CASE)
-    graph = Graph.from_edge_index(CASE.edge_index, CASE.num_dst)
-    with pytest.raises(errors.RowCountError, match=r"to have 17 rows, one per (source )?node \(got 16\)"):
-        fused(x[:-1], graph, **edge)
-    with pytest.raises(IndexError, match="valid indices"):
-        fused(x[:-5], CASE.edge_index, **edge)
-
-
-@pytest.mark.parametrize("name, argument", [
-    ("gcn_weight", "edge_weight"), ("gcn_not_normalized_weight", "edge_weight"), ("gat_edge", "edge_attr"),
-    ("gatv2_edge", "edge_attr"), ("gmm", "edge_attr"),
-])
-def test_edge_data_of_the_wrong_length(name, argument):
-    layer = BY_NAME[name]
-    _, fused = twins(layer)
-    x, edge = layer.inputs(CASE)
-    with pytest.raises(errors.RowCountError, match=rf"'{argument}' to have 83 rows, one per edge \(got 80\)"):
-        fused(x, CASE.edge_index, edge[argument][:80])
-    assert debug.counters() == {"fused": 0, "plain": 0}
-
-
-@pytest.mark.parametrize("bad", [torch.tensor([[0, 17], [1, 2]]), torch.tensor([[0, -1], [1, 2]])])
-@pytest.mark.parametrize("name", ["gcn", "sage", "gat"])
-def test_ids_out_of_range(name, bad):
-    layer = BY_NAME[name]
-    _, fused = twins(layer)
-    with pytest.raises(IndexError, match="valid indices"):
-        fused(layer.inputs(CASE)[0], bad)
-
-
-@pytest.mark.parametrize("bad", [CASE.edge_index.float(), CASE.edge_index[0], CASE.edge_index.t()])
-@pytest.mark.parametrize("name", ["sage", "gin", "edge_conv"])
-def test_not_an_edge_index(name, bad):
-    layer = BY_NAME[name]
-    _, fused = twins(layer)
-    with pytest.raises(ValueError, match="edge_index"):
-        fused(layer.inputs(CASE)[0], bad)
-
-
-@pytest.mark.parametrize("name", ["gmm", "gcn_not_normalized_weight", "le"])
-def test_mixed_dtypes_give_what_pyg_gives(name):
-    layer = BY_NAME[name]
-    plain, fused = twins(layer)
-    x, edge = layer.inputs(CASE)
-    edge = {k: v.float() for k, v in edge.items()}
-    for narrow in (torch.float32, torch.bfloat16):
-        edge = {k: v.to(narrow) for k, v in edge.items()}
-        out, expected = fused(x, CASE.edge_index, **edge), plain(x, CASE.edge_index, **edge)
-        assert out.dtype == expected.dtype
-        torch.testing.assert_close(out, expected, rtol=1e-2 if narrow == torch.bfloat16 else 1e-5, atol=1e-2)
-    assert_fused()
-
-
-def test_mixed_dtypes_in_a_matrix_product_are_named():
-    layer = BY_NAME["gine_edge"]
-    _, fused = twins(layer)
-    x, edge = layer.inputs(CASE)
-    with pytest.raises(errors.DtypeError, match=r"'edge_attr' to be of torch.float64 like 'x' \(got torch.float32\)"):
-        fused(x, CASE.edge_index, edge["edge_attr"].float())
-
-
-@pytest.mark.parametrize("name, bad, message", [
-    ("sage", lambda x: x[:, :5], r"'x' to have 6 features, which is in_channels of SAGEConv\(6, 5, aggr=mean\) "
-                                r"\(got shape \[17, 5\]\)"),
-    ("gat", lambda x: x.float(), r"'x' to be of torch.float64, like the parameters of GATConv\(6, 5, heads=2\)"),
-    ("sage", lambda x: x.to("meta"), "'x' on device cpu"),
-])
-def test_arguments_that_do_not_fit_the_layer(name, bad, message):
-    layer = BY_NAME[name]
-    _, fused = twins(layer)
-    with pytest.raises(ValueError, match=message):
-        fused(bad(layer.inputs(CASE)[0]), CASE.edge_index)
-
-
-def test_a_wrong_number_of_rows_is_named_after_the_argument():
-    layer = BY_NAME["gat"]
-    _, fused = twins(layer)
-    with pytest.raises(errors.RowCountError, match=r"'x' to have 17 rows"):
-        fused(layer.inputs(CASE)[0][:16], Graph.from_edge_index(CASE.edge_index, 17))
-
-
-def test_other_errors_of_torch_say_in_which_layer():
-    layer = fused_nn.GINConv(torch.nn.Linear(6, 5))
-    with pytest.raises(RuntimeError) as caught:
-        layer(torch.randn(17, 7), CASE.edge_index)
-    told = "".join([*getattr(caught.value, "__notes__", ()), str(caught.value)])
-    assert "in GINConv(nn=Linear" in told
-    assert "x: float32[17, 7], edge_index: int64[2, 83]" in told
-
-
-def test_mixed_devices():
-    _, fused = twins(BY_NAME["sage"])
-    x, _ = BY_NAME["sage"].inputs(CASE)
-    with pytest.raises(ValueError, match="on device cpu"):
-        fused.propagate(CASE.edge_index, x=(x.to("meta"), x))
 
 
 def test_autocast_takes_the_common_type():
