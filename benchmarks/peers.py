@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyg_fullgraph.graph import EdgeOrder, Graph
+from pyg_fullgraph.edge_order import EdgeOrder
+from pyg_fullgraph.graph import Graph
 
 
 class NotOffered(Exception):

@@ -22,9 +22,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from pyg_fullgraph import reuse
 from pyg_fullgraph.chunks import compute_dtype
+from pyg_fullgraph.edge_order import EdgeOrder
 from pyg_fullgraph.errors import DoubleBackwardError, ForwardModeError, InputError
 from pyg_fullgraph.execution import run_plan, target_of
-from pyg_fullgraph.graph import EdgeOrder, Graph
+from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.saga import interpret, ir
 from pyg_fullgraph.saga.adjoint import Adjoint, grad_input
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_fullgraph.graph import EdgeOrder, HeadOrder
+from pyg_fullgraph.edge_order import EdgeOrder, HeadOrder
 from pyg_fullgraph.recipe import ONE_HOT_ROWS, Step, recipe_of
 from pyg_fullgraph.saga import interpret
 from pyg_fullgraph.saga.ir import Domain, Node

@@ -17,8 +17,8 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from pyg_fullgraph import chunks
+from pyg_fullgraph.edge_order import EdgeOrder
 from pyg_fullgraph.errors import NotFusable
-from pyg_fullgraph.graph import EdgeOrder
 from pyg_fullgraph.saga import codegen, interpret, ir, tiles
 from pyg_fullgraph.saga.ir import Domain, Node
 from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, Plan, Sweep, Target

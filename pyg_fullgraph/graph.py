@@ -1,15 +1,13 @@
 """Graph: the incidence of a set of edges, prepared once and used wherever PyG takes an ``edge_index``.
 
-Edges are kept in two orders, by destination (``in_*``) and by source (``out_*``), both with the position of each edge
-in the user's own order, because edge attributes and attention coefficients come and go in that order.
+Edges are kept in two orders, by destination (``incoming``) and by source (``outgoing``), both with the position of each
+edge in the user's own order, because edge attributes and attention coefficients come and go in that order.
 Legend: S sources, N destinations, E edges.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -19,183 +17,15 @@ from torch import Tensor
 from torch_geometric import EdgeIndex
 
 from pyg_fullgraph import errors
+from pyg_fullgraph.edge_order import EdgeOrder
 from pyg_fullgraph.memo import Memo, state_of
 from triton_kernels import segment
-from triton_kernels.segment import RowSchedule
 
-__all__ = ["EdgeOrder", "Graph", "RowSchedule", "graph_of", "is_part"]
+__all__ = ["Graph", "graph_of", "is_part"]
 
 Size = tuple[int | None, int | None]
 
-# Row ids of this many edges are kept once computed; more are computed on demand.
-_MAX_CACHED_ROWS = 1 << 20
 _INTEGER_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-
-
-@dataclass(frozen=True, eq=False)
-class EdgeOrder:
-    """The edges grouped by one endpoint ("row"); within a row they keep the user's order.
-
-    Attributes:
-        ptr: [num_rows + 1] positions ``ptr[r] .. ptr[r + 1]`` are the edges of row r.
-        other: [E] the other endpoint of each position.
-        eid: [E] index of each position in the user's order, or None where the two orders are the same.
-        num_rows, num_others: number of nodes on either side.
-        ids: [E] what dropout masks and arguments of extrema know the edge of each position by, where that is not
-            ``eid``: part of a graph has edge tensors of its own, and ids of the whole graph.
-
-    All index tensors but ``ids`` share one dtype: int32 if S, N and E fit, else int64.
-    """
-
-    ptr: Tensor
-    other: Tensor
-    eid: Tensor | None
-    num_rows: int
-    num_others: int
-    ids: Tensor | None = None
-    _cache: dict[Any, Any] = field(default_factory=dict, repr=False)
-
-    @property
-    def num_edges(self) -> int:
-        return self.other.numel()
-
-    @property
-    def row(self) -> Tensor:
-        """[E] row id of each position; cached for small graphs only."""
-        if self.num_edges > _MAX_CACHED_ROWS:
-            return segment.expand_rows(self.ptr, self.num_edges)
-        return self._cached("row", lambda: segment.expand_rows(self.ptr, self.num_edges))
-
-    @property
-    def degree(self) -> Tensor:
-        """[num_rows] number of edges of each row."""
-        return self._cached("degree", lambda: segment.degrees(self.ptr))
-
-    @property
-    def ptr_host(self) -> Tensor:
-        """``ptr`` as a CPU tensor, fetched once."""
-        return self._cached("ptr_host", lambda: self.ptr.cpu())
-
-    def inv_degree(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """[num_rows] ``1 / max(degree, 1)`` in a floating dtype, cached: the factor of a mean."""
-        return self._cached(("inv_degree", dtype), lambda: self.degree.clamp(min=1).to(dtype).reciprocal())
-
-    def schedule(self, max_piece: int = 1024) -> RowSchedule:
-        """Rows cut into pieces of at most ``max_piece`` edges, longest first by power of two; cached per bound."""
-        return self._cached(("schedule", max_piece), lambda: segment.schedule_rows(self.ptr, max_piece, self.num_edges))
-
-    @property
-    def is_empty(self) -> Tensor:
-        """[num_rows] whether a row has no edges."""
-        return self._cached("is_empty", lambda: self.degree == 0)
-
-    @property
-    def positions(self) -> Tensor:
-        """[E] ``0, 1, ...``; cached for small graphs only."""
-        return self._cached("positions", self._count) if self.num_edges <= _MAX_CACHED_ROWS else self._count()
-
-    @property
-    def inverse(self) -> Tensor | None:
-        """[E] position of each edge in the user's order; None where that takes too much memory."""
-        if self.num_edges > _MAX_CACHED_ROWS:
-            return None
-        return self._cached("inverse", lambda: segment.scatter_by(self.positions, self.eid))
-
-    def places_in(self, order: EdgeOrder) -> Tensor:
-        """[E] where each position of this order is in ``order``, of the same edges; for small graphs."""
-        known = self._cache.get("places")
-        if known is None or known[0]() is not order:
-            assert order.inverse is not None
-            places = order.inverse if self.eid is None else order.inverse.index_select(0, self.eid)
-            known = self._cache["places"] = (weakref.ref(order), places)
-        return known[1]
-
-    def heads(self, count: int) -> HeadOrder | None:
-        """The edges ``count`` times over, one row per row and head; None where that takes too much memory."""
-        if self.num_edges * count > _MAX_CACHED_ROWS:
-            return None
-        return self._cached(("heads", count), lambda: HeadOrder.of(self, count))
-
-    @property
-    def id_dtype(self) -> torch.dtype:
-        """The dtype of edge ids."""
-        return self.ptr.dtype if self.ids is None else self.ids.dtype
-
-    def subset(self, mask: Tensor, other: Tensor, num_others: int) -> EdgeOrder:
-        """The positions where ``mask`` [E] is set, with the same rows and other endpoints ``other`` [sum of mask].
-
-        Edge tensors stay those of all edges.
-        """
-        count = torch.zeros(self.num_edges + 1, dtype=self.ptr.dtype, device=self.ptr.device)
-        torch.cumsum(mask, 0, dtype=self.ptr.dtype, out=count[1:])
-        eid = (self.positions if self.eid is None else self.eid)[mask]
-        ids = None if self.ids is None else self.ids[mask]
-        return EdgeOrder(count.index_select(0, self.ptr), other, eid, self.num_rows, num_others, ids)
-
-    def _count(self) -> Tensor:
-        return torch.arange(self.num_edges, dtype=self.ptr.dtype, device=self.ptr.device)
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> EdgeOrder:
-        """The same order on another device; what is cached is computed again there."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
-
-    def clone(self) -> EdgeOrder:
-        """A copy that shares no memory."""
-        return self._map(torch.clone)
-
-    def transpose(self) -> EdgeOrder:
-        """The same edges grouped by the other endpoint. Cost: at most one stable sort of E keys."""
-        assert self.ids is None
-        # From the user's order, not from this one, so that rows of the result ascend in it too.
-        others = segment.scatter_by(self.other, self.eid)
-        rows = segment.scatter_by(segment.expand_rows(self.ptr, self.num_edges), self.eid)
-        ptr, other, eid = segment.build_csr(others, rows, self.num_others)
-        return EdgeOrder(ptr, other, eid, self.num_others, self.num_rows)
-
-    def _map(self, change: Callable[[Tensor], Tensor]) -> EdgeOrder:
-        eid = None if self.eid is None else change(self.eid)
-        ids = None if self.ids is None else change(self.ids)
-        return EdgeOrder(change(self.ptr), change(self.other), eid, self.num_rows, self.num_others, ids)
-
-    def _cached(self, key: object, build: Callable[[], Any]) -> Any:
-        if key not in self._cache:
-            self._cache[key] = build()
-        return self._cache[key]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_cache": {}}
-
-
-@dataclass(frozen=True, eq=False)
-class HeadOrder:
-    """The edges of an order once per head: row ``r * H + h`` has the edges of row r, to columns ``other * H + h``.
-
-    Values ``[E, H]`` and rows ``[N, H, F]`` are then those of one sparse matrix, as they lie in memory.
-
-    Attributes:
-        ptr: [num_rows * H + 1] positions of each row.
-        other: [E * H] column of each position.
-        edge: [E * H] where its value lies in ``[E, H]``.
-        place: [E * H] the inverse: position of each value.
-    """
-
-    ptr: Tensor
-    other: Tensor
-    edge: Tensor
-    place: Tensor
-
-    @staticmethod
-    def of(order: EdgeOrder, count: int) -> HeadOrder:
-        heads = torch.arange(count, dtype=order.ptr.dtype, device=order.ptr.device)
-        degree, row = order.degree, order.row
-        # Edge k of row r, which starts at ptr[r], is at ptr[r] * H + h * degree[r] + k for head h.
-        start = order.ptr[:-1].index_select(0, row)
-        place = (start * (count - 1) + order.positions)[:, None] + heads * degree.index_select(0, row)[:, None]
-        ptr = torch.cat([(order.ptr[:-1, None] * count + heads * degree[:, None]).flatten(), order.ptr[-1:] * count])
-        place = place.flatten()
-        edge = segment.scatter_by(torch.arange(place.numel(), dtype=place.dtype, device=place.device), place)
-        other = (order.other[:, None] * count + heads).flatten().index_select(0, edge)
-        return HeadOrder(ptr, other, edge, place)
 
 
 class Graph(Tensor):

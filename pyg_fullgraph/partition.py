@@ -19,8 +19,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from pyg_fullgraph.edge_order import EdgeOrder
 from pyg_fullgraph.errors import InputError, MissingPackageError, PartitionFileError, RowCountError
-from pyg_fullgraph.graph import EdgeOrder, Graph
+from pyg_fullgraph.graph import Graph
 from triton_kernels import segment
 
 __all__ = ["Edges", "Partition", "Shard", "ShardOrder", "partition"]

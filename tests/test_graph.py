@@ -15,8 +15,9 @@ from torch_geometric.data import Data
 from torch_geometric.utils import add_self_loops, degree
 
 import zoo
-from pyg_fullgraph import errors, graph
-from pyg_fullgraph.graph import EdgeOrder, Graph
+from pyg_fullgraph import edge_order, errors
+from pyg_fullgraph.edge_order import EdgeOrder
+from pyg_fullgraph.graph import Graph
 from triton_kernels import segment
 
 
@@ -148,7 +149,7 @@ def test_order_derives_degrees_and_schedules_once():
 def test_row_ids_of_large_graphs_are_not_kept(monkeypatch):
     order = Graph.from_edge_index(zoo.prime().edge_index).incoming
     assert order.row is order.row
-    monkeypatch.setattr(graph, "_MAX_CACHED_ROWS", 0)
+    monkeypatch.setattr(edge_order, "_MAX_CACHED_ROWS", 0)
     assert order.row is not order.row
 
 

@@ -22,6 +22,7 @@ LAYERS = (
     "pyg_fullgraph._version",
     "pyg_fullgraph.errors",
     "pyg_fullgraph.memo",
+    "pyg_fullgraph.edge_order",
     "pyg_fullgraph.graph",
     "pyg_fullgraph.partition",
     "pyg_fullgraph.saga.ir",

@@ -11,7 +11,8 @@ from torch import Tensor
 from pyg_fullgraph import execution
 from pyg_fullgraph.autograd import run
 from pyg_fullgraph.chunks import Handed
-from pyg_fullgraph.graph import EdgeOrder, Graph
+from pyg_fullgraph.edge_order import EdgeOrder
+from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.saga.ir import Domain
 from triton_kernels import segment
 
