@@ -1,6 +1,6 @@
 # Each target sets up what it needs: on a fresh machine `make demo` or `make test` is the only command.
 #   make demo TORCH='torch==2.11.0'            another torch
-#   make test PYTEST_ARGS='-k graph -x'        a part of the tests
+#   make test PYTEST_ARGS='-k graph -x'        a part of the tests; -n 0 runs them in one process
 #   make install PIP_ARGS='--no-index ...'     options for every pip call
 
 PYTHON ?= python3
@@ -41,7 +41,7 @@ demo: $(STAMP)
 	$(PY) -m pyg_fullgraph train --compare pyg $(DEMO_ARGS)
 
 test: $(STAMP)
-	$(PY) -m pytest -m 'not gpu and not multi_gpu' $(PYTEST_ARGS)
+	$(PY) -m pytest -n logical --dist worksteal -m 'not gpu and not multi_gpu' $(PYTEST_ARGS)
 
 test-gpu: $(STAMP)
 	$(PY) -m pytest -m 'gpu or multi_gpu' $(PYTEST_ARGS)
