@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The GPU rows of docs/performance.md: `benchmarks/gpu.sh layers` and `benchmarks/gpu.sh phases`, each within ten minutes of
-# one H200 by its deadlines; a short table comes last. Rows go to benchmarks/results, and to $OUT/rows.jsonl where OUT is set.
+# one H200 by its deadlines, and `benchmarks/gpu.sh epochs` on all GPUs there are; a short table comes last. Rows go to benchmarks/results, and to $OUT/rows.jsonl where OUT is set.
 # BENCH_ARGS: options for every run.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -27,8 +27,15 @@ phases)
     run --case 'gat-phase-*,gatv2-phase-*-256*,dot-phase-*' --providers ours,turbo_gnn --budget-s 1 --deadline-s 240
     run --case 'sum-arxiv*,sum-reddit*,sum-products*' --providers ours,cusparse --budget-s 0.5 --deadline-s 240
     ;;
+epochs)
+    # NVLink multicast stays off.
+    export NCCL_NVLS_ENABLE=0
+    # shellcheck disable=SC2086
+    "$python" -m torch.distributed.run --standalone --nproc-per-node gpu -m benchmarks.epochs --also "$rows" \
+        ${BENCH_ARGS:-} --case gcn-products-3x256,gcn-reddit-2x512,gcn-reddit-2x16 >>"$out/log.txt" 2>&1 || status=1
+    ;;
 *)
-    echo "Expected layers or phases (got $1)" >&2
+    echo "Expected layers, phases or epochs (got $1)" >&2
     exit 2
     ;;
 esac

@@ -16,6 +16,8 @@ from rich.table import Table
 RESULTS = Path(__file__).parent / "results"
 COLUMNS = ("case", "provider", "p50 ms (p20-p80)", "CPU ms", "against PyG (CPU)", "peak MB", "first call s", "kernels",
            "gather GB/s (share)", "largest error")
+EPOCH_COLUMNS = ("epoch of", "provider", "processes", "p50 ms (p20-p80)", "against mg_gcn", "against one process",
+                 "peak MB", "largest error of a loss")
 FIRST_USE_COLUMNS = ("first step of", "cold ms", "warm ms (least)", "warm CPU ms", "later step ms",
                      "start of the process ms")
 
@@ -26,10 +28,11 @@ def read_rows(files: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def latest(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The last row of each case, provider and device, tuned and not; cases in the order they first came in."""
+    """The last row of each case, provider, device and way to run it; cases in the order they first came in."""
     found: dict[tuple[object, ...], dict[str, Any]] = {}
     for row in rows:
-        found[row["device_name"], row["case"], row["provider"], row.get("is_tuned", False)] = row
+        how = row.get("is_tuned", False), row.get("ranks", 1), row.get("reuses", True)
+        found[row["device_name"], row["case"], row["provider"], how] = row
     return list(found.values())
 
 
@@ -60,9 +63,38 @@ def first_use_cells(row: dict[str, Any]) -> list[str]:
             f"{row['warm_cpu_ms']:.0f}", f"{row['second_ms']:.1f}", f"{row['start_ms']:.0f}"]
 
 
-def is_first_use(row: dict[str, Any]) -> bool:
-    """Whether a row is of ``benchmarks.first_use``."""
-    return row.get("kind") == "first-use"
+def epoch_lines(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """The columns of rows of ``benchmarks.epochs``."""
+
+    def key(row: dict[str, Any], provider: str, ranks: int) -> tuple[object, ...]:
+        return row["device_name"], row["case"], provider, ranks, row.get("reuses", True) or provider == "mg_gcn"
+
+    times = {key(r, r["provider"], r["ranks"]): r["p50_ms"] for r in rows if "p50_ms" in r}
+
+    def against(row: dict[str, Any], provider: str, ranks: int) -> str:
+        other = times.get(key(row, provider, ranks))
+        is_same = (provider, ranks) == (row["provider"], row["ranks"])
+        return "" if other is None or is_same else f"{other / row['p50_ms']:.2f}x"
+
+    lines = []
+    for row in rows:
+        provider = row["provider"] + " (nothing kept)" * (not row.get("reuses", True))
+        if "error" in row:
+            lines.append([row["case"], provider, str(row["ranks"]), row["error"], *[""] * (len(EPOCH_COLUMNS) - 4)])
+            continue
+        lines.append([row["case"], provider, str(row["ranks"]),
+                      f"{row['p50_ms']:.2f} ({row['p20_ms']:.2f}-{row['p80_ms']:.2f})",
+                      against(row, "mg_gcn", row["ranks"]), against(row, row["provider"], 1),
+                      f"{row['peak_bytes'] / 1e6:.0f}", f"{row['check']['error']:.1e} ({row['check']['against']})"])
+    return lines
+
+
+def _is_step(row: dict[str, Any]) -> bool:
+    return row.get("kind") not in ("first-use", "epoch")
+
+
+def _of_kind(rows: Iterable[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [r for r in rows if r.get("kind") == kind]
 
 
 def _lines(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
@@ -86,6 +118,14 @@ def render_first_use(rows: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
+def render_epochs(rows: Sequence[dict[str, Any]]) -> Table:
+    """A table for the terminal, of rows of ``benchmarks.epochs``."""
+    table = Table(*EPOCH_COLUMNS)
+    for line in epoch_lines(rows):
+        table.add_row(*line)
+    return table
+
+
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
     """Tables per device, with where and when they were measured."""
     parts = []
@@ -99,13 +139,17 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
         if ceilings:
             text += (f" Measured beside them: copy {max(c for c, _ in ceilings):.0f} GB/s, gather "
                      f"{min(g for _, g in ceilings):.0f} to {max(g for _, g in ceilings):.0f} GB/s.")
-        timed, first_uses = [r for r in here if not is_first_use(r)], [r for r in here if is_first_use(r)]
+        timed = [r for r in here if _is_step(r)]
+        first_uses, epochs = _of_kind(here, "first-use"), _of_kind(here, "epoch")
         parts.append(text)
         if timed:
             parts.append(_markdown_table([COLUMNS, ["---"] * 2 + ["--:"] * (len(COLUMNS) - 2), *_lines(timed)]))
         if first_uses:
             marks = ["---"] + ["--:"] * (len(FIRST_USE_COLUMNS) - 1)
             parts.append(_markdown_table([FIRST_USE_COLUMNS, marks, *map(first_use_cells, first_uses)]))
+        if epochs:
+            marks = ["---"] * 2 + ["--:"] * (len(EPOCH_COLUMNS) - 2)
+            parts.append(_markdown_table([EPOCH_COLUMNS, marks, *epoch_lines(epochs)]))
     return "\n\n".join(parts) + "\n"
 
 
@@ -133,8 +177,9 @@ def main(
         write.write_text(replace_between_marks(write.read_text(), markdown(rows)))
     elif terminal:
         console = Console(width=150)
-        console.print(render([r for r in rows if not is_first_use(r)]))
-        console.print(render_first_use([r for r in rows if is_first_use(r)]))
+        console.print(render([r for r in rows if _is_step(r)]))
+        console.print(render_first_use(_of_kind(rows, "first-use")))
+        console.print(render_epochs(_of_kind(rows, "epoch")))
     else:
         print(markdown(rows), end="")
 

@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import ranks
 from typer.testing import CliRunner
 
-from benchmarks import first_use, graphs, measure, table
+from benchmarks import epochs, first_use, graphs, measure, table
 from benchmarks import run as bench
 from benchmarks.cases import CASES, Case, CaseSkipped, Problem, select
 from benchmarks.checks import CheckFailed, check, compare, sampled_rows_exactly
 from benchmarks.workloads import Workload
+from pyg_fullgraph.distributed import Group
 
 TINY = CASES["train-gat-tiny"]
 
@@ -216,3 +218,38 @@ def test_gather_kernel_sums_rows():
     index = torch.randint(1000, (2048,), dtype=torch.int32, device="cuda")
     expected = table_NF[index.long()].reshape(4, 512, 64).sum(1)
     torch.testing.assert_close(gather_rows(table_NF, index), expected, rtol=1e-4, atol=1e-4)
+
+
+# --- epochs -----------------------------------------------------------------------------------------------------
+
+
+def epoch_rows(rank, size):
+    group = Group()
+    return epochs.run_case(epochs.CASES["gcn-tiny-2x16"], epochs.PROVIDERS, "cpu", group, budget_s=0.0)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_epochs_of_all_providers_have_the_losses_of_pyg(size):
+    for rows in ranks(size).run(epoch_rows):
+        assert [row["provider"] for row in rows] == list(epochs.PROVIDERS)
+        for row in rows:
+            assert row["ranks"] == size and row["check"]["against"] == "pyg float64"
+            assert row["check"]["error"] < 1e-5
+            assert 0 < row["p20_ms"] <= row["p50_ms"] <= row["p80_ms"] and row["repeats"] >= 5
+    lines = table.epoch_lines(rows)
+    assert len({len(line) for line in lines} | {len(table.EPOCH_COLUMNS)}) == 1
+    assert table.markdown(rows).count("gcn-tiny-2x16") == len(rows)
+
+
+def test_an_epoch_of_wrong_losses_is_not_timed(monkeypatch):
+    right = epochs.Staged.forward
+    monkeypatch.setattr(epochs.Staged, "forward", lambda self, x: right(self, x) * 1.01)
+    wrong, ours = epochs.run_case(epochs.CASES["gcn-tiny-2x16"], ("mg_gcn", "ours-halo"), "cpu", Group(), budget_s=0.0)
+    assert "not timed" in wrong["error"] and "p50_ms" not in wrong
+    assert "p50_ms" in ours
+    assert "not timed" in table.epoch_lines([wrong, ours])[0][3]
+
+
+def test_epochs_refuse_unknown_names():
+    for arguments in (["--case", "gcn-nowhere"], ["--case", "gcn-tiny-2x16", "--providers", "dgl"]):
+        assert CliRunner().invoke(_app(epochs.main), arguments).exit_code == 2
