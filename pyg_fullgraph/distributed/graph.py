@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pyg_fullgraph.chunks import Handed, Leaf
 from pyg_fullgraph.distributed.broadcast import Broadcast
+from pyg_fullgraph.distributed.feature_split import FeatureSplit
 from pyg_fullgraph.distributed.group import Group
 from pyg_fullgraph.distributed.halo import Halo
 from pyg_fullgraph.distributed.planner import Price, cheapest
@@ -26,7 +27,7 @@ from triton_kernels import segment
 __all__ = ["WAYS", "ShardedGraph", "ShardedOrder", "shard", "shard_edges"]
 
 #: Name of a way of fetching rows -> the class.
-WAYS: dict[str, type[Way]] = {w.name: w for w in (Broadcast, Halo)}
+WAYS: dict[str, type[Way]] = {w.name: w for w in (Broadcast, Halo, FeatureSplit)}
 
 
 class ShardedOrder:
@@ -57,6 +58,9 @@ class ShardedOrder:
 
     def run_sweep(self, sweep: Sweep, leaf: Leaf, like: Tensor, exact: Container[Node]) -> dict[Node, Tensor]:
         """As :func:`pyg_fullgraph.execution.run_sweep`, for tensors of this rank's rows and edges."""
+        whole = self.way.run_whole(sweep, self.shard, self.is_home, self.group, leaf, like, exact)
+        if whole is not None:
+            return whole
         edges = {n: leaf(n) for n in sweep.inputs if n.domain == Domain.EDGE}
         if not self.is_home:
             edges = {n: self.to_away(t) for n, t in edges.items()}
@@ -248,6 +252,9 @@ class ShardedGraph(Graph):
 
     def describe_part(self) -> list[str]:
         return [repr(self), *(f"  {price}" for price in self.reasons)]
+
+    def describe_sweep(self, sweep: Sweep) -> str:
+        return self.way.describe(sweep)
 
     def largest(self, value: Tensor) -> Tensor:
         return _Largest.apply(value, self.group)
