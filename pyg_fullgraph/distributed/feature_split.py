@@ -1,12 +1,13 @@
-"""Each rank computes a slice of the features for all rows: two all-to-alls per sweep, and the structure on every rank."""
+"""Each rank computes a slice of the features for all rows: two all-to-alls per sweep, all edges on every rank."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -66,7 +67,7 @@ class Split:
     def spans(self, count: int) -> list[Span]:
         """The slices of ``count`` ranks, sizes differ by one at most; some are empty if there are more ranks."""
         bounds = [self.size * k // count for k in range(count + 1)]
-        return list(zip(bounds, bounds[1:], strict=False))
+        return list(itertools.pairwise(bounds))
 
     @property
     def results(self) -> tuple[Node, ...]:
@@ -146,7 +147,7 @@ def split_of(sweep: Sweep) -> Split | str:
     axis = max(free, key=lambda a: sum(n.numel for n in values if a in axes.axes(n)))
     held = sum(n.numel for n in values if axis in axes.axes(n))
     if 2 * held < whole:
-        return f"{whole - held} of {whole} values per edge are the same for all {axis.size} features"
+        return f"{whole - held} of {whole} values per edge would be computed by every rank"
     runs = {n: _run_of(axes.axes(n), axis) for n in sweep.inputs if axis in axes.axes(n)}
     for result, value in results.items():
         if axis in axes.axes(value):
@@ -237,7 +238,7 @@ class FeatureSplit(Halo):
             self._structures[shard] = Structure.gather(shard, group)
         whole = self._structures[shard]
         sides = (shard.outgoing, shard.incoming) if is_incoming else (shard.incoming, shard.outgoing)
-        rows, others = (tuple(b - a for a, b in zip(s.bounds, s.bounds[1:], strict=False)) for s in sides)
+        rows, others = (tuple(b - a for a, b in itertools.pairwise(s.bounds)) for s in sides)
         counts = {sweep.rows: rows, Domain.EDGE & ~sweep.rows: others, Domain.EDGE: whole.edge_counts}
         return _Slices(split, counts, group).run(whole.incoming if is_incoming else whole.outgoing, leaf, like, exact)
 
