@@ -6,6 +6,7 @@ import contextlib
 import pickle
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,13 +20,16 @@ from torch.utils._pytree import tree_leaves
 
 import pyg_fullgraph.nn as fused_nn
 import zoo
+from oracle import check, program_of, random_case
 from pyg_fullgraph import debug, errors, explain
+from pyg_fullgraph.autograd import run
 from pyg_fullgraph.distributed import DistributedModel, ShardedGraph, shard, shard_edges
 from pyg_fullgraph.distributed.feature_split import FeatureSplit
 from pyg_fullgraph.distributed.model import sum_gradients
 from pyg_fullgraph.distributed.planner import Costs, prices
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.partition import Partition
+from pyg_fullgraph.saga.ir import Domain
 
 LAYERS = {layer.name: layer for layer in (*SQUARE, *MORE, *PAIRS, *MORE_PAIRS)}
 
@@ -120,6 +124,52 @@ def gradients(out: Tensor, inputs: Any, module: torch.nn.Module, cotangent: Tens
 
 def close(got: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance, msg=lambda m: f"{what}: {m}")
+
+
+# --- programs ---------------------------------------------------------------------------------------------------
+
+
+class Cut(torch.autograd.Function):
+    """This rank's rows of a whole tensor; a parameter is every rank's."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, part: ShardedGraph, per: str | None) -> Tensor:
+        ctx.part, ctx.per = part, per
+        return value.view_as(value) if per is None else part.take(value, per)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        part, grad = ctx.part, grads[0].contiguous()
+        return part.group.reduce(grad.clone()) if ctx.per is None else part.join(grad, ctx.per), None, None
+
+
+class Join(torch.autograd.Function):
+    """The whole of the rows that ranks have."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, part: ShardedGraph, per: str) -> Tensor:
+        ctx.part, ctx.per = part, per
+        return part.join(value, per)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return ctx.part.take(grads[0], ctx.per), None, None
+
+
+def run_in_parts(way: str, program: Any, graph: Graph, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    """As :func:`pyg_fullgraph.autograd.run`, for whole tensors, by parts."""
+    part, per = shard(graph, way), {Domain.SRC: "src", Domain.DST: "dst", Domain.EDGE: "edge"}
+    domains = {n.name: per.get(n.domain) for n in program.inputs}
+    made = run(program, part, {k: Cut.apply(t, part, domains[k]) for k, t in tensors.items()})
+    return tuple(Join.apply(t, part, per[o.domain]) for t, o in zip(made, program.outputs, strict=True))
+
+
+def check_programs(rank: int, size: int, names: list[str], way: str) -> None:
+    for name in names:
+        try:
+            check(program_of(name), random_case(11, 9, 70), runner=partial(run_in_parts, way))
+        except Exception as error:
+            raise AssertionError(f"{name}, rank {rank} of {size}, {way}: {error}") from error
 
 
 # --- training ---------------------------------------------------------------------------------------------------

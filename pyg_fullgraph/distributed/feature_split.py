@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -29,8 +29,6 @@ from triton_kernels import segment
 
 __all__ = ["FeatureSplit", "Split", "Structure", "split_of"]
 
-Span = tuple[int, int]
-
 
 # --- whether and how a sweep splits -----------------------------------------------------------------------------
 
@@ -42,32 +40,52 @@ class Run(NamedTuple):
     size: int
     inner: int
 
-    def cut(self, value: Tensor, num_rows: int, first: int, stop: int) -> Tensor:
-        """Features ``first`` to ``stop`` along the axis, ``[num_rows, outer, stop - first, inner]``."""
-        return value.reshape(num_rows, *self)[:, :, first:stop]
+    def span(self, rank: int, count: int) -> tuple[int, int]:
+        """First and last feature, exclusive, of the slice of ``rank`` out of ``count``; some may be empty."""
+        return _span(self.size, rank, count)
+
+    def computed(self, rank: int, count: int) -> tuple[int, int]:
+        """The same, or a feature that is another rank's: values without features do not fit every operation."""
+        return _computed(self.size, rank, count)
+
+    def sliced(self, rank: int, count: int) -> Run:
+        """Where the axis lies in what ``rank`` computes."""
+        first, stop = self.computed(rank, count)
+        return Run(self.outer, stop - first, self.inner)
+
+    def width(self, span: tuple[int, int]) -> int:
+        """Features per row of a slice."""
+        return self.outer * (span[1] - span[0]) * self.inner
+
+    def cut(self, value: Tensor, num_rows: int, span: tuple[int, int]) -> Tensor:
+        """A slice, ``[num_rows, outer, stop - first, inner]``."""
+        return value.reshape(num_rows, *self)[:, :, span[0]:span[1]]
+
+
+def _span(size: int, rank: int, count: int) -> tuple[int, int]:
+    return size * rank // count, size * (rank + 1) // count
+
+
+def _computed(size: int, rank: int, count: int) -> tuple[int, int]:
+    first, stop = _span(size, rank, count)
+    return (first, stop) if first < stop else (0, 1)
 
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """A sweep that takes the features along one axis, for example its heads, each on its own.
+    """A sweep that takes features one by one, or heads.
 
     Attributes:
         sweep: What is split.
-        size: Of the axis.
-        runs: Inputs and results that have the axis; the others are the same for every slice.
-        axes, axis: Of all values of the sweep, and the one that is split.
+        runs: Inputs and results that have a split axis; the others are the same for every slice.
+        axes: Of all values of the sweep.
+        chosen: Those that are split, at most one per value.
     """
 
     sweep: Sweep
-    size: int
     runs: dict[Node, Run]
     axes: AxisMap
-    axis: Axis
-
-    def spans(self, count: int) -> list[Span]:
-        """The slices of ``count`` ranks, sizes differ by one at most; some are empty if there are more ranks."""
-        bounds = [self.size * k // count for k in range(count + 1)]
-        return list(itertools.pairwise(bounds))
+    chosen: frozenset[Axis]
 
     @property
     def results(self) -> tuple[Node, ...]:
@@ -75,30 +93,35 @@ class Split:
 
 
 @lru_cache(maxsize=4096)
-def _sliced(split: Split, first: int, stop: int) -> tuple[Sweep, dict[Node, Node]]:
-    """The sweep over features ``first`` to ``stop``, and its inputs and results by those of the whole."""
+def _sliced(split: Split, rank: int, count: int) -> tuple[Sweep, dict[Node, Node]]:
+    """The sweep over the features of ``rank``, and its inputs and results by those of the whole."""
     sweep, axes = split.sweep, split.axes
     fresh: dict[Node, Node] = {}
     for node in ir.walk(*sweep.operands):
-        if split.axis not in axes.axes(node):
+        held = axes.axes(node)
+        axis = next((a for a in held if a in split.chosen), None)
+        if axis is None:
             fresh[node] = node
             continue
-        shape = tuple(math.prod(stop - first if a is split.axis else a.size for a in dim) for dim in axes.dims[node])
+        first, stop = _computed(axis.size, rank, count)
+        shape = tuple(math.prod(stop - first if a is axis else a.size for a in dim) for dim in axes.dims[node])
         if node.op == "dropout":  # masks are those of the whole
-            whole = ir.view(node, _run_of(axes.axes(node), split.axis))
+            whole = ir.view(node, _run_of(held, axis))
             fresh[node] = ir.view(ir.slice_(whole, 1, first, stop), shape)
         else:
             fresh[node] = _reshaped(node, [fresh[a] for a in node.args], shape)
+    gathers: dict[Node, Node] = {}  # of one feature may be the same where those of the whole were not
     for result, g in sweep.gathers:
         args, shape = [fresh[a] for a in g.args], g.shape
         if result in split.runs:
             shape = (*shape[:len(shape) - len(args[-1].shape)], *args[-1].shape)
-        fresh[g] = Node("gather", args, shape, g.domain, **dict(g.attrs))
-        fresh[result] = Node("input", (), shape, result.domain, **dict(result.attrs))
+        made = Node("input", (), shape, result.domain, **dict(result.attrs))
+        fresh[result] = gathers.setdefault(Node("gather", args, shape, g.domain, **dict(g.attrs)), made)
     for result, e in sweep.edges:
         fresh[result] = Node("input", (), fresh[e].shape, result.domain, **dict(result.attrs))
-    made = Sweep(sweep.rows, *(tuple((fresh[r], fresh[v]) for r, v in pairs) for pairs in (sweep.gathers, sweep.edges)))
-    return made, {n: fresh[n] for n in (*sweep.inputs, *split.results)}
+    sliced = Sweep(sweep.rows, tuple((r, g) for g, r in gathers.items()),
+                   tuple((fresh[r], fresh[e]) for r, e in sweep.edges))
+    return sliced, {n: fresh[n] for n in (*sweep.inputs, *split.results)}
 
 
 def _reshaped(node: Node, args: Sequence[Node], shape: ir.Shape) -> Node:
@@ -118,7 +141,7 @@ def _fit(const: Node, shape: ir.Shape) -> Node:
     return ir.const(const.attr("value"), tuple(1 if s == 1 else n for s, n in zip(const.shape, sizes, strict=True)))
 
 
-def _run_of(axes: Sequence[Axis], axis: Axis, before: int = 1) -> Run:
+def _run_of(axes: AxisList, axis: Axis, before: int = 1) -> Run:
     at = axes.index(axis)
     return Run(before * math.prod(a.size for a in axes[:at]), axis.size, math.prod(a.size for a in axes[at + 1:]))
 
@@ -127,8 +150,8 @@ def _run_of(axes: Sequence[Axis], axis: Axis, before: int = 1) -> Run:
 def split_of(sweep: Sweep) -> Split | str:
     """How ``sweep`` splits over features, or why it does not.
 
-    An axis can be split that nothing reduces, cuts, joins or multiplies a matrix along; of several the one that most of
-    what is computed per edge has.
+    An axis can be split that nothing reduces, cuts, joins or multiplies a matrix along. Where axes meet in a value, the
+    one is split that more of what is computed per edge has.
     """
     if not fetched_inputs(sweep):
         return "it reads nothing of other vertices"
@@ -143,16 +166,21 @@ def split_of(sweep: Sweep) -> Split | str:
     if not free:
         return "; ".join(dict.fromkeys(mixed[a] for a in found)) or "its results have one feature"
     values = [n for n in ir.walk(*sweep.operands) if n.is_row and n.op != "view"]
+    chosen: set[Axis] = set()
+    for a in sorted(free, key=lambda a: -sum(n.numel for n in values if a in axes.axes(n))):
+        if not any(a in axes.axes(n) and chosen.intersection(axes.axes(n)) for n in axes.dims):
+            chosen.add(a)
     whole = sum(n.numel for n in values)
-    axis = max(free, key=lambda a: sum(n.numel for n in values if a in axes.axes(n)))
-    held = sum(n.numel for n in values if axis in axes.axes(n))
-    if 2 * held < whole:
-        return f"{whole - held} of {whole} values per edge would be computed by every rank"
-    runs = {n: _run_of(axes.axes(n), axis) for n in sweep.inputs if axis in axes.axes(n)}
-    for result, value in results.items():
-        if axis in axes.axes(value):
-            runs[result] = _run_of(axes.axes(value), axis, result.numel // max(value.numel, 1))
-    return Split(sweep, axis.size, runs, axes, axis)
+    same = sum(n.numel for n in values if not chosen.intersection(axes.axes(n)))
+    if 2 * same > whole:
+        return f"{same} of {whole} values per edge would be computed by every rank"
+    runs = {}
+    for node, value in {**{n: n for n in sweep.inputs}, **results}.items():
+        held = axes.axes(value)
+        axis = next((a for a in held if a in chosen), None)
+        if axis is not None:
+            runs[node] = _run_of(held, axis, node.numel // max(value.numel, 1))
+    return Split(sweep, runs, axes, frozenset(chosen))
 
 
 def _mixed(sweep: Sweep, axes: AxisMap) -> dict[Axis, str]:
@@ -246,8 +274,9 @@ class FeatureSplit(Halo):
         split = split_of(sweep)
         if isinstance(split, str):
             return f"fetches rows by halo: {split}"
+        sizes = " and ".join(map(str, sorted({a.size for a in split.chosen})))
         same = sum(n not in split.runs for n in sweep.inputs if n.is_row)
-        return f"is split over {split.size} features" + (f"; {same} of its inputs go to every rank" if same else "")
+        return f"is split over {sizes} features" + (f"; {same} of its inputs go to every rank" if same else "")
 
 
 class _Slices:
@@ -260,65 +289,76 @@ class _Slices:
     """
 
     def __init__(self, split: Split, counts: dict[Domain, tuple[int, ...]], group: Group) -> None:
-        self.split, self.counts, self.group, self.rank = split, counts, group, group.rank
-        self.spans = split.spans(group.size)
-        # A rank without a slice computes another one's first feature, which nobody asks for.
-        self.computed = [s if s[0] < s[1] else (0, 1) for s in self.spans]
+        self.split, self.counts, self.group = split, counts, group
 
     def run(self, order: EdgeOrder, leaf: Leaf, like: Tensor, exact: Container[Node]) -> dict[Node, Tensor]:
-        sweep, known = _sliced(self.split, *self.computed[self.rank])
-        inputs = {n: leaf(n) for n in self.split.sweep.inputs}
-        coming = {n: self._start_input(n, t) for n, t in inputs.items() if n.is_row}
-        given = {known[n]: self._own_part(n, t).reshape(known[n].shape) for n, t in inputs.items() if not n.is_row}
+        """Results for this rank's rows and edges, from inputs for them."""
+        sweep, known = _sliced(self.split, self.group.rank, self.group.size)
+        coming = {n: self._start_input(n, leaf(n)) for n in self.split.sweep.inputs if n.is_row}
+        given = {known[n]: self._parameter(n, leaf(n)).reshape(known[n].shape)
+                 for n in self.split.sweep.inputs if not n.is_row}
         for n, transfer in coming.items():
             given[known[n]] = transfer.wait().view(sum(self.counts[n.domain]), *known[n].shape)
-        made = execution.run_sweep(sweep, order, given.__getitem__, like,
-                                   {known[r] for r in self.split.results if r in exact})
-        going = [self._start_result(r, made[known[r]]) for r in self.split.results]
-        return {r: finish() for r, finish in zip(self.split.results, going, strict=True)}
+        results = self.split.results
+        going = []
+        wide = {known[r] for r in results if r in exact}
+        made = execution.run_sweep(sweep, order, given.__getitem__, like, wide)
+        for r in results:
+            value = made[known[r]]
+            going.append(self._start_result(r, value.to(like.dtype) if known[r] in wide and r not in exact else value))
+        return {r: finish() for r, finish in zip(results, going, strict=True)}
 
-    def _own_part(self, node: Node, value: Tensor) -> Tensor:
-        """This rank's slice of a parameter."""
+    def _parameter(self, node: Node, value: Tensor) -> Tensor:
+        """What this rank's slice needs of a parameter."""
         run = self.split.runs.get(node)
-        return value if run is None else run.cut(value, 1, *self.computed[self.rank])
+        return value if run is None else run.cut(value, 1, run.computed(self.group.rank, self.group.size))
 
     def _start_input(self, node: Node, value: Tensor) -> Transfer:
         """Own rows -> the rows of all ranks, of the features that this one computes."""
+        rank, size = self.group.rank, self.group.size
         counts, run = self.counts[node.domain], self.split.runs.get(node)
-        own = counts[self.rank]
+        own = counts[rank]
         if run is None:
-            sent = [value.reshape(-1)] * self.group.size
-            widths = [node.numel] * self.group.size
+            pieces, widths = [value] * size, [node.numel] * size
         else:
-            sent = [run.cut(value, own, *span).reshape(-1) for span in self.computed]
-            widths = [run.outer * (stop - first) * run.inner for first, stop in self.computed]
-        return self.group.exchange(torch.cat(sent), [own * w for w in widths], [n * widths[self.rank] for n in counts],
-                                   wait=False)
+            spans = [run.computed(k, size) for k in range(size)]
+            pieces, widths = [run.cut(value, own, s) for s in spans], [run.width(s) for s in spans]
+        return self.group.exchange(torch.cat([p.reshape(-1) for p in pieces]), [own * w for w in widths],
+                                   [n * widths[rank] for n in counts], wait=False)
 
     def _start_result(self, node: Node, value: Tensor | Handed) -> Callable[[], Tensor]:
         """All rows of this rank's features -> own rows of all features, once they are there."""
+        rank, size = self.group.rank, self.group.size
         if isinstance(value, Handed):  # other sweeps have other edges
             value = segment.scatter_by(value.value, value.order.eid)
-        run, (first, stop) = self.split.runs.get(node), self.spans[self.rank]
-        if node.domain == Domain.PARAM:  # what ranks have is summed in the end
-            total = torch.zeros(node.shape, dtype=value.dtype, device=value.device)
-            if run is not None and first < stop:
-                run.cut(total, 1, first, stop).copy_(value.reshape(1, run.outer, stop - first, run.inner))
-            return lambda: value if run is None and self.rank == 0 else total
+        run = self.split.runs.get(node)
+        if node.domain == Domain.PARAM:
+            return partial(_own_share, node, value, run, rank, size)
         counts = self.counts[node.domain]
-        own = counts[self.rank]
+        own = counts[rank]
         if run is None:
-            rows = value.narrow(0, sum(counts[:self.rank]), own).clone()
+            rows = value.narrow(0, sum(counts[:rank]), own).clone()
             return lambda: rows
-        widths = [run.outer * (b - a) * run.inner for a, b in self.spans]
-        num_features = self.computed[self.rank][1] - self.computed[self.rank][0]
-        sent = value.reshape(sum(counts), run.outer, num_features, run.inner)[:, :, :stop - first].reshape(-1)
-        transfer = self.group.exchange(sent, [n * widths[self.rank] for n in counts], [own * w for w in widths],
-                                       wait=False)
+        spans = [run.span(k, size) for k in range(size)]
+        blocks, received = value.reshape(sum(counts), *run.sliced(rank, size)), [own * run.width(s) for s in spans]
+        first, stop = spans[rank]
+        transfer = self.group.exchange(blocks[:, :, :stop - first].reshape(-1),
+                                       [n * run.width(spans[rank]) for n in counts], received, wait=False)
 
         def finish() -> Tensor:
-            blocks = transfer.wait().split([own * w for w in widths])
-            return torch.cat([b.view(own, run.outer, stop - first, run.inner) for b, (first, stop) in
-                              zip(blocks, self.spans, strict=True)], 2).view(own, *node.shape)
+            pieces = [piece.view(own, run.outer, stop - first, run.inner) for piece, (first, stop) in
+                      zip(transfer.wait().split(received), spans, strict=True)]
+            return torch.cat(pieces, 2).view(own, *node.shape)
 
         return finish
+
+
+def _own_share(node: Node, value: Tensor, run: Run | None, rank: int, count: int) -> Tensor:
+    """What a rank adds to a sum over edges that all ranks' shares are summed to: a parameter's gradient."""
+    total = value.new_zeros(node.shape)
+    if run is None:
+        return value if rank == 0 else total
+    first, stop = run.span(rank, count)
+    if first < stop:
+        run.cut(total, 1, (first, stop)).copy_(value.reshape(1, run.outer, stop - first, run.inner))
+    return total
