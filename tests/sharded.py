@@ -29,7 +29,8 @@ from pyg_fullgraph.distributed.model import sum_gradients
 from pyg_fullgraph.distributed.planner import Costs, prices
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.partition import Partition
-from pyg_fullgraph.saga.ir import Domain
+from pyg_fullgraph.saga import ir
+from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
 
 LAYERS = {layer.name: layer for layer in (*SQUARE, *MORE, *PAIRS, *MORE_PAIRS)}
 
@@ -164,10 +165,17 @@ def run_in_parts(way: str, program: Any, graph: Graph, tensors: dict[str, Tensor
     return tuple(Join.apply(t, part, per[o.domain]) for t, o in zip(made, program.outputs, strict=True))
 
 
+def repeated() -> EdgeProgram:
+    """Two sums that are one where a slice is a single feature."""
+    x = ir.input("x", Domain.SRC, (1,))
+    sums = [ir.gather("sum", Domain.DST, value) for value in (ir.expand(x, (4,)), x)]
+    return EdgeProgram(tuple(Output("vertex", g, f"out{k}") for k, g in enumerate(sums)))
+
+
 def check_programs(rank: int, size: int, names: list[str], way: str) -> None:
-    for name in names:
+    for name, program in {**{n: program_of(n) for n in names}, "repeated": repeated()}.items():
         try:
-            check(program_of(name), random_case(11, 9, 70), runner=partial(run_in_parts, way))
+            check(program, random_case(11, 9, 70), runner=partial(run_in_parts, way))
         except Exception as error:
             raise AssertionError(f"{name}, rank {rank} of {size}, {way}: {error}") from error
 

@@ -64,6 +64,8 @@ def test_training_equals_the_whole():
 
 def test_sweeps_split_over_features():
     ranks(3).run(sharded.check_split)
+    names = ["gat-weights", "gat-dropout", "many-outputs", "several", "joined", "one-sided", "bare-edges", "integers"]
+    ranks(3).run(sharded.check_programs, names, "feature_split")
 
 
 def test_gradients_of_several_backwards():
