@@ -471,6 +471,10 @@ def _how(phase: PhaseReport) -> list[str]:
                 out.append(f"the {name} pass by {_SIDES[sweep.rows]} runs in chunks of edges{where}: "
                            f"{'; '.join(reasons)}")
         count[name] = kernels(plan, phase.lanes)
+    for name, plan in (("forward", phase.forward()), ("backward", phase.backward())):
+        for sweep in plan.sweeps if plan is not None else ():
+            text = phase.graph.describe_sweep(sweep)
+            out += [f"the {name} pass by {_SIDES[sweep.rows]} {text}"] if text else []
     where = "generated kernels on a GPU" if phase.target is CHUNKS else "generated kernels"
     out.append(f"{where}: {count['forward']} forward, {count['backward']} backward")
     return out

@@ -289,6 +289,10 @@ class Graph(Tensor):
         """What a report says about the part: how large it is and how it gets what other parts have."""
         return []
 
+    def describe_sweep(self, sweep: Any) -> str:
+        """How a sweep gets what other parts have, where that differs from sweep to sweep."""
+        return ""
+
     def largest(self, value: Tensor) -> Tensor:
         """The largest of edge values ``[E, ...]`` of all parts."""
         return value.max()

@@ -24,7 +24,7 @@ from pyg_fullgraph.errors import InputError, MissingPackageError, PartitionFileE
 from pyg_fullgraph.graph import Graph
 from triton_kernels import segment
 
-__all__ = ["Edges", "Partition", "Shard", "ShardOrder", "partition"]
+__all__ = ["Edges", "Partition", "Shard", "ShardOrder", "order_by_row", "partition"]
 
 #: Vertices per part that are dealt out one by one, heaviest first.
 _HEAVY = 64
@@ -472,16 +472,26 @@ def _shard_order(row: Tensor, other: Tensor, owner: Tensor, ids: Tensor, bounds:
     is_remote = owner != rank
     halo = torch.unique(other[is_remote])
     number = torch.where(is_remote, num_own + torch.searchsorted(halo, other), other - first)
-    by_id = ids.argsort(stable=True)
-    dtype = segment.index_dtype(num_rows, num_own + halo.numel(), row.numel())
-    ptr, column, eid = segment.build_csr(row[by_id].to(dtype), number[by_id].to(dtype), num_rows)
-    slot = by_id if eid is None else by_id[eid.long()]
-    is_plain = torch.equal(slot, torch.arange(slot.numel(), device=slot.device))
-    known = ids[slot].to(segment.index_dtype(num_ids))
-    order = EdgeOrder(ptr, column, None if is_plain else slot.to(dtype), num_rows, num_own + halo.numel(),
-                      None if torch.equal(known.long(), slot) else known)
+    order = order_by_row(row, number, ids, num_rows, num_own + halo.numel(), num_ids)
     mine = sent_to != rank
     num_sent = max(num_own, 1)  # rows of the vertices that the other direction has as its own
     pairs = torch.unique(sent_to[mine] * num_sent + sent_row[mine])
     return ShardOrder(order, bounds, rank, halo, _counts(owner_of(halo, bounds), num_parts), pairs % num_sent,
                       _counts(pairs // num_sent, num_parts))
+
+
+def order_by_row(row: Tensor, other: Tensor, ids: Tensor, num_rows: int, num_others: int, num_ids: int) -> EdgeOrder:
+    """Edges ``[e]`` by row, and by id within one; edge tensors stay in the order that the edges are given in.
+
+    Args:
+        row, other, ids: [e] int64 row, other endpoint and id in the whole graph of each edge.
+        num_rows, num_others, num_ids: these are below.
+    """
+    by_id = ids.argsort(stable=True)
+    dtype = segment.index_dtype(num_rows, num_others, row.numel())
+    ptr, column, eid = segment.build_csr(row[by_id].to(dtype), other[by_id].to(dtype), num_rows)
+    slot = by_id if eid is None else by_id[eid.long()]
+    is_plain = torch.equal(slot, torch.arange(slot.numel(), device=slot.device))
+    known = ids[slot].to(segment.index_dtype(num_ids))
+    return EdgeOrder(ptr, column, None if is_plain else slot.to(dtype), num_rows, num_others,
+                     None if torch.equal(known.long(), slot) else known)

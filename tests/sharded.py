@@ -6,6 +6,7 @@ import contextlib
 import pickle
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,12 +20,17 @@ from torch.utils._pytree import tree_leaves
 
 import pyg_fullgraph.nn as fused_nn
 import zoo
+from oracle import check, program_of, random_case
 from pyg_fullgraph import debug, errors, explain
+from pyg_fullgraph.autograd import run
 from pyg_fullgraph.distributed import DistributedModel, ShardedGraph, shard, shard_edges
+from pyg_fullgraph.distributed.feature_split import FeatureSplit
 from pyg_fullgraph.distributed.model import sum_gradients
 from pyg_fullgraph.distributed.planner import Costs, prices
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.partition import Partition
+from pyg_fullgraph.saga import ir
+from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
 
 LAYERS = {layer.name: layer for layer in (*SQUARE, *MORE, *PAIRS, *MORE_PAIRS)}
 
@@ -119,6 +125,59 @@ def gradients(out: Tensor, inputs: Any, module: torch.nn.Module, cotangent: Tens
 
 def close(got: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance, msg=lambda m: f"{what}: {m}")
+
+
+# --- programs ---------------------------------------------------------------------------------------------------
+
+
+class Cut(torch.autograd.Function):
+    """This rank's rows of a whole tensor; a parameter is every rank's."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, part: ShardedGraph, per: str | None) -> Tensor:
+        ctx.part, ctx.per = part, per
+        return value.view_as(value) if per is None else part.take(value, per)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        part, grad = ctx.part, grads[0].contiguous()
+        return part.group.reduce(grad.clone()) if ctx.per is None else part.join(grad, ctx.per), None, None
+
+
+class Join(torch.autograd.Function):
+    """The whole of the rows that ranks have."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, part: ShardedGraph, per: str) -> Tensor:
+        ctx.part, ctx.per = part, per
+        return part.join(value, per)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return ctx.part.take(grads[0], ctx.per), None, None
+
+
+def run_in_parts(way: str, program: Any, graph: Graph, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    """As :func:`pyg_fullgraph.autograd.run`, for whole tensors, by parts."""
+    part, per = shard(graph, way), {Domain.SRC: "src", Domain.DST: "dst", Domain.EDGE: "edge"}
+    domains = {n.name: per.get(n.domain) for n in program.inputs}
+    made = run(program, part, {k: Cut.apply(t, part, domains[k]) for k, t in tensors.items()})
+    return tuple(Join.apply(t, part, per[o.domain]) for t, o in zip(made, program.outputs, strict=True))
+
+
+def repeated() -> EdgeProgram:
+    """Two sums that are one where a slice is a single feature."""
+    x = ir.input("x", Domain.SRC, (1,))
+    sums = [ir.gather("sum", Domain.DST, value) for value in (ir.expand(x, (4,)), x)]
+    return EdgeProgram(tuple(Output("vertex", g, f"out{k}") for k, g in enumerate(sums)))
+
+
+def check_programs(rank: int, size: int, names: list[str], way: str) -> None:
+    for name, program in {**{n: program_of(n) for n in names}, "repeated": repeated()}.items():
+        try:
+            check(program, random_case(11, 9, 70), runner=partial(run_in_parts, way))
+        except Exception as error:
+            raise AssertionError(f"{name}, rank {rank} of {size}, {way}: {error}") from error
 
 
 # --- training ---------------------------------------------------------------------------------------------------
@@ -257,22 +316,62 @@ def check_edges(rank: int, size: int, case_name: str) -> None:
             results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
         for a, b in zip(*results, strict=True):
             close(a, b, 1e-12, "by edges")
+    refused(errors.InputError, "no process holds the whole graph: feature_split keeps all edges", shard_edges, own,
+            parts, way="feature_split")
+    asked = shard_edges(own, parts)
+    assert str(asked.reasons[-1]) == "feature_split: not offered (the structure of the whole graph is on no process)"
     wrong = case.edge_index if rank == 0 else own
     refused(errors.InputError, "arrive at the vertices of this rank", shard_edges, wrong, parts)
 
 
+def check_split(rank: int, size: int) -> None:
+    """What takes features one by one, or in heads, runs over all edges on every rank; nothing is fetched for it."""
+    ran: list[tuple[str, str]] = []
+
+    class Watched(FeatureSplit):
+        def run_whole(self, sweep: Any, *args: Any) -> Any:
+            results = super().run_whole(sweep, *args)
+            ran.append(("split", "") if results is not None else ("fetched", self.describe(sweep)))
+            return results
+
+    case = make_case("prime")
+    part = shard(Graph.from_edge_index(case.edge_index, case.size), Watched())
+    for name, count, others in (("gcn", 2, 0), ("sage_max", 2, 0), ("sage_mul", 2, 0), ("gatv2", 3, 0),
+                                ("transformer", 3, 0), ("gat", 2, 1)):
+        layer = LAYERS[name]
+        module = layer.build(fused_nn)
+        x = part.take(layer.inputs(case)[0].detach()).requires_grad_()
+        ran.clear()
+        out = module(x, part)
+        gradients(out, x, module, torch.ones_like(out))
+        # The gradients of attention at its own side are a sum of values that the edges here have already.
+        rest = [why for how, why in ran if how == "fetched"]
+        assert rest == ["fetches rows by halo: it reads nothing of other vertices"] * others, name
+        assert len(ran) == count + others, name
+    report = str(explain(fused_nn.GATConv(3, 2, heads=4), torch.randn(part.num_dst, 3, requires_grad=True), part))
+    assert "the forward pass by destination is split over 4 features\n" in report
+    net = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.ReLU(), torch.nn.Linear(4, 4))
+    report = str(explain(fused_nn.EdgeConv(net), torch.randn(part.num_dst, 3), part))
+    assert "the forward pass by destination fetches rows by halo: it multiplies edge values by a matrix\n" in report
+
+
 def check_planner(rank: int, size: int) -> None:
-    """Few remote rows make halo cheap, all of them broadcast; every rank takes the same way, and says why."""
+    """Few remote rows make halo cheap, all of them broadcast or slices; every rank takes the same way, and says why."""
     ring = torch.stack([torch.arange(300), torch.arange(1, 301) % 300])
     dense = torch.cartesian_prod(torch.arange(60), torch.arange(60)).t()
-    costs = Costs(latency=1e-5, exchange=1e9, broadcast=2e9, gather=1e12)
-    for edges, count, cheap in ((ring, 300, "halo"), (dense, 60, "broadcast")):
+    for edges, count, broadcast, cheap in ((ring, 300, 4e9, "halo"), (dense, 60, 4e9, "broadcast"),
+                                           (dense, 60, 1e9, "feature_split")):
+        costs = Costs(latency=1e-5, exchange=1e9, broadcast=broadcast, gather=1e12)
         part = shard(Graph.from_edge_index(edges, count), "halo", "ranges")
         found = prices(part.shard, part.group, costs, 1 << 12)
-        assert found[0].way == cheap and found[0].seconds < found[1].seconds
-        halo = next(p for p in found if p.way == "halo")
-        assert halo.rows == (2 if cheap == "halo" else 2 * (count - count // size))
+        assert found[0].way == cheap and found[0].seconds < found[1].seconds < found[2].seconds
+        rows = {p.way: p.rows for p in found}
+        share = count // size
+        assert rows["halo"] == (2 if cheap == "halo" else 2 * (count - share))
+        assert rows["feature_split"] == -(-4 * (count - share) // size) and rows["broadcast"] == 2 * (count - share)
         assert len({str(p) for p in part.group.objects([str(p) for p in found])}) == 1
+    small = prices(part.shard, part.group, costs, 1 << 12, memory=1e5)[-1]
+    assert str(small) == "feature_split: not offered (the structure of the whole graph takes 86.9 kB of 100.0 kB)"
     chosen = shard(Graph.from_edge_index(ring, 300))
     assert chosen.way.name == chosen.reasons[0].way and "rows" in str(chosen.reasons[0])
     assert len(set(chosen.group.objects(chosen.way.name))) == 1
@@ -291,7 +390,8 @@ def refused(kind: type[Exception], message: str, function: Any, *args: Any, **kw
 def check_refused_options(rank: int, size: int) -> None:
     case = make_case("prime")
     graph = Graph.from_edge_index(case.edge_index, case.size)
-    refused(errors.InputError, "Expected 'way' to be one of broadcast, halo, auto (got 'hallo')", shard, graph, "hallo")
+    refused(errors.InputError, "Expected 'way' to be one of broadcast, halo, feature_split, auto (got 'hallo')", shard,
+            graph, "hallo")
     refused(errors.InputError, "to have 2 parts, one per process (got [3])", shard, graph,
             partition=Partition.from_owner(torch.arange(97) % 3, 3))
     refused(errors.InputError, "a pair of them or the name of a method", shard, graph, partition=(1, 2))

@@ -25,6 +25,7 @@ FEW = ["gcn_weight", "gcn_reversed_weight", "sage", "sage_max", "sage_std", "sag
        "gat_fill_max", "edge_conv", "cheb_weight", "transformer_edge", "rgcn", "fast_rgcn_bases", "pna", "gen_softmax",
        "appnp"]
 BOTH = [("halo", False), ("broadcast", True)]
+EACH = [*BOTH, ("feature_split", False)]
 
 
 #: All layers, and every third, each time others.
@@ -34,13 +35,13 @@ SOME = [(1, 0, 3), (3, 1, 3), (4, 2, 3)]
 
 @pytest.mark.parametrize("size, first, step", [*ALL, *SOME])
 def test_layers_equal_the_whole(size, first, step):
-    ranks(size).run(sharded.check_layers, ON_NODES[first::step], "hub", *BOTH)
-    ranks(size).run(sharded.check_layers, ON_PAIRS[first::step], "bipartite", *BOTH)
+    ranks(size).run(sharded.check_layers, ON_NODES[first::step], "hub", *EACH)
+    ranks(size).run(sharded.check_layers, ON_PAIRS[first::step], "bipartite", *EACH)
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_layers_equal_the_whole_by_the_other_way(size):
-    other = [("halo", True), ("broadcast", False)]
+    other = [("halo", True), ("broadcast", False), ("feature_split", True)]
     ranks(size).run(sharded.check_layers, FEW, "isolated", *other)
     ranks(size).run(sharded.check_layers, FEW, "self_loops", *other)
     ranks(size).run(sharded.check_layers, ON_PAIRS[::2], "bipartite_wide", *other)
@@ -49,12 +50,22 @@ def test_layers_equal_the_whole_by_the_other_way(size):
 def test_seven_parts():
     ranks(7).run(sharded.check_layers, FEW, "prime", *BOTH)
     ranks(7).run(sharded.check_layers, FEW[::2], "isolated", ("broadcast", False))
+    ranks(7).run(sharded.check_layers, FEW[3::4], "prime", ("feature_split", True))
 
 
 def test_training_equals_the_whole():
     for size in (1, 2, 3):
         ranks(size).run(sharded.check_training, "gcn", "halo")
         ranks(size).run(sharded.check_training, "gat", "broadcast")
+    for size in (2, 3):
+        ranks(size).run(sharded.check_training, "gat", "feature_split")
+    ranks(3).run(sharded.check_training, "gcn", "feature_split")
+
+
+def test_sweeps_split_over_features():
+    ranks(3).run(sharded.check_split)
+    names = ["gat-weights", "gat-dropout", "many-outputs", "several", "joined", "one-sided", "bare-edges", "integers"]
+    ranks(3).run(sharded.check_programs, names, "feature_split")
 
 
 def test_gradients_of_several_backwards():

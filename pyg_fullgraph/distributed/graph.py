@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pyg_fullgraph.chunks import Handed, Leaf
 from pyg_fullgraph.distributed.broadcast import Broadcast
+from pyg_fullgraph.distributed.feature_split import FeatureSplit
 from pyg_fullgraph.distributed.group import Group
 from pyg_fullgraph.distributed.halo import Halo
 from pyg_fullgraph.distributed.planner import Price, cheapest
@@ -26,7 +27,7 @@ from triton_kernels import segment
 __all__ = ["WAYS", "ShardedGraph", "ShardedOrder", "shard", "shard_edges"]
 
 #: Name of a way of fetching rows -> the class.
-WAYS: dict[str, type[Way]] = {w.name: w for w in (Broadcast, Halo)}
+WAYS: dict[str, type[Way]] = {w.name: w for w in (Broadcast, Halo, FeatureSplit)}
 
 
 class ShardedOrder:
@@ -57,6 +58,9 @@ class ShardedOrder:
 
     def run_sweep(self, sweep: Sweep, leaf: Leaf, like: Tensor, exact: Container[Node]) -> dict[Node, Tensor]:
         """As :func:`pyg_fullgraph.execution.run_sweep`, for tensors of this rank's rows and edges."""
+        whole = self.way.run_whole(sweep, self.shard, self.is_home, self.group, leaf, like, exact)
+        if whole is not None:
+            return whole
         edges = {n: leaf(n) for n in sweep.inputs if n.domain == Domain.EDGE}
         if not self.is_home:
             edges = {n: self.to_away(t) for n, t in edges.items()}
@@ -249,6 +253,9 @@ class ShardedGraph(Graph):
     def describe_part(self) -> list[str]:
         return [repr(self), *(f"  {price}" for price in self.reasons)]
 
+    def describe_sweep(self, sweep: Sweep) -> str:
+        return self.way.describe(sweep) if self.group.size > 1 else ""
+
     def largest(self, value: Tensor) -> Tensor:
         return _Largest.apply(value, self.group)
 
@@ -332,9 +339,9 @@ def shard(graph: Any, way: str | Way = "auto", partition: Any = "random", group:
 
     Args:
         graph: a whole :class:`Graph`, or any form of one.
-        way: ``halo`` or ``broadcast``: how rows of vertices that other ranks own are fetched; ``auto`` takes the one
-            that is cheaper for 1 KiB per row, by the partition's counts and constants that are measured once; the
-            prices are :attr:`ShardedGraph.reasons`.
+        way: ``halo``, ``broadcast`` or ``feature_split``: how rows of vertices that other ranks own are read;
+            ``auto`` takes the cheapest for 1 KiB per row, by the partition's counts and constants that are measured
+            once; the prices are :attr:`ShardedGraph.reasons`.
         partition: a :class:`Partition`, a pair of them for the sources and destinations of a bipartite graph, or the
             name of a method of :func:`pyg_fullgraph.partition.partition`.
         group: a process group; None for the default one, or for one process alone.
@@ -351,7 +358,7 @@ def shard(graph: Any, way: str | Way = "auto", partition: Any = "random", group:
     totals = [int(t.long().sum()) for t in (whole.incoming.other, whole.incoming.ptr)]
     ranks.check_equal("graph", (whole.num_src, whole.num_dst, whole.num_edges, *totals))
     _check_equal(ranks, way, sides)
-    return _on_ranks(Shard.of(whole, sides[0], sides[-1], ranks.rank).to(device or whole.device), ranks, way)
+    return _on_ranks(Shard.of(whole, sides[0], sides[-1], ranks.rank).to(device or whole.device), ranks, way, True)
 
 
 def shard_edges(edge_index: Tensor, partition: Partition | tuple[Partition, Partition], edge_ids: Tensor | None = None,
@@ -362,14 +369,19 @@ def shard_edges(edge_index: Tensor, partition: Partition | tuple[Partition, Part
         edge_index: [2, e] the edges that arrive at the vertices of this rank, by ids in the whole graph; on a CPU.
         partition: who owns which vertices; a pair for the sources and destinations of a bipartite graph.
         edge_ids: [e] int64 ids that all edges of the graph have, each once; by default they count on from rank to rank.
-        way, group, device: as of :func:`shard`.
+        way: as of :func:`shard`, but not ``feature_split``, which keeps the edges of the whole graph on every process.
+        group, device: as of :func:`shard`.
 
     Returns: the part; edge tensors have the order of ``edge_index``.
-    Raises: InputError if an edge does not arrive at a vertex of this rank; GroupError if partitions differ.
+    Raises: InputError if an edge does not arrive at a vertex of this rank, or for ``feature_split``; GroupError if
+        partitions differ.
     Cost: each edge is sent once, to the owner of its source.
     """
     ranks = Group(group)
     _check_way(way)
+    if way == FeatureSplit.name or isinstance(way, FeatureSplit):
+        raise InputError("way", "to be halo, broadcast or auto where no process holds the whole graph: feature_split "
+                         "keeps all edges on every process, as shard() does", repr(way))
     sides = (partition,) if isinstance(partition, Partition) else tuple(partition)
     src, dst = sides[0], sides[-1]
     if any(p.num_parts != ranks.size for p in sides):
@@ -393,7 +405,7 @@ def shard_edges(edge_index: Tensor, partition: Partition | tuple[Partition, Part
     made = Shard.build(home, Edges(*(t.contiguous() for t in arrived.unbind(1))), src.bounds, dst.bounds, ranks.rank,
                        ids, ids if src is dst else dst.part(ranks.rank),
                        (src.num_vertices, dst.num_vertices, sum(counts)))
-    return _on_ranks(made.to(device or edge_index.device), ranks, way)
+    return _on_ranks(made.to(device or edge_index.device), ranks, way, False)
 
 
 def _check_way(way: str | Way) -> None:
@@ -406,9 +418,9 @@ def _check_equal(ranks: Group, way: str | Way, sides: tuple[Partition, ...]) -> 
     ranks.check_equal("partition", [(p.bounds, int((p.order * torch.arange(p.num_vertices)).sum())) for p in sides])
 
 
-def _on_ranks(made: Shard, ranks: Group, way: str | Way) -> ShardedGraph:
-    """The graph of a shard, by the cheapest way if that is left open."""
-    reasons = cheapest(made, ranks, made.edge_ids.device) if way == "auto" and ranks.size > 1 else []
+def _on_ranks(made: Shard, ranks: Group, way: str | Way, is_known: bool) -> ShardedGraph:
+    """The graph of a shard, by the cheapest way if that is left open; ``is_known``: the whole graph was there."""
+    reasons = cheapest(made, ranks, made.edge_ids.device, is_known) if way == "auto" and ranks.size > 1 else []
     if isinstance(way, str):
         way = WAYS[reasons[0].way if reasons else "halo" if way == "auto" else way]()
     return ShardedGraph(made, ranks, way, reasons=tuple(reasons))

@@ -6,13 +6,18 @@ between the ways counts: what crosses the wire, what is copied for it, and how m
 
 from __future__ import annotations
 
+import itertools
+import math
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+from rich.filesize import decimal
 
+from pyg_fullgraph.distributed.feature_split import Structure
 from pyg_fullgraph.distributed.group import Group
 from pyg_fullgraph.partition import Shard
 
@@ -20,6 +25,8 @@ __all__ = ["Costs", "Price", "cheapest", "measure", "prices"]
 
 #: Bytes that each rank sends when constants are measured, and how often.
 _MEASURED_BYTES, _REPEATS = {"cpu": 1 << 20, "cuda": 1 << 26}, 3
+#: Share of a rank's memory that the structure of the whole graph may take unasked.
+_STRUCTURE_SHARE = 0.25
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,7 @@ class Price:
 
     Attributes:
         way: its name.
-        seconds: forward and backward.
+        seconds: forward and backward; infinite for a way that is not offered.
         rows: that the slowest rank receives, in both.
         reason: how the price comes about, one line.
     """
@@ -56,6 +63,8 @@ class Price:
     reason: str
 
     def __str__(self) -> str:
+        if math.isinf(self.seconds):
+            return f"{self.way}: not offered ({self.reason})"
         return f"{self.way}: {self.seconds * 1e3:.3g} ms, {self.rows} rows ({self.reason})"
 
 
@@ -96,7 +105,8 @@ def _measured(group: Group, kind: str, index: int) -> Costs:
                  num_bytes / max(gather, 1e-9))
 
 
-def prices(shard: Shard, group: Group, costs: Costs, row_bytes: int) -> list[Price]:
+def prices(shard: Shard, group: Group, costs: Costs, row_bytes: int, is_known: bool = True,
+           memory: float = math.inf) -> list[Price]:
     """Every way with its price, cheapest first; the same on all ranks, which all call it.
 
     Args:
@@ -104,6 +114,8 @@ def prices(shard: Shard, group: Group, costs: Costs, row_bytes: int) -> list[Pri
         group: the ranks.
         costs: constants, see :func:`measure`.
         row_bytes: of what is read of the other endpoint of an edge, for example 4 bytes times the width of a layer.
+        is_known: whether the part was made from the whole graph, as ``feature_split`` wants it.
+        memory: bytes that each rank has.
     """
     sides = (shard.incoming, shard.outgoing)
     received = [side.halo.numel() for side in sides]
@@ -117,17 +129,55 @@ def prices(shard: Shard, group: Group, costs: Costs, row_bytes: int) -> list[Pri
         # In chunks edges between own vertices are computed meanwhile; kernels wait for all rows.
         hidden = min(arrival, compute / group.size) if shard.edge_ids.device.type == "cpu" else 0.0
         halo += sent * row_bytes / costs.gather + arrival + compute - hidden
-        sizes = [b - a for a, b in zip(side.bounds, side.bounds[1:], strict=False)]
+        sizes = _sizes(side.bounds)
         stages = [costs.latency + n * row_bytes / costs.broadcast for n in sizes]
         # The first block is waited for; the others arrive while the one before is computed.
         broadcast += stages[0] + max(sum(stages[1:]), compute * (group.size - 1) / group.size) + compute / group.size
         blocks += sum(sizes) - min(sizes)
     remote = worst[6] / max(blocks, 1)
     return sorted([Price("halo", halo, worst[6], f"each rank reads {remote:.0%} of the other ranks' rows"),
-                   Price("broadcast", broadcast, blocks, f"{group.size} stages, all rows to all ranks")],
-                  key=lambda p: p.seconds)
+                   Price("broadcast", broadcast, blocks, f"{group.size} stages, all rows to all ranks"),
+                   _feature_split(shard, group.size, costs, row_bytes, is_known, memory)], key=lambda p: p.seconds)
 
 
-def cheapest(shard: Shard, group: Group, device: torch.device, row_bytes: int = 1024) -> list[Price]:
-    """:func:`prices` with measured constants."""
-    return prices(shard, group, measure(group, device), row_bytes)
+def _feature_split(shard: Shard, count: int, costs: Costs, row_bytes: int, is_known: bool, memory: float) -> Price:
+    """Two all-to-alls per direction; every rank computes all edges for its share of the features."""
+    structure = Structure.num_bytes(shard.sizes)
+    if not is_known or structure > _STRUCTURE_SHARE * memory:
+        why = f"takes {decimal(structure)} of {decimal(int(memory))}" if is_known else "is on no process"
+        return Price("feature_split", math.inf, 0, f"the structure of the whole graph {why}")
+    seconds, received = 0.0, 0.0
+    bounds = (shard.incoming.bounds, shard.outgoing.bounds)
+    for others, rows in zip(map(_sizes, bounds), map(_sizes, bounds[::-1]), strict=True):
+        # Inputs: own rows are cut for all ranks and those of all ranks arrive; results the other way.
+        moved = [_moved(others, k, count) + _moved(rows, k, count) for k in range(count)]
+        copied = max(a + b for a, b in zip(others, rows, strict=True))
+        seconds += 2 * costs.latency + max(moved) * row_bytes / costs.exchange
+        seconds += (copied + shard.sizes[2] / count) * row_bytes / costs.gather
+        received += max(moved)
+    return Price("feature_split", seconds, math.ceil(received),
+                 f"1/{count} of the features of all rows, there and back; the structure takes {decimal(structure)} per "
+                 "rank; sweeps that mix features take halo")
+
+
+def _moved(sizes: list[int], rank: int, count: int) -> float:
+    """Rows' worth that a rank sends or receives, whichever is more, as ``1/count`` of the features of all rows."""
+    return max(sum(sizes) - sizes[rank], sizes[rank] * (count - 1)) / count
+
+
+def _sizes(bounds: tuple[int, ...]) -> list[int]:
+    return [b - a for a, b in itertools.pairwise(bounds)]
+
+
+def cheapest(shard: Shard, group: Group, device: torch.device, is_known: bool, row_bytes: int = 1024) -> list[Price]:
+    """:func:`prices` with measured constants and the memory of this machine."""
+    costs = measure(group, device)
+    memory = group.reduce(torch.tensor(_memory(device), dtype=torch.float64, device=group.device), "min")
+    return prices(shard, group, costs, row_bytes, is_known, float(memory))
+
+
+def _memory(device: torch.device) -> float:
+    """Bytes of memory per rank, of the GPU or of this rank's share of the host."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

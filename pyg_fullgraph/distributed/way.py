@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pyg_fullgraph.chunks import Leaf
 from pyg_fullgraph.distributed.group import Group
-from pyg_fullgraph.partition import ShardOrder
+from pyg_fullgraph.partition import Shard, ShardOrder
 from pyg_fullgraph.saga.ir import Domain, Node
 from pyg_fullgraph.saga.plans import Sweep
 
@@ -37,6 +37,21 @@ class Way:
             like, exact: As for :func:`pyg_fullgraph.execution.run_sweep`, whose results are returned.
         """
         raise NotImplementedError
+
+    def run_whole(self, sweep: Sweep, shard: Shard, is_incoming: bool, group: Group, leaf: Leaf, like: Tensor,
+                  exact: Container[Node]) -> dict[Node, Tensor] | None:
+        """The same where the way computes ``sweep`` over all edges of the graph; else None, and rows are fetched.
+
+        Args:
+            shard, is_incoming: This rank's part, and whether the sweep's rows are destinations of it.
+            leaf: This rank's rows, and the values of the edges that arrive here; results are as well.
+            sweep, group, like, exact: As of :meth:`run_sweep`.
+        """
+        return None
+
+    def describe(self, sweep: Sweep) -> str:
+        """How ``sweep`` runs, where that is not the same for all sweeps."""
+        return ""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

@@ -43,7 +43,7 @@ class AxisMap:
 
     Args:
         roots: Expressions.
-        opaque: Let results of slices, concatenations and products have axes of their own, for analysis only.
+        opaque: Let what slices, concatenations and products make of features be axes of their own, for analysis only.
 
     Raises:
         NotFusable: A value cannot be held in such a tile: features are sliced or concatenated, or an axis meets itself.
@@ -106,10 +106,16 @@ class AxisMap:
             return [d if d else self._fresh(s) for d, s in zip(old, node.shape, strict=True)]
         if kind == "reduce":
             return [d for k, d in enumerate(args[0]) if k not in node.attr("dims")]
-        if self._opaque or node.op == "mm":
-            return [self._fresh(s) for s in node.shape]
         if node.op == "lookup":
             return args[0][len(args[0]) - len(node.shape):]
+        if self._opaque and node.op in ("slice", "cat"):
+            for found in args[1:]:
+                for d in range(len(node.shape)):
+                    if d != node.attr("dim"):
+                        _unify(args[0][d], found[d])
+            return [self._fresh(s) if d == node.attr("dim") else args[0][d] for d, s in enumerate(node.shape)]
+        if self._opaque or node.op == "mm":
+            return [self._fresh(s) for s in node.shape]
         raise NotFusable([f"{node.op} over features does not fit a tile"])
 
 
