@@ -101,8 +101,11 @@ def train(size, out, *options):
 def test_the_command_under_torchrun(tmp_path):
     """The same curve on any number of processes, also continued on another number."""
     alone = train(1, tmp_path / "one", "--epochs", "6")
-    both = train(2, tmp_path / "two", "--epochs", "3")
+    both = train(2, tmp_path / "two", "--epochs", "3", "--timeline", str(tmp_path / "timeline"))
     assert (alone["num_processes"], both["num_processes"]) == (1, 2)
+    assert both["seeds"][0]["timeline"].startswith("convs.0: softmax_sum")
+    trace = json.loads((tmp_path / "timeline" / "timeline.json").read_text())["traceEvents"]
+    assert {row["pid"] for row in trace} == {0, 1} and (tmp_path / "timeline" / "timeline.png").stat().st_size > 0
     rest = train(3, tmp_path / "two", "--epochs", "6", "--resume")
     for name in ("losses", "val_losses", "val_accuracies", "test_accuracy"):
         assert rest["seeds"][0][name] == pytest.approx(alone["seeds"][0][name], rel=1e-9)

@@ -42,6 +42,7 @@ LAYERS = (
     "pyg_fullgraph.saga.passes",
     "pyg_fullgraph.saga.codegen",
     "pyg_fullgraph.saga",
+    "pyg_fullgraph.events",
     "pyg_fullgraph.recipe",
     "pyg_fullgraph.chunks",
     "pyg_fullgraph.execution",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pyg_fullgraph import events
 from pyg_fullgraph.errors import GroupError
 
 __all__ = ["Group", "Transfer", "under_torchrun"]
@@ -79,7 +80,8 @@ class Group:
         # Without features there is nothing to send, which all ranks know.
         if value[0:0].numel() == 0 and 0 in value.shape[1:]:
             return Transfer(out)
-        work = dist.all_to_all_single(out, value, list(received), list(sent), group=self.process_group, async_op=True)
+        work = self._start("exchange", out, lambda: dist.all_to_all_single(
+            out, value, list(received), list(sent), group=self.process_group, async_op=True))
         transfer = Transfer(out, work, value)
         if wait:
             transfer.wait()
@@ -89,15 +91,21 @@ class Group:
         """Start to send ``buffer`` of rank ``owner`` to all others, into theirs; contiguous and of equal sizes."""
         if self.size == 1 or buffer.numel() == 0:
             return Transfer(buffer)
-        work = dist.broadcast(buffer, group=self.process_group, group_src=owner, async_op=True)
+        work = self._start("broadcast", buffer, lambda: dist.broadcast(
+            buffer, group=self.process_group, group_src=owner, async_op=True), owner)
         return Transfer(buffer, work)
 
     def reduce(self, value: Tensor, op: str = "sum") -> Tensor:
         """``value`` reduced over all ranks (``sum``, ``max``, ``min``), in place."""
         if self.size > 1:
-            dist.all_reduce(value, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op],
-                            group=self.process_group)
+            kind = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
+            work = self._start("reduce", value, lambda: dist.all_reduce(
+                value, kind, group=self.process_group, async_op=True))
+            work.wait()
         return value
+
+    def _start(self, name: str, received: Tensor, start: Callable[[], Any], block: int | None = None) -> Any:
+        return events.transfer(name, received.nbytes, block, self.device, start)
 
     def any(self, fact: bool, device: torch.device) -> bool:
         """Whether ``fact`` holds on any rank. On a GPU the host waits."""
