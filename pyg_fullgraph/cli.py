@@ -70,6 +70,7 @@ def train(
     out: Annotated[Path, typer.Option(help="Folder for metrics.json, curves.png and checkpoints.")] = Path("runs"),
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoints in --out.")] = False,
     timeline: Annotated[Path | None, typer.Option(help="Folder for the timeline of one epoch, per process.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds after which a process that hangs ends the others.")] = 60.0,
 ) -> None:
     """Train a node classifier on a whole graph and write metrics, plot and checkpoints to --out.
 
@@ -96,7 +97,7 @@ def train(
         resume=resume,
         timeline=None if timeline is None else str(timeline),
     )
-    with under_torchrun(config.device) as group:
+    with under_torchrun(config.device, timeout) as group:
         console.quiet = group.rank != 0
         data = config.load_dataset()
         console.print(

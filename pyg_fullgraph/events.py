@@ -81,8 +81,8 @@ class Recorder:
         ticks: this rank's clock at moments that were the same for all ranks.
     """
 
-    def __init__(self, rank: int, device: torch.device) -> None:
-        self.rank, self.device, self.layer = rank, device, ""
+    def __init__(self, rank: int) -> None:
+        self.rank, self.layer = rank, ""
         self.ticks: list[float] = []
         self._events: list[_Open] = []
         self._sweep, self._way, self._numbers = -1, "", itertools.count()
@@ -99,10 +99,10 @@ class Recorder:
             raise InputError("timeline", "to be the only one at a time", "one within another")
         for _ in range(_ALIGNMENTS):
             meet()
-            self._synchronize()
+            _synchronize()
             self.ticks.append(time.perf_counter())
-        if self.device.type == "cuda":
-            self._waiting, self._base = torch.cuda.Stream(self.device), _mark(self.device)
+        if torch.cuda.is_available():
+            self._waiting, self._base = torch.cuda.Stream(), _mark(torch.device("cuda"))
         _active = self
 
     def stop(self) -> None:
@@ -113,7 +113,7 @@ class Recorder:
     def finish(self) -> list[Event]:
         """The events, in milliseconds since :meth:`begin` by this rank's clock."""
         self.stop()
-        self._synchronize()
+        _synchronize()
         made, queued_ms = [], 0.0
         for event in self._events:
             if event.pending is not None:
@@ -125,10 +125,6 @@ class Recorder:
                 queued_ms = end
             made.append(Event(self.rank, start_ms=start, end_ms=end, **event.fields))
         return made
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     def _ms(self, mark: Mark) -> float:
         return (mark - self.ticks[-1]) * 1e3 if isinstance(mark, float) else self._base.elapsed_time(mark)
@@ -182,6 +178,11 @@ class Recorder:
 _active: Recorder | None = None
 
 
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def _mark(device: torch.device) -> Mark:
     if device.type != "cuda":
         return time.perf_counter()
@@ -212,7 +213,7 @@ def transfer(name: str, num_bytes: int, block: int | None, device: torch.device,
         name: of the operation.
         num_bytes: that are received here, or sent.
         block: whose rows.
-        device: where the backend queues it: a GPU for NCCL, else the CPU.
+        device: of the data. What a GPU sends is queued on a stream.
         start: starts it and gives the work of ``torch.distributed``.
     """
     return start() if _active is None else _active.transfer(name, num_bytes, block, device, start)

@@ -367,7 +367,7 @@ class _Run:
         if not is_wanted or len(self.history.losses) != self.timed_epoch:
             yield
             return
-        with timeline(self.config.timeline, device=self.config.device) as self.timeline:
+        with timeline(self.config.timeline) as self.timeline:
             yield
 
     def _step(self) -> float:
@@ -495,7 +495,8 @@ def _explained_out_of_memory(config: TrainConfig, provider: str) -> Iterator[Non
         if not (is_cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError))):
             raise
         reason = str(error).splitlines()[0]
-        raise OutOfMemoryError(config.device, _suggestions(config, provider), reason) from error
+        rank = Group().rank if dist.is_initialized() else None
+        raise OutOfMemoryError(config.device, _suggestions(config, provider), reason, rank) from error
 
 
 def _suggestions(config: TrainConfig, provider: str) -> list[str]:
@@ -504,6 +505,8 @@ def _suggestions(config: TrainConfig, provider: str) -> list[str]:
         suggestions.append("--dtype bfloat16")
     if config.device == "cuda":
         suggestions.append("--device cpu")
+    if dist.is_initialized():
+        suggestions.append("more processes")
     if provider == "pyg":
         suggestions.append("the fused layers alone (without --compare pyg)")
     return suggestions

@@ -126,20 +126,24 @@ def test_the_example():
     assert "ShardedGraph(rank=0 of 2" in found[1][0]
 
 
-def test_a_rank_that_dies_ends_the_others(tmp_path):
-    script = tmp_path / "dies.py"
-    script.write_text(DIES)
-    text, is_done = torchrun(2, str(script))
-    assert not is_done and "rank 1 gives up" in text and "never" not in text
+def test_nothing_is_left_of_a_rank_that_hangs(tmp_path):
+    script = tmp_path / "hangs.py"
+    script.write_text(HANGS)
+    text, is_done = torchrun(2, str(script), str(tmp_path / "pid"))
+    assert not is_done and "RankError: Expected every rank to take part (got no answer from rank 1" in text
+    assert "never" not in text
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
-DIES = """
-import torch, pyg_fullgraph as pfg
-from pyg_fullgraph.distributed.group import under_torchrun
-with under_torchrun("cpu") as group:
+HANGS = """
+import os, sys, time, torch, pyg_fullgraph as pfg
+from pyg_fullgraph.distributed import under_torchrun
+with under_torchrun("cpu", timeout=3) as group:
     graph = pfg.shard(torch.arange(20).view(2, 10) % 7)
     if group.rank == 1:
-        raise SystemExit("rank 1 gives up")
+        open(sys.argv[1], "w").write(str(os.getpid()))
+        time.sleep(1000)
     pfg.nn.GCNConv(3, 3)(torch.zeros(graph.num_dst, 3), graph)
     print("never")
 """

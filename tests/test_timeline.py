@@ -77,7 +77,7 @@ def test_a_whole_graph(device):
     conv = pfg.nn.GCNConv(4, 3).to(device)
     edge_index = torch.randint(50, (2, 300), device=device)
     conv(x, edge_index).sum().backward()
-    with pfg.timeline(device=device) as found:
+    with pfg.timeline() as found:
         conv(x, edge_index).sum().backward()
     conv(x, edge_index)
     assert {(e.rank, e.way) for e in found.events} == {(0, "whole")}

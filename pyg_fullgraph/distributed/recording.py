@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -131,22 +130,22 @@ def _draw(axis: Axes, event: Event, y: float, height: float, wide: float) -> Non
 
 
 @contextlib.contextmanager
-def timeline(folder: str | Path | None = None, group: Any = None,
-             device: torch.device | str = "cpu") -> Iterator[Timeline]:
+def timeline(folder: str | Path | None = None, group: Any = None) -> Iterator[Timeline]:
     """Record what the ranks send and compute within the block, per stage; called by all ranks.
 
     Args:
         folder: rank 0 writes ``timeline.json`` (Chrome's trace format) and ``timeline.png`` there; None writes nothing.
         group: the process group; None for the default one, or for one process alone.
-        device: where the graph is. On a GPU times are those of events on the streams, else of the clock.
     Returns: an object whose ``events``, ``overlap`` and ``str`` are filled when the block is left.
     Raises: InputError within another such block.
+    Times are those of events on the streams for what runs on a GPU, else of the clock.
+
     Cost: two marks for each transfer and stage, and a few transfers at either end; nothing outside such a block. What a
         block records for the first time includes compiling: record the second step, not the first.
     Source: MG-GCN, figures 6 and 8.
     """
     ranks, made = Group(group), Timeline()
-    recorder = Recorder(ranks.rank, torch.device(device))
+    recorder = Recorder(ranks.rank)
     recorder.begin(lambda: ranks.any(True, ranks.device))
     try:
         with _named_layers(recorder):
