@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyg_fullgraph import events
 from pyg_fullgraph.edge_order import EdgeOrder, HeadOrder
 from pyg_fullgraph.recipe import ONE_HOT_ROWS, Step, recipe_of
 from pyg_fullgraph.saga import interpret
@@ -78,9 +79,11 @@ def run_tiles(sweep: Sweep, rows: EdgeOrder, tiles: Iterable[tuple[EdgeOrder, Le
         like, exact: As for :func:`run_sweep`, whose results are returned.
     """
     running = _ChunkedSweep(sweep, rows, like, exact)
-    for tile, leaf in tiles:
-        running.take(tile, leaf)
-    return running.finish()
+    for k, (tile, leaf) in enumerate(tiles):
+        with events.stage(k, like.device):
+            running.take(tile, leaf)
+    with events.stage(None, like.device):
+        return running.finish()
 
 
 class _ChunkedSweep:

@@ -69,6 +69,8 @@ def train(
     compare: Annotated[Literal["pyg"] | None, typer.Option(help="Train the same model on plain PyG as well.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for metrics.json, curves.png and checkpoints.")] = Path("runs"),
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoints in --out.")] = False,
+    timeline: Annotated[Path | None, typer.Option(help="Folder for the timeline of one epoch, per process.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds after which a process that hangs ends the others.")] = 60.0,
 ) -> None:
     """Train a node classifier on a whole graph and write metrics, plot and checkpoints to --out.
 
@@ -93,8 +95,9 @@ def train(
         compare=compare,
         out=str(out),
         resume=resume,
+        timeline=None if timeline is None else str(timeline),
     )
-    with under_torchrun(config.device) as group:
+    with under_torchrun(config.device, timeout) as group:
         console.quiet = group.rank != 0
         data = config.load_dataset()
         console.print(
@@ -110,6 +113,8 @@ def train(
             console.print(str(stop) or "Stopped before the first epoch", markup=False, highlight=False, soft_wrap=True)
             raise typer.Exit(130) from stop
         console.print(result_table(metrics))
+        if timeline is not None:
+            console.print(metrics["seeds"][0].get("timeline", ""), markup=False, highlight=False, soft_wrap=True)
         console.print(f"Wrote {out / 'metrics.json'} and {out / 'curves.png'}", markup=False, highlight=False)
 
 

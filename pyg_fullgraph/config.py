@@ -45,6 +45,7 @@ class TrainConfig:
         compare: "pyg" also trains the same model from the same weights on PyG's layers.
         out: folder for checkpoints, metrics and plot; None writes nothing.
         resume: continue from the checkpoints in `out`.
+        timeline: folder for the timeline of one epoch of the first seed, see `pyg_fullgraph.timeline`; None makes none.
     Raises: InputError for a value out of range, or cuda where there is none.
     """
 
@@ -66,6 +67,7 @@ class TrainConfig:
     compare: str | None = None
     out: str | None = None
     resume: bool = False
+    timeline: str | None = None
 
     def __post_init__(self) -> None:
         _require("model", self.model in MODELS, f"to be one of {', '.join(MODELS)}", self.model)

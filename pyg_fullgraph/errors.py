@@ -120,6 +120,23 @@ class GroupError(PygFullgraphError, RuntimeError):
         super().__init__(f"Expected '{name}' to be the same on every rank (got {ranks})")
 
 
+class RankError(PygFullgraphError, RuntimeError):
+    """Processes that share a graph failed or do not answer; raised by the others.
+
+    Attributes:
+        failed: rank -> its error.
+        silent: ranks that neither take part nor say why.
+    """
+
+    def __init__(self, failed: Mapping[int, str], silent: Sequence[int], error: str) -> None:
+        found = [f"rank {k} failed: {reason}" for k, reason in sorted(failed.items())]
+        if silent:
+            ranks = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))}"
+            found.append(f"no answer from {ranks}, which hangs or has ended")
+        super().__init__(f"Expected every rank to take part (got {'; '.join(found) or error})")
+        self.failed, self.silent = dict(failed), list(silent)
+
+
 class ShardedGraphError(PygFullgraphError, NotImplementedError):
     """Something was asked of a part of a graph that only the whole graph can tell."""
 
@@ -170,10 +187,11 @@ class CheckpointError(PygFullgraphError, RuntimeError):
 
 
 class OutOfMemoryError(PygFullgraphError, MemoryError):
-    """Training needed more memory than there is; says what to try."""
+    """Training needed more memory than there is; says what to try, and which rank it was if there are several."""
 
-    def __init__(self, device: object, suggestions: Sequence[str], reason: object) -> None:
-        super().__init__(f"Out of memory on {device}. Try: {'; '.join(suggestions)} ({reason})")
+    def __init__(self, device: object, suggestions: Sequence[str], reason: object, rank: int | None = None) -> None:
+        where = device if rank is None else f"{device} of rank {rank}"
+        super().__init__(f"Out of memory on {where}. Try: {'; '.join(suggestions)} ({reason})")
 
 
 class DivergedError(PygFullgraphError, ArithmeticError):

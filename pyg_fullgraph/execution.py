@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from pyg_fullgraph import chunks
+from pyg_fullgraph import chunks, events
 from pyg_fullgraph.edge_order import EdgeOrder
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.saga import codegen, interpret, ir, tiles
@@ -43,7 +43,13 @@ def interpreted() -> bool:
 
 class FetchingOrder(Protocol):
     """Edges by row, where the rows of other endpoints have to be fetched: it runs a sweep by :func:`run_sweep`, or by
-    :func:`run_tiles` as they come."""
+    :func:`run_tiles` as they come.
+
+    Attributes:
+        way: how they are fetched, with the ``name`` of that.
+    """
+
+    way: Any
 
     @property
     def degree(self) -> Tensor:
@@ -87,10 +93,12 @@ def run_plan(plan: Plan, incoming: Order, outgoing: Order | None, tensors: Mappi
         if isinstance(step, Sweep):
             order = incoming if step.rows == Domain.DST else outgoing
             assert order is not None
-            if isinstance(order, EdgeOrder):
-                env.update(run_sweep(step, order, env.__getitem__, like, plan.exact))
-            else:
-                env.update(order.run_sweep(step, env.__getitem__, like, plan.exact))
+            way = "whole" if isinstance(order, EdgeOrder) else order.way.name
+            with events.sweep(step, way, like.device):
+                if isinstance(order, EdgeOrder):
+                    env.update(run_sweep(step, order, env.__getitem__, like, plan.exact))
+                else:
+                    env.update(order.run_sweep(step, env.__getitem__, like, plan.exact))
         else:
             env[step[0]] = interpret.evaluate((step[1],), exact_leaf, exact_like)[0]
         for node in done:
@@ -108,7 +116,8 @@ def run_sweep(sweep: Sweep, order: EdgeOrder, leaf: chunks.Leaf, like: Tensor,
     kernel = _kernel_for(sweep, like)
     if kernel is not None:
         try:
-            return _launch_sweep(sweep, kernel, order, leaf, like, exact)
+            with events.stage(0, like.device):
+                return _launch_sweep(sweep, kernel, order, leaf, like, exact)
         except OutOfResources as error:
             _refuse(kernel, error)
     return chunks.run_sweep(sweep, order, leaf, like, exact)
@@ -136,13 +145,15 @@ def run_tiles(sweep: Sweep, rows: EdgeOrder, tiles: Sequence[EdgeOrder], leaves:
         for k, tile in enumerate(waiting):
             leaf = next(leaves)
             try:
-                launched.take(k, leaf)
+                with events.stage(k, like.device):
+                    launched.take(k, leaf)
             except OutOfResources as error:  # at the first launch
                 _refuse(kernel, error)
                 waiting, leaves = itertools.chain([tile], waiting), itertools.chain([leaf], leaves)
                 break
         else:
-            return launched.finish()
+            with events.stage(None, like.device):
+                return launched.finish()
     return chunks.run_tiles(sweep, rows, zip(waiting, leaves, strict=True), like, exact)
 
 

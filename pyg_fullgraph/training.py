@@ -33,7 +33,7 @@ import pyg_fullgraph.nn
 from pyg_fullgraph.checkpoint import checkpoint_path, load_checkpoint, prepare_folder, write_atomically
 from pyg_fullgraph.config import TrainConfig
 from pyg_fullgraph.data import Dataset, generate
-from pyg_fullgraph.distributed import DistributedModel, Group, ShardedGraph, shard
+from pyg_fullgraph.distributed import DistributedModel, Group, ShardedGraph, Timeline, shard, timeline
 from pyg_fullgraph.errors import CheckpointError, DivergedError, InputError, OutOfMemoryError
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.report import describe_device, plot, versions
@@ -271,7 +271,7 @@ def train_seed(
     with _explained_out_of_memory(config, provider):
         run = _Run(config, dataset, seed, provider, initial_state)
         run.finish(on_epoch)
-    return run.history.metrics(seed)
+    return run.history.metrics(seed) | ({} if run.timeline is None else {"timeline": str(run.timeline)})
 
 
 class _Run:
@@ -309,6 +309,9 @@ class _Run:
         if config.resume and self.path is not None and self.path.exists():
             self._load(self.path)
         self.earlier_peak_bytes = self.history.peak_bytes
+        # The first epochs prepare the graph and are watched for memory.
+        self.timed_epoch = min(len(self.history.losses) + PeakMemory.num_watched_on_cpu, config.epochs - 1)
+        self.timeline: Timeline | None = None
         self.memory = PeakMemory(config.device)
 
     @property
@@ -338,10 +341,11 @@ class _Run:
         self.is_consistent = False
         with self.memory.watch():
             self._synchronize()
-            start = time.perf_counter()
-            loss = self._step()
-            self._synchronize()
-            step_ms = (time.perf_counter() - start) * 1e3
+            with self._recorded():
+                start = time.perf_counter()
+                loss = self._step()
+                self._synchronize()
+                step_ms = (time.perf_counter() - start) * 1e3
             if not math.isfinite(loss):
                 tries = ["a smaller --lr", *(["--dtype float32"] if self.optimization.is_16_bit else [])]
                 raise DivergedError(len(self.history.losses), loss, tries)
@@ -355,6 +359,16 @@ class _Run:
         if self.memory.peak_bytes is not None:
             history.peak_bytes = max(self.memory.peak_bytes, self.earlier_peak_bytes or 0)
         self.is_consistent = True
+
+    @contextmanager
+    def _recorded(self) -> Iterator[None]:
+        """Around a step; one of them goes into the timeline, if one is wanted."""
+        is_wanted = self.config.timeline is not None and self.provider == "fused" and self.seed == 0
+        if not is_wanted or len(self.history.losses) != self.timed_epoch:
+            yield
+            return
+        with timeline(self.config.timeline) as self.timeline:
+            yield
 
     def _step(self) -> float:
         self.model.train()
@@ -443,7 +457,7 @@ def _loss(scores: Tensor, y: Tensor, mask: Tensor) -> Tensor:
 
 def _job(config: TrainConfig, provider: str, seed: int) -> dict[str, Any]:
     """What a checkpoint must agree on; the rest of the configuration may change between start and resume."""
-    free = {"epochs", "patience", "seeds", "device", "compare", "out", "resume"}
+    free = {"epochs", "patience", "seeds", "device", "compare", "out", "resume", "timeline"}
     job = {key: value for key, value in config.asdict().items() if key not in free}
     return dict(provider=provider, seed=seed, **job)
 
@@ -481,7 +495,8 @@ def _explained_out_of_memory(config: TrainConfig, provider: str) -> Iterator[Non
         if not (is_cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError))):
             raise
         reason = str(error).splitlines()[0]
-        raise OutOfMemoryError(config.device, _suggestions(config, provider), reason) from error
+        rank = Group().rank if dist.is_initialized() else None
+        raise OutOfMemoryError(config.device, _suggestions(config, provider), reason, rank) from error
 
 
 def _suggestions(config: TrainConfig, provider: str) -> list[str]:
@@ -490,6 +505,8 @@ def _suggestions(config: TrainConfig, provider: str) -> list[str]:
         suggestions.append("--dtype bfloat16")
     if config.device == "cuda":
         suggestions.append("--device cpu")
+    if dist.is_initialized():
+        suggestions.append("more processes")
     if provider == "pyg":
         suggestions.append("the fused layers alone (without --compare pyg)")
     return suggestions
@@ -563,7 +580,7 @@ def train(
 
 def _warm_up(config: TrainConfig, provider: str) -> None:
     """One epoch on a small graph: loading libraries and compiling is no part of any provider's time or memory."""
-    quiet = dataclasses.replace(config, epochs=1, out=None, resume=False)
+    quiet = dataclasses.replace(config, epochs=1, out=None, resume=False, timeline=None)
     train_seed(quiet, generate(nodes=100, degree=4, classes=2, features=8), 0, provider)
 
 

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+#: What all processes need, imported once.
+PRELOADED = ["torch", "torch_geometric.nn", "pyg_fullgraph.nn", "pyg_fullgraph.training"]
 #: Seconds that one call may take before the ranks are given up.
 TIMEOUT_S = 900
 
@@ -40,7 +42,7 @@ def _serve(rank: int, size: int, store: str, calls: Any, results: Any) -> None:
 class Ranks:
     def __init__(self, size: int) -> None:
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch_geometric.nn", "pyg_fullgraph.nn", "pyg_fullgraph.distributed"])
+        context.set_forkserver_preload(PRELOADED)
         self.size = size
         self.folder = tempfile.TemporaryDirectory()
         self.calls = [context.Queue() for _ in range(size)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import pickle
 import re
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ import zoo
 from oracle import check, program_of, random_case
 from pyg_fullgraph import debug, errors, explain
 from pyg_fullgraph.autograd import run
-from pyg_fullgraph.distributed import DistributedModel, ShardedGraph, shard, shard_edges
+from pyg_fullgraph.distributed import DistributedModel, ShardedGraph, shard, shard_edges, timeline
 from pyg_fullgraph.distributed.feature_split import FeatureSplit
 from pyg_fullgraph.distributed.model import sum_gradients
 from pyg_fullgraph.distributed.planner import Costs, prices
@@ -377,6 +378,56 @@ def check_planner(rank: int, size: int) -> None:
     assert len(set(chosen.group.objects(chosen.way.name))) == 1
     report = str(explain(fused_nn.GCNConv(3, 2), torch.randn(chosen.num_dst, 3), chosen))
     assert f"ShardedGraph(rank={rank} of {size}" in report and f"  {chosen.reasons[0]}" in report
+
+
+def check_timeline(rank: int, size: int, way: str, folder: str) -> int:
+    """A step of two GCN layers: a stage of each block, after the transfers that it reads; the same results."""
+    case = make_case("hub")
+    part = sharded(case, way, size)
+    layers = [(fused_nn.GCNConv(6, 8), "x, e -> x"), torch.nn.ReLU(), (fused_nn.GCNConv(8, 5), "x, e -> x")]
+    model = DistributedModel(pyg_nn.Sequential("x, e", layers).double())
+    x = part.take(torch.randn(case.num_src, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+
+    def step() -> list[Tensor]:
+        model.zero_grad()
+        out = model(x, part)
+        out.square().sum().backward()
+        return [out.detach(), *(p.grad.clone() for p in model.parameters())]
+
+    before = step()
+    with timeline(folder) as found:
+        recorded = step()
+    assert all(map(torch.equal, before, recorded)), "recording changes results"
+    count = len(found.events)
+    step()
+    assert len(found.events) == count and {e.rank for e in found.events} == set(range(size))
+    assert [e.name for e in found.events if e.sweep < 0] == ["reduce"] * size
+    sweeps = [e for e in found.events if e.kind == "sweep" and e.rank == rank]
+    # Features need no gradient, and are summed before the product with the weight, which makes them wider.
+    assert [e.layer for e in sweeps] == ["module_0", "module_2", "module_2 backward"]
+    assert {e.way for e in sweeps} == {way} and next(s for s, _ in found.sweeps()).name == "sum by destination"
+    bounds = part.shard.incoming.bounds
+    for sweep, width in zip(sweeps, (6, 5, 5), strict=True):
+        inside = [e for e in found.events if e.rank == rank and e.sweep == sweep.sweep]
+        stages = [e for e in inside if e.kind == "stage"]
+        sent = [e for e in inside if e.is_transfer]
+        assert all(sweep.start_ms <= e.start_ms <= e.end_ms <= sweep.end_ms for e in inside)
+        assert all(a.end_ms <= b.start_ms for a, b in itertools.pairwise(stages))
+        if way == "broadcast":
+            assert [e.block for e in stages] == list(range(size))
+            for block in range(size):
+                rows, read = bounds[block + 1] - bounds[block], [e for e in sent if e.block == block]
+                # A row, and the root of its degree.
+                assert sorted(e.num_bytes for e in read) == [8 * rows, 8 * rows * width]
+                assert all(e.end_ms <= stages[block].start_ms for e in read)
+                assert block == 0 or all(e.start_ms <= stages[block - 1].start_ms for e in read)
+        else:
+            side = part.shard.outgoing if "backward" in sweep.layer else part.shard.incoming
+            assert [e.block for e in stages] == [0, 1] and {e.name for e in sent} == {"exchange"}
+            assert sorted(e.num_bytes for e in sent) == [8 * side.halo.numel(), 8 * side.halo.numel() * width]
+            assert all(e.start_ms <= stages[0].start_ms and e.end_ms <= stages[1].start_ms for e in sent)
+    assert 0 <= found.overlap.share <= 1
+    return count
 
 
 # --- what is refused --------------------------------------------------------------------------------------------

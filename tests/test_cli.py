@@ -83,7 +83,8 @@ def test_options_reach_the_training(tmp_path):
     assert done.exit_code == 0, done.output
     config = json.loads((tmp_path / "out" / "metrics.json").read_text())["config"]
     expected = {name.replace("-", "_"): str(v) if isinstance(v, Path) else v for name, v in options.items()}
-    assert config == expected | {"split": 0, "normalize_features": True, "compare": None, "resume": False}
+    left_out = {"split": 0, "compare": None, "resume": False, "timeline": None}
+    assert config == expected | left_out | {"normalize_features": True}
 
 
 def test_resume_continues(tmp_path):

@@ -112,8 +112,11 @@ def train(size, out, *options):
 def test_the_command_under_torchrun(tmp_path):
     """The same curve on any number of processes, also continued on another number."""
     alone = train(1, tmp_path / "one", "--epochs", "6")
-    both = train(2, tmp_path / "two", "--epochs", "3")
+    both = train(2, tmp_path / "two", "--epochs", "3", "--timeline", str(tmp_path / "timeline"))
     assert (alone["num_processes"], both["num_processes"]) == (1, 2)
+    assert both["seeds"][0]["timeline"].startswith("convs.0: softmax_sum")
+    trace = json.loads((tmp_path / "timeline" / "timeline.json").read_text())["traceEvents"]
+    assert {row["pid"] for row in trace} == {0, 1} and (tmp_path / "timeline" / "timeline.png").stat().st_size > 0
     rest = train(3, tmp_path / "two", "--epochs", "6", "--resume")
     for name in ("losses", "val_losses", "val_accuracies", "test_accuracy"):
         assert rest["seeds"][0][name] == pytest.approx(alone["seeds"][0][name], rel=1e-9)
@@ -134,20 +137,24 @@ def test_the_example():
     assert "ShardedGraph(rank=0 of 2" in found[1][0]
 
 
-def test_a_rank_that_dies_ends_the_others(tmp_path):
-    script = tmp_path / "dies.py"
-    script.write_text(DIES)
-    text, is_done = torchrun(2, str(script))
-    assert not is_done and "rank 1 gives up" in text and "never" not in text
+def test_nothing_is_left_of_a_rank_that_hangs(tmp_path):
+    script = tmp_path / "hangs.py"
+    script.write_text(HANGS)
+    text, is_done = torchrun(2, str(script), str(tmp_path / "pid"))
+    assert not is_done and "RankError: Expected every rank to take part (got no answer from rank 1" in text
+    assert "never" not in text
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
-DIES = """
-import torch, pyg_fullgraph as pfg
-from pyg_fullgraph.distributed.group import under_torchrun
-with under_torchrun("cpu") as group:
+HANGS = """
+import os, sys, time, torch, pyg_fullgraph as pfg
+from pyg_fullgraph.distributed import under_torchrun
+with under_torchrun("cpu", timeout=3) as group:
     graph = pfg.shard(torch.arange(20).view(2, 10) % 7)
     if group.rank == 1:
-        raise SystemExit("rank 1 gives up")
+        open(sys.argv[1], "w").write(str(os.getpid()))
+        time.sleep(1000)
     pfg.nn.GCNConv(3, 3)(torch.zeros(graph.num_dst, 3), graph)
     print("never")
 """

@@ -45,6 +45,7 @@ LAYERS = (
     "pyg_fullgraph.saga.reducers",
     "pyg_fullgraph.saga.codegen",
     "pyg_fullgraph.saga",
+    "pyg_fullgraph.events",
     "pyg_fullgraph.recipe",
     "pyg_fullgraph.chunks",
     "pyg_fullgraph.execution",

@@ -70,6 +70,24 @@ def test_write_your_own_layer(tmp_path, monkeypatch):
     assert any("<svg" in page for page in shown)
 
 
+def test_one_graph_many_gpus(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    cells = run("03_one_graph_many_gpus.ipynb", tmp_path, monkeypatch)
+    text = printed(cells)
+    cut = {method: float(share) for method, share in re.findall(r"(\w+) +vertices .* cut (\S+)%", text)}
+    assert cut["metis"] < cut["locality"] < cut["random"]
+    rows = {method: json.loads(found) for method, found in re.findall(r"(\w+) +rows .* halo (.*), by ", text)}
+    assert sum(rows["metis"]) < sum(rows["locality"]) < sum(rows["random"])
+    assert len(re.findall(r"^  (?:halo|broadcast): .* ms, \d+ rows \(", text, re.MULTILINE)) == 2 * len(cut)
+    differences = [float(value) for pair in re.findall(r"of a loss: (\S+) of a score: (\S+)", text) for value in pair]
+    assert len(differences) == 4
+    assert max(differences) < 1e-10
+    assert float(re.search(r"accuracy of the others (\S+)%", text).group(1)) > 75
+    assert len(re.findall(r"^conv2: sum by destination, (?:broadcast|halo): ", text, re.MULTILINE)) == 2
+    shown = [output["data"] for cell in cells for output in cell.get("outputs", []) if "data" in output]
+    assert len([data for data in shown if "image/png" in data]) == 3
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.name)
 def test_notebook_is_stored_without_outputs(path):
     """Outputs in git grow old and hide the code in every change."""

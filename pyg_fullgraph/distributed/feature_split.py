@@ -18,8 +18,8 @@ from pyg_fullgraph.chunks import Handed, Leaf
 from pyg_fullgraph.distributed.group import Group, Transfer
 from pyg_fullgraph.distributed.halo import Halo
 from pyg_fullgraph.distributed.way import fetched_inputs
+from pyg_fullgraph.edge_order import EdgeOrder
 from pyg_fullgraph.errors import NotFusable
-from pyg_fullgraph.graph import EdgeOrder
 from pyg_fullgraph.partition import Shard, order_by_row
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.axes import Axis, AxisList, AxisMap

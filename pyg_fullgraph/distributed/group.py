@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+import pickle
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,12 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyg_fullgraph.errors import GroupError
+from pyg_fullgraph import events
+from pyg_fullgraph.distributed.faults import Watched, give_up
+from pyg_fullgraph.errors import GroupError, InputError
 
 __all__ = ["Group", "Transfer", "under_torchrun"]
-
-#: How long ranks wait for one that died or hangs.
-TIMEOUT_S = 60
 
 
 class Transfer:
@@ -79,7 +79,8 @@ class Group:
         # Without features there is nothing to send, which all ranks know.
         if value[0:0].numel() == 0 and 0 in value.shape[1:]:
             return Transfer(out)
-        work = dist.all_to_all_single(out, value, list(received), list(sent), group=self.process_group, async_op=True)
+        work = self._start("exchange", out, lambda: dist.all_to_all_single(
+            out, value, list(received), list(sent), group=self.process_group, async_op=True))
         transfer = Transfer(out, work, value)
         if wait:
             transfer.wait()
@@ -89,15 +90,23 @@ class Group:
         """Start to send ``buffer`` of rank ``owner`` to all others, into theirs; contiguous and of equal sizes."""
         if self.size == 1 or buffer.numel() == 0:
             return Transfer(buffer)
-        work = dist.broadcast(buffer, group=self.process_group, group_src=owner, async_op=True)
+        work = self._start("broadcast", buffer, lambda: dist.broadcast(
+            buffer, group=self.process_group, group_src=owner, async_op=True), owner)
         return Transfer(buffer, work)
 
     def reduce(self, value: Tensor, op: str = "sum") -> Tensor:
         """``value`` reduced over all ranks (``sum``, ``max``, ``min``), in place."""
         if self.size > 1:
-            dist.all_reduce(value, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op],
-                            group=self.process_group)
+            kind = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
+            work = self._start("reduce", value, lambda: dist.all_reduce(
+                value, kind, group=self.process_group, async_op=True))
+            work.wait()
         return value
+
+    def _start(self, name: str, received: Tensor, start: Callable[[], Any], block: int | None = None) -> Any:
+        work = events.transfer(name, received.nbytes, block, received.device, start)
+        # Waiting for NCCL is the GPU's; its watchdog ends this process when a transfer takes too long.
+        return work if received.is_cuda else Watched(work, self.process_group)
 
     def any(self, fact: bool, device: torch.device) -> bool:
         """Whether ``fact`` holds on any rank. On a GPU the host waits."""
@@ -121,9 +130,8 @@ class Group:
         """``value``, which can be pickled, of every rank."""
         if self.size == 1:
             return [value]
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self.process_group)
-        return found
+        own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.device)
+        return [pickle.loads(found.cpu().numpy().tobytes()) for found in self.gather(own)]
 
     def check_equal(self, name: str, value: Any) -> None:
         """Refuse values that differ between ranks.
@@ -145,21 +153,30 @@ class Group:
 
 
 @contextlib.contextmanager
-def under_torchrun(device: str) -> Iterator[Group]:
+def under_torchrun(device: str, timeout: float = 60.0) -> Iterator[Group]:
     """The default group of the processes that torchrun started, within the block; outside torchrun one process alone.
 
     Args:
         device: ``cuda`` for NCCL, each process on the GPU of its local rank; else gloo.
+        timeout: how many seconds a transfer may take, which includes waiting for the other ranks.
 
-    A rank that dies or hangs ends the others after :data:`TIMEOUT_S` seconds at most.
+    A rank that fails, dies or hangs ends the others; by gloo with a :class:`errors.RankError` that names it, within
+    seconds if it fails or dies, and after ``timeout`` if it hangs. torchrun ends those that are left.
+    Raises: InputError if ``timeout`` is not positive.
     """
+    if timeout <= 0:
+        raise InputError("timeout", "to be a positive number of seconds", timeout)
     if "TORCHELASTIC_RUN_ID" not in os.environ or dist.is_initialized():
         yield Group()
         return
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=timeout))
+    group = Group()
     try:
-        yield Group()
+        yield group
+    except BaseException as error:
+        give_up(group.process_group, f"{type(error).__name__}: {error}")
+        raise
     finally:
         dist.destroy_process_group()
