@@ -283,25 +283,6 @@ def test_a_dtype_that_autocast_may_change(message, is_fused):
     torch.testing.assert_close(got, want)
 
 
-def test_what_a_message_reads_around_it_is_read_again(monkeypatch):
-    cell = types.SimpleNamespace(scale=3.0)
-
-    def message(self, x_i, x_j):
-        return x_j * FACTOR * self.power * self.config.scale
-
-    module = layer(Fused, message)
-    module.config = cell
-    type(module).power = 1.0
-    x = torch.ones(CASE.num_src, 2)
-    first = module(x, CASE.edge_index)
-    monkeypatch.setitem(globals(), "FACTOR", 4.0)
-    torch.testing.assert_close(module(x, CASE.edge_index), 2 * first)
-    type(module).power = 5.0
-    torch.testing.assert_close(module(x, CASE.edge_index), 10 * first)
-    cell.scale = 6.0
-    torch.testing.assert_close(module(x, CASE.edge_index), 20 * first)
-
-
 class Late(fused_nn.MessagePassing):
     """Writes into a tensor between the two phases."""
 
