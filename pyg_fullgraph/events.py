@@ -244,8 +244,8 @@ class Overlap:
         return self.hidden_ms / self.shorter_ms if self.shorter_ms > 0 else float("nan")
 
     def __str__(self) -> str:
-        hidden = f"{self.share:.0%}" if self.shorter_ms > 0 else "nothing"
-        return (f"{hidden} of the shorter one hidden: {self.communication_ms:.3f} ms communication, "
+        hidden = f"{self.share:.0%} of the shorter one hidden" if self.shorter_ms > 0 else "nothing to hide"
+        return (f"{hidden}: {self.communication_ms:.3f} ms communication, "
                 f"{self.computation_ms:.3f} ms computation, {self.hidden_ms:.3f} ms both at once")
 
 
