@@ -114,7 +114,9 @@ def train(
             raise typer.Exit(130) from stop
         console.print(result_table(metrics))
         if timeline is not None:
-            console.print(metrics["seeds"][0].get("timeline", ""), markup=False, highlight=False, soft_wrap=True)
+            # Patience may end the training before the epoch that would be recorded, and so may a finished checkpoint.
+            found = metrics["seeds"][0].get("timeline", "Trained for too few epochs to record one")
+            console.print(found, markup=False, highlight=False, soft_wrap=True)
         console.print(f"Wrote {out / 'metrics.json'} and {out / 'curves.png'}", markup=False, highlight=False)
 
 
