@@ -34,7 +34,7 @@ def community_order(matrix: Any) -> Array:
 
     Args: matrix: symmetric SciPy CSR matrix; entries are there or not, and those on the diagonal do not count.
     Returns: the order; the same for the same matrix, nothing is drawn at random.
-    Cost: a sweep is one sparse product of Z entries; about 30 bytes per entry at the peak.
+    Cost: a sweep is one sparse product of Z entries; at the peak about 20 bytes per entry above the matrix.
     Source: Rabbit Order (Arai et al., IPDPS 2016) merges vertices by modularity, in the order of increasing degree,
         into a dendrogram, whose leaves give the order. Here each level is made by Louvain's local moves (Blondel et al.
         2008), whose vertices move in batches of increasing degree, all of a batch at once, as sparse products of SciPy
