@@ -78,10 +78,6 @@ class Permutation:
             raise InputError(name, f"to hold ids from 0 to {self.order.numel() - 1}", f"{low} to {high}")
         return self.place.to(ids.device, ids.dtype)[ids.long()]
 
-    def to(self, device: torch.device | str) -> Permutation:
-        """The same on another device."""
-        return self if self.order.device == torch.device(device) else Permutation(self.order.to(device))
-
 
 def order_vertices(graph: Graph, method: str = "community", seed: int = 0) -> Tensor:
     """An order of the vertices of ``graph``, [V] int64 on the CPU: the id of the vertex at each place.

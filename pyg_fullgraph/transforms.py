@@ -185,7 +185,7 @@ class Reorder(BaseTransform):
     def _bare(self, value: Any) -> Any:
         name = "adj_t" if is_sparse(value) else "edge_index"
         graph = value if isinstance(value, Graph) else Graph.from_any(value)
-        order = Permutation(order_vertices(graph, self.method, self.seed))
+        order = Permutation(order_vertices(graph, self.method, self.seed).to(graph.device))
         fresh, moved = _renumbered_matrix(value, order, order) if is_sparse(value) else \
             self._renumbered_index(name, value, order, order)
         self._orders = {"node": order, "edge": moved}

@@ -249,6 +249,16 @@ def test_twice_in_a_pipeline_and_through_a_file(tmp_path):
     assert torch.equal(again.node_order, reorder(data).node_order) and repr(reorder) == "Reorder('degree')"
 
 
+def test_on_a_device(device):
+    data, reorder = data_of(zoo.hub()), Reorder("community")
+    moved, net = reorder(data.to(device)), Net().double().to(device)
+    out = reorder.restore(net(moved.x, moved.edge_index, moved.edge_attr))
+    assert moved.node_order.device == moved.edge_order.device == out.device == data.x.device
+    close(out, net(data.x, data.edge_index, data.edge_attr))
+    graph = reorder(Graph.from_edge_index(data.edge_index, 40))
+    assert graph.device == data.x.device and torch.equal(graph.to_edge_index(), moved.edge_index)
+
+
 def test_what_is_refused():
     data = data_of(zoo.prime())
     with pytest.raises(errors.InputError, match="Expected 'method' to be one of degree, rcm, community, metis, random"):
