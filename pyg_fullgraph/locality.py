@@ -66,7 +66,7 @@ def hit_shares(rows: np.ndarray[Any, Any], cache_rows: Sequence[int]) -> tuple[f
         fp(w) = R - sum over gaps g > w of (g - w) / (E - w + 1)
 
     Cost: two sorts of E numbers. Exact for fp; that one window fits all is the approximation.
-    Source: Xiang et al., HOTL (ASPLOS 2013), equations 1 and 5: higher-order theory of locality.
+    Source: the higher-order theory of locality, HOTL (Xiang et al., ASPLOS 2013).
     """
     count = len(rows)
     if count == 0:
