@@ -15,7 +15,7 @@ from torch_geometric.utils import softmax
 import pyg_fullgraph.nn as fused_nn
 import zoo
 from pyg_fullgraph import convert, debug
-from pyg_fullgraph.errors import ForwardModeError, InputError
+from pyg_fullgraph.errors import ForwardModeError, FunctionTransformError, InputError
 from pyg_fullgraph.nn import tracing
 
 CASE = zoo.self_loops()
@@ -374,3 +374,13 @@ def test_edges_chosen_by_arrays_are_left_to_torch():
     x = torch.randn(CASE.num_src, 6)
     src, dst = CASE.edge_index
     torch.testing.assert_close(Chosen()(x, CASE.edge_index), torch.zeros_like(x).index_add(0, src, x[dst]))
+
+
+@pytest.mark.parametrize("transform", [
+    lambda f, x: torch.vmap(f)(torch.stack([x, x])), lambda f, x: torch.func.grad(lambda v: f(v).sum())(x),
+    lambda f, x: torch.func.jacrev(f)(x)], ids=["vmap", "grad", "jacrev"])
+@pytest.mark.parametrize("layer", [fused_nn.SAGEConv, fused_nn.GATConv, fused_nn.GCNConv])
+def test_function_transforms_are_refused(layer, transform):
+    module = layer(3, 2)
+    with pytest.raises(FunctionTransformError, match="none of vmap, grad"):
+        transform(lambda v: module(v, CASE.edge_index), torch.randn(CASE.num_src, 3))
