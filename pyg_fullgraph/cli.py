@@ -10,11 +10,12 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from pyg_fullgraph.classifier import build_model
 from pyg_fullgraph.config import TrainConfig
 from pyg_fullgraph.distributed.group import under_torchrun
 from pyg_fullgraph.errors import PygFullgraphError
 from pyg_fullgraph.report import format_bytes, info_table, result_table
-from pyg_fullgraph.training import EpochReport, build_model, prepare_graph
+from pyg_fullgraph.training import EpochReport, prepare_graph
 from pyg_fullgraph.training import train as run_training
 
 app = typer.Typer(

@@ -67,6 +67,7 @@ LAYERS = (
     "pyg_fullgraph.checkpoint",
     "pyg_fullgraph.data",
     "pyg_fullgraph.config",
+    "pyg_fullgraph.classifier",
     "pyg_fullgraph.report",
     "pyg_fullgraph.training",
     "pyg_fullgraph.cli",

@@ -12,6 +12,7 @@ import torch
 
 from pyg_fullgraph import debug, training
 from pyg_fullgraph.checkpoint import checkpoint_path, load_checkpoint, prepare_folder, write_atomically
+from pyg_fullgraph.classifier import NodeClassifier, build_model
 from pyg_fullgraph.config import MODELS, TrainConfig
 from pyg_fullgraph.data import Dataset, generate, load_dataset
 from pyg_fullgraph.errors import (
@@ -22,7 +23,7 @@ from pyg_fullgraph.errors import (
     OutOfMemoryError,
     UnwritableFolderError,
 )
-from pyg_fullgraph.training import History, PeakMemory, build_model, train, train_seed
+from pyg_fullgraph.training import History, PeakMemory, train, train_seed
 
 
 @pytest.fixture(scope="module")
@@ -195,14 +196,14 @@ def test_comparison_sees_a_difference(tiny, monkeypatch):
 
 
 def test_out_of_memory_of_pyg_is_recorded_and_ours_goes_on(tiny, monkeypatch):
-    forward = training.NodeClassifier.forward
+    forward = NodeClassifier.forward
 
     def fail_on_pyg(self, x, edge_index):
         if type(self.convs[0]).__module__.startswith("torch_geometric") and x.size(0) == tiny.num_nodes:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return forward(self, x, edge_index)
 
-    monkeypatch.setattr(training.NodeClassifier, "forward", fail_on_pyg)
+    monkeypatch.setattr(NodeClassifier, "forward", fail_on_pyg)
     metrics = train(tiny_config(compare="pyg", seeds=2), tiny)
     assert len(metrics["seeds"]) == 2
     assert metrics["pyg"]["seeds"] == []
@@ -219,7 +220,7 @@ def test_other_runtime_errors_are_left_alone(tiny, monkeypatch):
     def fail(*args):
         raise RuntimeError("something else")
 
-    monkeypatch.setattr(training.NodeClassifier, "forward", fail)
+    monkeypatch.setattr(NodeClassifier, "forward", fail)
     with pytest.raises(RuntimeError, match=r"^something else$"):
         train_seed(tiny_config(), tiny, 0)
 
