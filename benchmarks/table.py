@@ -50,11 +50,13 @@ def cells(row: dict[str, Any], pyg: dict[str, Any] | None) -> list[str]:
     share = f"{row['gather_gbs']:.0f} ({row['gather_share']:.0%})" if "gather_gbs" in row else ""
     check = row.get("check", {})
     error = max((check[k] for k in ("error", "rows_error") if k in check), default=None)
+    pygs = f" (PyG {check['pyg_error']:.1e})" if "pyg_error" in check else ""
+    errors = [] if error is None else [f"{error:.1e}{pygs}"]
     return [row["case"], provider, f"{row['p50_ms']:.2f} ({row['p20_ms']:.2f}-{row['p80_ms']:.2f})",
             f"{row['cpu_ms']:.2f}" if row["device"] == "cpu" else "", speedup,
             "" if peak is None else f"{peak / 1e6:.0f}", f"{row['first_ms'] / 1e3:.2f}",
             str(row["kernels"] or ""), share,
-            ", ".join(([] if error is None else [f"{error:.1e}"]) + ["repeatable"] * bool(row.get("is_repeatable")))]
+            ", ".join(errors + ["repeatable"] * bool(row.get("is_repeatable")))]
 
 
 def first_use_cells(row: dict[str, Any]) -> list[str]:
