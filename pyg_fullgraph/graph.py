@@ -316,6 +316,11 @@ class Graph(Tensor):
         """[E] position of each edge in the edge_index of the whole graph."""
         return torch.arange(self.num_edges, device=self.device)
 
+    @property
+    def whole_sizes(self) -> tuple[int, int, int]:
+        """Number of sources, destinations and edges of the whole graph."""
+        return self.num_src, self.num_dst, self.num_edges
+
     # What makes it a tensor
 
     @classmethod
