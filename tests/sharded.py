@@ -128,6 +128,54 @@ def close(got: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance, msg=lambda m: f"{what}: {m}")
 
 
+# --- layers of one's own ----------------------------------------------------------------------------------------
+
+
+class Tables(fused_nn.MessagePassing):
+    """A parameter, a buffer and an argument that messages read by the target; `ends` reads the first in `forward`."""
+
+    def __init__(self, num_rows: int, flow: str, reads: str) -> None:
+        super().__init__(aggr="sum", flow=flow)
+        self.table = torch.nn.Parameter(torch.arange(3.0 * num_rows).double().view(num_rows, 3).sin())
+        self.register_buffer("kind", torch.arange(num_rows).double().cos().view(-1, 1))
+        self.reads = reads
+
+    def forward(self, x: Tensor, edge_index: Any, given: Tensor) -> Tensor:
+        weight = self.table[edge_index[1]] if self.reads == "ends" else None
+        return self.propagate(edge_index, x=x, given=given, weight=weight)
+
+    def message(self, x_j: Tensor, index: Tensor, given: Tensor, weight: Tensor | None) -> Tensor:
+        return x_j * self.table[index] * self.kind[index] * given[index] if weight is None else x_j * weight
+
+
+def check_tables(rank: int, size: int) -> None:
+    """Parameters and buffers have a row per vertex of the whole graph, arguments one per own vertex."""
+    case = make_case("prime")
+    generator = torch.Generator().manual_seed(0)
+    x, given, cotangent = (torch.randn(case.num_src, 3, generator=generator).double() for _ in range(3))
+    graph = Graph.from_edge_index(case.edge_index, case.size)
+    for flow in ("source_to_target", "target_to_source"):
+        layer = Tables(case.num_src, flow, "message")
+        leaves = [x.clone().requires_grad_(), given.clone().requires_grad_()]
+        whole = layer(leaves[0], graph, leaves[1])
+        expected = torch.autograd.grad(whole, [*leaves, layer.table], cotangent)
+        for part in (sharded(case, "halo", size), sharded(case, "broadcast", size, uneven=True)):
+            leaves = [part.take(t).requires_grad_() for t in (x, given)]
+            out = layer(leaves[0], part, leaves[1])
+            close(out, part.take(whole), 1e-10, flow)
+            grads = torch.autograd.grad(out, [*leaves, layer.table], part.take(cotangent))
+            for mine, all_rows in zip(grads[:2], expected[:2], strict=True):
+                close(mine, part.take(all_rows), 1e-10, flow)
+            close(part.group.reduce(grads[2].clone()), expected[2], 1e-10, flow)
+    part = sharded(case, "halo", size)
+    refused(errors.InputError, "Expected 'given' to have one row per target node of each rank", layer, part.take(x),
+            part, given)
+    refused(errors.NotFusedError, "with 96 rows by the target index, with 97 target nodes",
+            Tables(96, flow, "message"), part.take(x), part, part.take(given))
+    refused(errors.RowCountError, "one per target node of this rank (got 97)",
+            Tables(97, "source_to_target", "ends"), part.take(x), part, part.take(given))
+
+
 # --- programs ---------------------------------------------------------------------------------------------------
 
 
@@ -275,6 +323,21 @@ def check_accumulation(rank: int, size: int) -> None:
     model.zero_grad(set_to_none=False)
     backward(1.0)
     close(weight.grad, once, 1e-12, "after zero_grad")
+
+    def fail(grad: Tensor) -> None:
+        raise MemoryError("of a hook")
+
+    x.requires_grad_()
+    for before in (contextlib.nullcontext, model.no_sync):
+        model.zero_grad()
+        with before():
+            backward(1.0)
+        earlier, hook = weight.grad.clone(), x.register_hook(fail)
+        refused(MemoryError, "of a hook", backward, 5.0)
+        hook.remove()
+        close(weight.grad, earlier, 0, "after a backward that failed")
+        backward(2.0)
+        close(weight.grad, 3 * once, 1e-12, "after the backward that followed")
     half, missing = (torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)) for _ in range(2))
     if rank == 1:
         half.grad = torch.ones_like(half)

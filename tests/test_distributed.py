@@ -62,6 +62,10 @@ def test_training_equals_the_whole():
     ranks(3).run(sharded.check_training, "gcn", "feature_split")
 
 
+def test_tables_read_by_the_target():
+    ranks(2).run(sharded.check_tables)
+
+
 def test_sweeps_split_over_features():
     ranks(3).run(sharded.check_split)
     names = ["gat-weights", "gat-dropout", "many-outputs", "several", "joined", "one-sided", "bare-edges", "integers"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -60,7 +61,7 @@ class DistributedModel(Module):
         self.group = Group(group)
         self._is_synced = True
         self._has_parts = False  # whether gradients hold parts of this rank that were not summed yet
-        self._held: list[Tensor | None] | None = None  # gradients from before the backward that runs
+        self._earlier: list[Tensor | None] | None = None  # gradients from before the backward that runs
         ranks = self.group
         ranks.check_equal("versions", {"pyg_fullgraph": __version__, "torch": torch.__version__})
         state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
@@ -117,23 +118,44 @@ class DistributedModel(Module):
 
     def _start_backward(self) -> None:
         """Called when the gradient of a result arrives: sum what this backward adds, once it is done."""
-        if self._held is not None:
+        if self._earlier is not None:
             return
-        # Gradients of earlier steps are sums already.
         parts = [p for p in self.module.parameters() if p.requires_grad]
-        self._held = [None if self._has_parts else p.grad for p in parts]
-        if not self._has_parts:
-            for p in parts:
-                p.grad = None
-        self._has_parts = False
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(parts))
+        earlier = self._earlier = [p.grad for p in parts]
+        for p in parts:
+            p.grad = None
 
-    def _end_backward(self, parts: list[Parameter]) -> None:
-        held, self._held = self._held or [], None
-        sum_gradients(parts, self.group)
-        for p, earlier in zip(parts, held, strict=True):
-            if earlier is not None:
-                p.grad = earlier if p.grad is None else earlier.add_(p.grad)
+        def end() -> None:
+            self._end_backward(parts, earlier)
+
+        # The engine drops `end` when backward is over, also where it fails and never calls it.
+        weakref.finalize(end, self._put_back, parts, earlier).atexit = False
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def _end_backward(self, parts: list[Parameter], earlier: list[Tensor | None]) -> None:
+        try:
+            if self._has_parts:
+                _add(parts, earlier)
+            sum_gradients(parts, self.group)
+        except BaseException:
+            self._put_back(parts, earlier)
+            raise
+        if not self._has_parts:  # gradients of earlier steps are sums already
+            _add(parts, earlier)
+        self._has_parts, self._earlier = False, None
+
+    def _put_back(self, parts: list[Parameter], earlier: list[Tensor | None]) -> None:
+        """Undo a backward that failed, so that the next one begins anew."""
+        if self._earlier is earlier:
+            self._earlier = None
+            for p, grad in zip(parts, earlier, strict=True):
+                p.grad = grad
+
+
+def _add(parameters: list[Parameter], earlier: list[Tensor | None]) -> None:
+    for p, grad in zip(parameters, earlier, strict=True):
+        if grad is not None:
+            p.grad = grad if p.grad is None else p.grad.add_(grad)
 
 
 def sum_gradients(parameters: Iterable[Parameter], group: Group) -> None:
