@@ -545,11 +545,26 @@ def check_refused_layers(rank: int, size: int) -> None:
 def check_mismatches(rank: int, size: int) -> None:
     """What differs between ranks is said by all of them at the start."""
     case = make_case("prime")
-    edges = case.edge_index if rank == 0 else case.edge_index.flip(0)
-    refused(errors.GroupError, "Expected 'graph' to be the same on every rank (got rank 0: (97", shard,
-            Graph.from_edge_index(edges, case.size))
     graph = Graph.from_edge_index(case.edge_index, case.size)
+    permuted = case.edge_index[:, torch.randperm(case.num_edges, generator=torch.Generator().manual_seed(0))]
+    ends = case.edge_index[0]
+    apart = int((ends != ends[0]).nonzero()[0])
+    swapped = case.edge_index.clone()
+    swapped[0, [0, apart]] = swapped[0, [apart, 0]]
+    for other in (case.edge_index.flip(0), permuted, swapped):
+        given = graph if rank == 0 else Graph.from_edge_index(other, case.size)
+        refused(errors.GroupError, "Expected 'graph' to be the same on every rank (got rank 0: (97", shard, given)
+    refused(errors.GroupError, "'graph' to be the same on every rank (got rank 0: no error, rank 1: GraphTypeError",
+            shard, graph if rank == 0 else "graph")
     refused(errors.GroupError, "'way' to be the same on every rank (got rank 0: halo, rank 1: broadcast", shard, graph,
             "halo" if rank == 0 else "broadcast")
+    refused(errors.GroupError, "'way' to be the same on every rank (got rank 0: halo, rank 1: hallo", shard, graph,
+            "halo" if rank == 0 else "hallo")
     refused(errors.GroupError, "'partition' to be the same on every rank", shard, graph, seed=rank)
+    refused(errors.GroupError, "'partition' to be the same on every rank (got rank 0: no error, rank 1: InputError: ",
+            shard, graph, partition="random" if rank == 0 else "rondom")
+    parts = Partition.from_owner(torch.arange(97) % (2 + rank), 2 + rank)
+    refused(errors.GroupError, "rank 0: no error, rank 1: InputError: Expected 'partition' to have 2 parts", shard,
+            graph, partition=parts)
+    refused(errors.GroupError, "'partition' to be the same on every rank", shard_edges, case.edge_index, parts)
     refused(errors.GroupError, "'module' to be the same on every rank", DistributedModel, fused_nn.GCNConv(3, 2 + rank))
