@@ -10,23 +10,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
-import torch_geometric.nn as pyg_nn
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 
 from pyg_fullgraph._version import __version__
 from pyg_fullgraph.distributed.group import Group
-from pyg_fullgraph.errors import InputError
+from pyg_fullgraph.distributed.refusals import check_modules
 from pyg_fullgraph.graph import Graph
 from triton_kernels import reference
 
 __all__ = ["DistributedModel"]
-
-# Modules that reduce over all nodes and are neither fused layers nor batch norms.
-_OVER_ALL_NODES: tuple[type[Module], ...] = (
-    pyg_nn.GraphNorm, pyg_nn.InstanceNorm, pyg_nn.PairNorm, pyg_nn.MeanSubtractionNorm, pyg_nn.GraphSizeNorm,
-    pyg_nn.HANConv)
 
 
 class DistributedModel(Module):
@@ -50,8 +44,12 @@ class DistributedModel(Module):
 
     ``state_dict`` and ``load_state_dict`` are the model's.
 
+    What a ``forward`` of one's own does with all its rows (``x.mean(0)``, ``global_mean_pool``, ``x.size(0)``) is not
+    noticed and sees the rows of this rank only. ``torch.autograd.grad`` gives this rank's part of the gradient of a
+    parameter, which has to be summed by the caller.
+
     Raises: GroupError (RuntimeError) on every rank if modules or versions differ; InputError for modules that reduce
-        over all nodes in other ways.
+        over all nodes in other ways: norms, pools, attention, aggregations outside of layers.
     Source: MG-GCN 4.1 replicates the weights and sums their gradients.
     """
 
@@ -66,11 +64,8 @@ class DistributedModel(Module):
         ranks.check_equal("versions", {"pyg_fullgraph": __version__, "torch": torch.__version__})
         state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         ranks.check_equal("module", [(k, tuple(t.shape), str(t.dtype), t.requires_grad) for k, t in state.items()])
-        for name, part in module.named_modules() if ranks.size > 1 else ():
-            over_graph = isinstance(part, pyg_nn.LayerNorm) and part.mode == "graph"
-            if isinstance(part, _OVER_ALL_NODES) or over_graph:
-                raise InputError("module", "to have no layers that reduce over all nodes, but for BatchNorm",
-                                 f"{name or 'itself'}: {part}")
+        if ranks.size > 1:
+            check_modules(module)
         with torch.no_grad():
             for value in state.values():
                 value.copy_(ranks.broadcast(value.contiguous(), 0).wait())
