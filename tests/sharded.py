@@ -288,6 +288,37 @@ def check_training(rank: int, size: int, kind: str, way: str) -> None:
             close(value, state[name], 1e-8, name)
 
 
+class Thinned(fused_nn.MessagePassing):
+    """Dropout of edge values and of vertices in ``forward``."""
+
+    def __init__(self) -> None:
+        super().__init__(aggr="sum")
+
+    def forward(self, x: Tensor, edge_index: Any, weight: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=F.dropout(x, 0.5), weight=F.dropout(weight, 0.5))
+
+    def message(self, x_j: Tensor, weight: Tensor) -> Tensor:
+        return x_j * weight
+
+
+def check_dropout(rank: int, size: int) -> None:
+    """Masks of edge values are those of the edges, also where the first rank has as many edges as vertices."""
+    count, generator = 24, torch.Generator().manual_seed(0)
+    first = torch.stack([torch.randint(count, (count // size,), generator=generator), torch.arange(count // size)])
+    rest = torch.stack([torch.randint(count, (60,), generator=generator),
+                        torch.randint(count // size, count, (60,), generator=generator)])
+    graph = Graph.from_edge_index(torch.cat([rest, first], 1), count)
+    x, weight = torch.randn(count, 1, generator=generator), torch.randn(graph.num_edges, 1, generator=generator)
+    owner = (torch.arange(count) * size).div(count, rounding_mode="floor")
+    part = shard(graph, "halo", Partition.from_owner(owner, size))
+    assert part.group.counts(int(part.num_edges == part.num_dst), part.device)[0] == 1
+    torch.manual_seed(7)
+    with alone():
+        whole = DistributedModel(Thinned())(x, graph, weight)
+    torch.manual_seed(7 + rank)
+    close(part.join(DistributedModel(Thinned())(part.take(x), part, part.take(weight, "edge"))), whole, 1e-5, "masks")
+
+
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
     """Groups that are made in this block are of one process."""
@@ -514,8 +545,28 @@ def check_refused_options(rank: int, size: int) -> None:
     refused(errors.InputError, "Expected 'per' to be 'src', 'dst' or 'edge'", part.take, torch.zeros(97), "node")
     refused(errors.InputError, "one per edge of this rank", part.join, torch.zeros(1), "edge")
     refused(errors.RowCountError, f"to have {part.num_dst} rows", fused_nn.GCNConv(3, 2), torch.zeros(97, 3), part)
-    refused(errors.InputError, "reduce over all nodes, but for BatchNorm (got 0: GraphNorm", DistributedModel,
-            torch.nn.Sequential(pyg_nn.GraphNorm(3)))
+
+
+def check_refused_modules(rank: int, size: int) -> None:
+    """Those that compute with all rows, by name and reason; the same inside of a layer, or by row, are taken."""
+    for module, reason in (
+            (pyg_nn.GraphNorm(3), "0: GraphNorm, which normalizes over all nodes"),
+            (pyg_nn.LayerNorm(3), "0: LayerNorm, which normalizes over all nodes with mode='graph'"),
+            (pyg_nn.BatchNorm(3, allow_single_element=True), "0: BatchNorm, which takes other statistics"),
+            (fused_nn.HANConv(3, 4, (["a"], [("a", "b", "a")])), "0: HANConv, which averages over all nodes"),
+            (pyg_nn.GPSConv(4, fused_nn.GCNConv(4, 4), heads=2), "0: GPSConv, which attends over all rows"),
+            (torch.nn.TransformerEncoderLayer(4, 2), "0.self_attn: MultiheadAttention, which attends over all rows"),
+            (pyg_nn.SGFormer(4, 4, 4), "0.trans_conv.attns.0: SGFormerAttention, which attends over all rows"),
+            (pyg_nn.GraphUNet(3, 4, 2, 1), "0.pools.0: TopKPooling, which pools nodes"),
+            (pyg_nn.DenseGCNConv(3, 4), "0: DenseGCNConv, which reads a dense adjacency matrix"),
+            (pyg_nn.MeanAggregation(), "0: MeanAggregation, which aggregates the rows it is given outside of"),
+            (torch.nn.Softmax(dim=0), "0: Softmax, which reduces over all rows it is given")):
+        refused(errors.InputError, f"reduce over all nodes, but for BatchNorm (got {reason}", DistributedModel,
+                torch.nn.Sequential(module))
+    layers = [LAYERS[name].build(fused_nn) for name in ("pna", "gen_softmax", "sage_max")]
+    DistributedModel(torch.nn.ModuleList([
+        *layers, pyg_nn.BatchNorm(3), pyg_nn.DiffGroupNorm(3, 2),
+        pyg_nn.LayerNorm(3, mode="node"), pyg_nn.JumpingKnowledge("lstm", 3, 2), torch.nn.Softmax(dim=1)]))
 
 
 def check_refused_operations(rank: int, size: int) -> None:

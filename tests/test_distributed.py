@@ -72,6 +72,10 @@ def test_sweeps_split_over_features():
     ranks(3).run(sharded.check_programs, names, "feature_split")
 
 
+def test_dropout_of_edge_values():
+    ranks(3).run(sharded.check_dropout)
+
+
 def test_gradients_of_several_backwards():
     ranks(3).run(sharded.check_accumulation)
 
@@ -91,7 +95,8 @@ def test_whole_tensors():
 
 
 @pytest.mark.parametrize("check", [
-    "check_refused_options", "check_refused_operations", "check_refused_layers", "check_mismatches"])
+    "check_refused_options", "check_refused_modules", "check_refused_operations", "check_refused_layers",
+    "check_mismatches"])
 def test_what_is_refused(check):
     ranks(2).run(getattr(sharded, check))
 

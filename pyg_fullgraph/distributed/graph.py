@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Container
 from typing import Any
 
@@ -185,6 +186,28 @@ class ShardedGraph(Graph):
         if per not in known:
             raise InputError("per", "to be 'src', 'dst' or 'edge'", repr(per))
         return known[per], self.whole_sizes[tuple(known).index(per)]
+
+    def ids_of_rows(self, count: int) -> Tensor | None:
+        """As :meth:`Graph.ids_of_rows`, called by all ranks for the same rows.
+
+        Where some rank has as many edges as vertices, or sources as destinations, the ranks ask each other; where all
+        have, rows are those of vertices.
+        """
+        kinds = [self.dst_ids, self.edge_ids] if self.shard.is_square else [self.dst_ids, self.src_ids, self.edge_ids]
+        fits = [ids.numel() == count for ids in kinds]
+        if self._is_ambiguous(kinds):
+            fits = self.group.reduce(torch.tensor(fits, dtype=torch.int64, device=self.device), "min").tolist()
+        return next((ids for ids, is_kind in zip(kinds, fits, strict=True) if is_kind), None)
+
+    def _is_ambiguous(self, kinds: list[Tensor]) -> bool:
+        """Whether some rank, but not every one, has as many rows of one kind as of another; alike on all ranks."""
+        if "is_ambiguous" not in self.memo:
+            counts = torch.tensor([[ids.numel() for ids in kinds]], device=self.device)
+            by_kind = torch.cat(self.group.gather(counts)).t().tolist()
+            self.memo["is_ambiguous"] = any(
+                a != b and any(x == y > 0 for x, y in zip(a, b, strict=True))
+                for a, b in itertools.combinations(by_kind, 2))
+        return self.memo["is_ambiguous"]
 
     # What layers ask of a graph
 

@@ -240,14 +240,9 @@ class _WholeGraph(TorchFunctionMode):
 
     def _ids(self, count: int, device: torch.device) -> Tensor:
         """What rows are known by in the whole graph; those that are neither vertices nor edges, by rank."""
-        graph: Any = self.graph
-        if count == graph.num_dst:
-            return graph.dst_ids.to(device)
-        if count == graph.num_src:
-            return graph.src_ids.to(device)
-        if count == graph.num_edges:
-            return graph.edge_ids.to(device)
-        return torch.arange(count, device=device) + (self.group.rank << 40)
+        assert self.graph is not None
+        ids = self.graph.ids_of_rows(count)
+        return torch.arange(count, device=device) + (self.group.rank << 40) if ids is None else ids.to(device)
 
     def _batch_norm(self, input: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
                     weight: Tensor | None = None, bias: Tensor | None = None, training: bool = False,
