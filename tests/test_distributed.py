@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import sharded
+import sharded_rows
 from layers import MORE, MORE_PAIRS, PAIRS, SQUARE
 from ranks import ranks
 
@@ -63,7 +64,7 @@ def test_training_equals_the_whole():
 
 
 def test_tables_read_by_the_target():
-    ranks(2).run(sharded.check_tables)
+    ranks(2).run(sharded_rows.check_tables)
 
 
 def test_sweeps_split_over_features():
@@ -73,7 +74,7 @@ def test_sweeps_split_over_features():
 
 
 def test_dropout_of_edge_values():
-    ranks(3).run(sharded.check_dropout)
+    ranks(3).run(sharded_rows.check_dropout)
 
 
 def test_gradients_of_several_backwards():
@@ -95,10 +96,13 @@ def test_whole_tensors():
 
 
 @pytest.mark.parametrize("check", [
-    "check_refused_options", "check_refused_modules", "check_refused_operations", "check_refused_layers",
-    "check_mismatches"])
+    "check_refused_options", "check_refused_operations", "check_refused_layers", "check_mismatches"])
 def test_what_is_refused(check):
     ranks(2).run(getattr(sharded, check))
+
+
+def test_modules_over_all_rows_are_refused():
+    ranks(2).run(sharded_rows.check_refused_modules)
 
 
 def torchrun(size, *arguments):
