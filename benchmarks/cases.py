@@ -32,8 +32,9 @@ class Case:
     Attributes:
         name: As given to ``--case``.
         layer: Key of :data:`LAYERS`.
-        graph: Key of :data:`benchmarks.graphs.SIZES`, relabelled at random if it ends in ``-shuffled``, or the name of
-            a shared dataset, whose own features are used.
+        graph: Key of :data:`benchmarks.graphs.SIZES`, relabelled at random if ``-shuffled`` follows, and numbered again
+            if then the name of an order follows (``-community``); or the name of a shared dataset, whose own features
+            are used.
         device: ``cuda`` or ``cpu``.
         num_in: Width of the features of a synthetic graph.
         width: Output features of the layer, of all heads together; of the first layer of a model.
@@ -125,12 +126,12 @@ def _layer_case(layer: str, graph: str, dtype: str = "float32", direction: str =
 
 def _phase_case(layer: str, graph: str, width: int = 256, heads: int = 4, dtype: str = "float32",
                 direction: str = "step") -> Case:
-    """One edge phase without linear maps; ``graph`` may end in ``-shuffled``."""
+    """One edge phase without linear maps; ``graph`` may end in ``-shuffled`` and the name of an order."""
     more = {"gat-phase": (heads, heads), "gatv2-phase": (width,), "dot-phase": (width, width)}.get(layer, ())
     name = "-".join([layer, graph, str(width), *([] if dtype == "float32" else [dtype]),
                      *(["forward"] if direction == "forward" else [])])
     return Case(name, layer, graph, num_in=width, width=width, heads=heads, dtype=dtype, direction=direction,
-                node_data=more, is_sampled=graph.removesuffix(graphs.SHUFFLED) in _LARGE,
+                node_data=more, is_sampled=graphs.Name.of(graph).base in _LARGE,
                 gathers=width * _GATHERS[layer, direction])
 
 
@@ -149,6 +150,8 @@ def _cpu_case(layer: str, graph: str, is_model: bool) -> Case:
 #: Graphs on which plain PyG runs out of memory.
 _LARGE = ("reddit", "products")
 _ORDERS = ("", graphs.SHUFFLED)
+#: What an order is worth: of graphs that were relabelled at random, by reordering them.
+_REORDERED = tuple(f"{graphs.SHUFFLED}-{method}" for method in ("degree", "rcm", "community"))
 SHARED = ("cora", "citeseer", "amazon_computers", "coauthor_cs", "tolokers")
 CASES: dict[str, Case] = {c.name: c for c in [
     Case("train-gat-reddit", "gat", "reddit", num_in=602, width=256, heads=4, is_model=True, last_heads=4,
@@ -164,6 +167,10 @@ CASES: dict[str, Case] = {c.name: c for c in [
     Case("edge-mlp-points", "edge-mlp", "points", num_in=64, width=64),
     *[_phase_case("sum", graph + order, width, 1, dtype, "forward") for graph in ("arxiv", *_LARGE)
       for order in _ORDERS for width in (32, 128, 256) for dtype in ("float32", "bfloat16")],
+    *[_phase_case("sum", graph + order, width, 1, direction="forward") for graph in ("arxiv", *_LARGE)
+      for order in _REORDERED for width in (32, 128, 256)],
+    *[_phase_case("gat-phase", graph + order) for graph in ("arxiv", *_LARGE)
+      for order in (graphs.SHUFFLED, graphs.SHUFFLED + "-community")],
     *[_phase_case("sum", graph, heads=1) for graph in _LARGE],
     *[_phase_case(layer, graph, dtype=dtype) for layer in ("gat-phase", "gatv2-phase", "dot-phase")
       for graph in ("arxiv", *_LARGE) for dtype in ("float32", "float16")],
@@ -173,6 +180,7 @@ CASES: dict[str, Case] = {c.name: c for c in [
          node_data=(1024, 1024), edge_data=1024, needs_grad_edges=True),
     Case("gatv2-phase-tiny", "gatv2-phase", "tiny", "cpu", num_in=16, width=16, heads=4, node_data=(16,)),
     Case("sum-tiny", "sum", "tiny-shuffled", "cpu", num_in=16, width=16),
+    Case("sum-tiny-community", "sum", "tiny-shuffled-community", "cpu", num_in=16, width=16),
     *[_cpu_case(layer, graph, is_model) for graph in SHARED for layer in ("gcn", "sage", "gat")
       for is_model in (False, True)],
 ]}
@@ -234,10 +242,10 @@ class Problem:
         generator = torch.Generator(device).manual_seed(seed)
         name = graph or case.graph
         num_classes = case.num_classes
-        if name.removesuffix(graphs.SHUFFLED) in graphs.SIZES:
-            size = graphs.SIZES[name.removesuffix(graphs.SHUFFLED)]
-            count = graphs.num_nodes(size)
-            self.edge_index = graphs.draw(size, device, seed, name.endswith(graphs.SHUFFLED))
+        base = graphs.Name.of(name).base
+        if base in graphs.SIZES:
+            count = graphs.num_nodes(graphs.SIZES[base])
+            self.edge_index = graphs.draw_named(name, device, seed)
             self.x = torch.randn((count, case.num_in), generator=generator, device=device)
             if case.layer == "sage-max":
                 # Ranks instead of values: where two sources tie, PyG and we give the gradient to other edges.
@@ -269,12 +277,17 @@ class Problem:
         return net.to(self.case.device, self.case.torch_dtype)
 
 
-def _shared_dataset(name: str) -> Any:
+def shared_file(name: str) -> Path:
+    """The file of a shared dataset. Raises: CaseSkipped where there is none."""
     folder = Path(os.environ.get("PFG_DATA") or Path(__file__).resolve().parents[2] / "shared" / "data")
     path = folder / f"{name}.npz"
     if not path.is_file():
         raise CaseSkipped(f"no file {path.name} in the data folder; set PFG_DATA")
+    return path
+
+
+def _shared_dataset(name: str) -> Any:
     try:
-        return load_dataset(path)
+        return load_dataset(shared_file(name))
     except UnknownDatasetError as error:
         raise CaseSkipped(str(error)) from error

@@ -9,9 +9,13 @@ of about 2000 consecutive ids, and every edge is there in both directions.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from pyg_fullgraph.graph import Graph
+from pyg_fullgraph.order import ORDERS, Permutation, order_vertices
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,8 @@ SIZES: dict[str, Size | Clouds] = {
 }
 #: Names of graphs that are relabelled at random end like this.
 SHUFFLED = "-shuffled"
+#: After it, or after the name alone, the order in which nodes are numbered again: ``products-shuffled-community``.
+ORDERED = tuple(f"-{method}" for method in ORDERS)
 COMMUNITY = 2000
 INSIDE = 0.7
 
@@ -89,6 +95,36 @@ def draw(size: Size | Clouds, device: str | torch.device, seed: int = 0, shuffle
     if shuffle:
         edge_index = torch.randperm(n, generator=generator, device=device)[edge_index]
     return edge_index
+
+
+@dataclass(frozen=True)
+class Name:
+    """The name of a graph taken apart: a size or dataset, whether it is relabelled at random, and then how ordered."""
+
+    base: str
+    is_shuffled: bool
+    method: str | None
+
+    @staticmethod
+    def of(name: str) -> Name:
+        method = next((end[1:] for end in ORDERED if name.endswith(end)), None)
+        rest = name if method is None else name[:-len(method) - 1]
+        return Name(rest.removesuffix(SHUFFLED), rest.endswith(SHUFFLED), method)
+
+
+def draw_named(name: str, device: str | torch.device, seed: int = 0) -> Tensor:
+    """The graph of a name such as ``arxiv-shuffled-rcm``; its order is made on the CPU and kept for the next call."""
+    parts = Name.of(name)
+    edge_index = draw(SIZES[parts.base], device, seed, parts.is_shuffled)
+    return edge_index if parts.method is None else _order(name, str(device), seed).renumber(edge_index)
+
+
+@lru_cache(maxsize=2)
+def _order(name: str, device: str, seed: int) -> Permutation:
+    parts = Name.of(name)
+    edge_index = draw(SIZES[parts.base], device, seed, parts.is_shuffled)
+    graph = Graph.from_edge_index(edge_index, num_nodes(SIZES[parts.base]))
+    return Permutation(order_vertices(graph, str(parts.method), seed))
 
 
 def _nearest(size: Clouds, generator: torch.Generator) -> Tensor:

@@ -14,12 +14,12 @@ from pyg_fullgraph.graph import Graph
 from triton_kernels.tune import tune_kernels
 
 __all__ = ["DistributedModel", "Graph", "ShardedGraph", "__version__", "convert", "debug", "explain", "nn",
-           "reuse_constants", "revert", "shard", "timeline", "tune_kernels"]
+           "reuse_constants", "revert", "shard", "timeline", "transforms", "tune_kernels"]
 
 # Loaded on first use: they bring the compiler and all of torch_geometric.nn, which a graph alone does not need.
 _MODULE_OF = {"convert": "model", "explain": "explanation", "revert": "model", "debug": "", "nn": "",
               "reuse_constants": "reuse", "DistributedModel": "distributed", "ShardedGraph": "distributed",
-              "shard": "distributed", "timeline": "distributed"}
+              "shard": "distributed", "timeline": "distributed", "transforms": ""}
 
 
 def __getattr__(name: str) -> Any:

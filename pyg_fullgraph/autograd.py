@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -23,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from pyg_fullgraph import reuse
 from pyg_fullgraph.chunks import compute_dtype
 from pyg_fullgraph.edge_order import EdgeOrder
-from pyg_fullgraph.errors import DoubleBackwardError, ForwardModeError, InputError
+from pyg_fullgraph.errors import DoubleBackwardError, ForwardModeError, FunctionTransformError, InputError
 from pyg_fullgraph.execution import run_plan, target_of
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.saga import interpret, ir
@@ -401,6 +401,20 @@ def observing() -> Iterator[list[Run]]:
         _observers[:] = [s for s in _observers if s is not seen]
 
 
+def check_derivatives(tensors: Iterable[Tensor]) -> None:
+    """Refuse tensors of derivatives that there are none of here.
+
+    Raises:
+        ForwardModeError: One carries a forward-mode tangent.
+        FunctionTransformError: One is of a transform of ``torch.func``.
+    """
+    for tensor in tensors:
+        if forward_ad.unpack_dual(tensor).tangent is not None:
+            raise ForwardModeError()
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            raise FunctionTransformError()
+
+
 def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
     """Run ``program`` on ``graph``, differentiably.
 
@@ -421,8 +435,7 @@ def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tu
     Numerics: float16 and bfloat16 are storage only, sums are in float32; bit-identical from run to run.
     Cost: saves what backward reads of the inputs and outputs, and one statistic per destination, feature group or head.
     """
-    if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors.values()):
-        raise ForwardModeError()
+    check_derivatives(tensors.values())
     asked, program = program, _merge_inputs(program, tensors)
     env = _bind(program, graph, tensors)
     unchanged = reuse.constant_inputs(program, graph, env)

@@ -28,6 +28,7 @@ console = Console()
 Model = Literal["gcn", "sage", "gin", "gat", "gatv2"]
 Dtype = Literal["float32", "float64", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
+Order = Literal["degree", "rcm", "community", "metis", "random"]
 
 _PRESET = "usual for the model"
 DatasetOption = Annotated[
@@ -64,6 +65,7 @@ def train(
     seeds: Annotated[int, typer.Option(help="Number of runs, seeded 0, 1, ...")] = 1,
     split: SplitOption = 0,
     normalize_features: NormalizeOption = False,
+    reorder: Annotated[Order | None, typer.Option(help="Renumber nodes: neighbours near each other in memory.")] = None,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "auto",
     compare: Annotated[Literal["pyg"] | None, typer.Option(help="Train the same model on plain PyG as well.")] = None,
@@ -90,6 +92,7 @@ def train(
         seeds=seeds,
         split=split,
         normalize_features=normalize_features,
+        reorder=reorder,
         dtype=dtype,
         device=device,
         compare=compare,
@@ -102,7 +105,8 @@ def train(
         data = config.load_dataset()
         console.print(
             f"{config.model} on {data.name}: {data.num_nodes:,} nodes, {data.num_edges:,} edges, "
-            f"{data.num_features} features, {data.num_classes} classes; {config.dtype} on {config.device}",
+            f"{data.num_features} features, {data.num_classes} classes; {config.dtype} on {config.device}"
+            f"{'; nodes in the order ' + config.reorder if config.reorder else ''}",
             markup=False,
             highlight=False,
         )
@@ -114,7 +118,9 @@ def train(
             raise typer.Exit(130) from stop
         console.print(result_table(metrics))
         if timeline is not None:
-            console.print(metrics["seeds"][0].get("timeline", ""), markup=False, highlight=False, soft_wrap=True)
+            # Patience may end the training before the epoch that would be recorded, and so may a finished checkpoint.
+            found = metrics["seeds"][0].get("timeline", "Trained for too few epochs to record one")
+            console.print(found, markup=False, highlight=False, soft_wrap=True)
         console.print(f"Wrote {out / 'metrics.json'} and {out / 'curves.png'}", markup=False, highlight=False)
 
 

@@ -10,6 +10,7 @@ import torch
 
 from pyg_fullgraph.data import Dataset, load_dataset
 from pyg_fullgraph.errors import InputError
+from pyg_fullgraph.order import ORDERS
 
 MODELS = ("gcn", "sage", "gin", "gat", "gatv2")
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}
@@ -34,6 +35,7 @@ class TrainConfig:
 
     Args:
         dataset: what `load_dataset` takes. split: column of the masks. normalize_features: rows sum to one.
+        reorder: a method of `pyg_fullgraph.transforms.Reorder` by which nodes are renumbered; None keeps their numbers.
         model: gcn, sage, gin, gat or gatv2. layers: how many.
         hidden: width of a hidden layer, per head. heads: attention heads of the hidden layers; the last layer has one.
         dropout: on the input of every layer, and on the attention.
@@ -61,6 +63,7 @@ class TrainConfig:
     patience: int = 100
     split: int = 0
     normalize_features: bool = False
+    reorder: str | None = None
     seeds: int = 1
     dtype: str = "float32"
     device: str = "auto"
@@ -74,6 +77,8 @@ class TrainConfig:
         _require("dtype", self.dtype in DTYPES, f"to be one of {', '.join(DTYPES)}", self.dtype)
         _require("device", self.device in ("auto", "cpu", "cuda"), "to be auto, cpu or cuda", self.device)
         _require("compare", self.compare in (None, "pyg"), "to be 'pyg' or nothing", self.compare)
+        orders = ("nothing", *ORDERS)
+        _require("reorder", self.reorder in (None, *ORDERS), f"to be one of {', '.join(orders)}", self.reorder)
         for name in ("layers", "hidden", "heads", "epochs", "seeds"):
             _require(name, getattr(self, name) >= 1, "to be at least 1", getattr(self, name))
         _require("patience", self.patience >= 0, "to be at least 0", self.patience)
@@ -104,9 +109,10 @@ class TrainConfig:
         return self.model in ("gat", "gatv2")
 
     def load_dataset(self) -> Dataset:
-        """The dataset on the CPU, with rows normalised if asked for."""
+        """The dataset on the CPU, with rows normalised and nodes renumbered if asked for."""
         dataset = load_dataset(self.dataset, self.split)
-        return dataset.normalize_features() if self.normalize_features else dataset
+        dataset = dataset.normalize_features() if self.normalize_features else dataset
+        return dataset if self.reorder is None else dataset.reorder(self.reorder)
 
     def asdict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

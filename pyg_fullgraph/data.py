@@ -18,9 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch_geometric.data import Data
 
 from pyg_fullgraph.checkpoint import write_atomically
 from pyg_fullgraph.errors import DatasetError, UnknownDatasetError
+from pyg_fullgraph.transforms import Reorder
 
 PLANETOID = {"cora": "Cora", "citeseer": "CiteSeer", "pubmed": "PubMed"}
 OGB = ("ogbn-arxiv", "ogbn-products")
@@ -74,6 +76,13 @@ class Dataset:
     def normalize_features(self) -> Dataset:
         """Divides each feature row by the sum of its absolute values; rows of zeros stay zero."""
         return dataclasses.replace(self, x=torch.nn.functional.normalize(self.x, p=1.0, dim=1))
+
+    def reorder(self, method: str) -> Dataset:
+        """The same dataset with its nodes renumbered by :class:`pyg_fullgraph.transforms.Reorder`, edges by target."""
+        names = ("x", "y", *_MASKS)
+        rows = {name: getattr(self, name) for name in names}
+        moved = Reorder(method)(Data(edge_index=self.edge_index, num_nodes=self.num_nodes, **rows))
+        return dataclasses.replace(self, edge_index=moved.edge_index, **{name: moved[name] for name in names})
 
     def validate(self) -> Dataset:
         """Returns itself if everything fits together.

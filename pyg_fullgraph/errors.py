@@ -251,3 +251,11 @@ class ForwardModeError(PygFullgraphError, NotImplementedError):
 
     def __init__(self) -> None:
         super().__init__("Fused layers have backward derivatives only; revert(model) for forward-mode differentiation")
+
+
+class FunctionTransformError(PygFullgraphError, NotImplementedError):
+    """A tensor is one of a transform of ``torch.func``."""
+
+    def __init__(self) -> None:
+        super().__init__("Fused layers take plain tensors, none of vmap, grad and the other transforms of torch.func; "
+                         "revert(model) for those")

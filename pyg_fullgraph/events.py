@@ -118,6 +118,8 @@ class Recorder:
         for event in self._events:
             if event.pending is not None:
                 event.pending.wait()
+            if event.end is None:  # an error came in between, as of a kernel that does not fit and is replaced
+                continue
             start, end = self._ms(event.start), self._ms(event.end)
             if event.fields["kind"] == "transfer" and isinstance(event.end, torch.cuda.Event):
                 # The backend's stream takes one transfer after the other.
@@ -143,19 +145,17 @@ class Recorder:
         before = self._sweep, self._way
         self._sweep, self._way = next(self._numbers), way
         event = self._open("sweep", _describe(sweep), None, 0, device)
-        yield
-        event.end = _mark(device)
-        self._sweep, self._way = before
+        try:
+            yield
+            event.end = _mark(device)
+        finally:
+            self._sweep, self._way = before
 
     @contextlib.contextmanager
     def stage(self, block: int | None, device: torch.device) -> Iterator[None]:
-        event = self._open("merge" if block is None else "stage", "merge" if block is None else "stage", block, 0,
-                           device)
-        try:
-            yield
-        except BaseException:  # a kernel that was refused: the stage is computed otherwise
-            self._events.remove(event)
-            raise
+        kind = "merge" if block is None else "stage"
+        event = self._open(kind, kind, block, 0, device)
+        yield
         event.end = _mark(device)
 
     def transfer(self, name: str, num_bytes: int, block: int | None, device: torch.device,
@@ -171,6 +171,7 @@ class Recorder:
             def done(_: Any) -> None:
                 event.end = _mark(device)
 
+            # The thread that ends the transfer calls this, however late the caller waits for it.
             event.pending = work.get_future().then(done)
         return work
 
@@ -243,8 +244,8 @@ class Overlap:
         return self.hidden_ms / self.shorter_ms if self.shorter_ms > 0 else float("nan")
 
     def __str__(self) -> str:
-        hidden = f"{self.share:.0%}" if self.shorter_ms > 0 else "nothing"
-        return (f"{hidden} of the shorter one hidden: {self.communication_ms:.3f} ms communication, "
+        hidden = f"{self.share:.0%} of the shorter one hidden" if self.shorter_ms > 0 else "nothing to hide"
+        return (f"{hidden}: {self.communication_ms:.3f} ms communication, "
                 f"{self.computation_ms:.3f} ms computation, {self.hidden_ms:.3f} ms both at once")
 
 

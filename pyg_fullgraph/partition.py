@@ -14,14 +14,15 @@ import heapq
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from pyg_fullgraph.edge_order import EdgeOrder
-from pyg_fullgraph.errors import InputError, MissingPackageError, PartitionFileError, RowCountError
+from pyg_fullgraph.errors import InputError, PartitionFileError, RowCountError
 from pyg_fullgraph.graph import Graph
+from pyg_fullgraph.order import Permutation, metis_parts, order_vertices
 from triton_kernels import segment
 
 __all__ = ["Edges", "Partition", "Shard", "ShardOrder", "fingerprint", "order_by_row", "partition"]
@@ -37,7 +38,7 @@ _FORMAT = "pyg_fullgraph partition 1"
 
 
 @dataclass(frozen=True, eq=False)
-class Partition:
+class Partition(Permutation):
     """A division of vertices into parts, each a range of a permutation.
 
     Attributes:
@@ -47,15 +48,12 @@ class Partition:
     Raises: InputError if ``order`` is no permutation or ``bounds`` do not ascend from 0 to V.
     """
 
-    order: Tensor
     bounds: tuple[int, ...]
     method: str = "given"
-    _cache: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         bounds, count = self.bounds, self.order.numel()
-        if self.order.dim() != 1 or not torch.equal(self.order.sort().values.cpu(), torch.arange(count)):
-            raise InputError("order", "to hold each vertex id once, as int64", self.order)
         if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != count or sorted(bounds) != list(bounds):
             raise InputError("bounds", f"to ascend from 0 to {count}", list(bounds))
 
@@ -75,13 +73,6 @@ class Partition:
     @property
     def num_vertices(self) -> int:
         return self.order.numel()
-
-    @property
-    def place(self) -> Tensor:
-        """[V] place of each of the user's ids: the inverse of ``order``."""
-        if "place" not in self._cache:
-            self._cache["place"] = segment.scatter_by(torch.arange(self.num_vertices), self.order)
-        return self._cache["place"]
 
     def owner(self, ids: Tensor) -> Tensor:
         """Part of each of the user's ids."""
@@ -106,7 +97,7 @@ class Partition:
         want = [b - a for a, b in zip(self.bounds, self.bounds[1:], strict=False)]
         if counts != want:
             raise InputError("parts", f"to have {want} rows, those of each part", counts)
-        return segment.scatter_by(torch.cat(list(parts)), self.order.to(parts[0].device))
+        return self.restore(torch.cat(list(parts)))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the partition to one file, from which :meth:`load` reads it."""
@@ -165,14 +156,15 @@ def partition(graph: Graph, num_parts: int, method: str = "random", seed: int = 
         graph: a whole graph on a CPU or GPU; the partition is made on the CPU.
         method: ``random`` deals the vertices out at random among those of like degree, so that parts have about equally
             many vertices and edges, and so have the blocks between parts; ``ranges`` cuts the user's order into ranges;
-            ``locality`` cuts a bandwidth-reducing order (reverse Cuthill-McKee), for graphs too large for METIS;
+            ``locality`` cuts a bandwidth-reducing order (reverse Cuthill-McKee) and ``community`` one of nested
+            communities (:func:`pyg_fullgraph.order.order_vertices`), for graphs too large for METIS;
             ``metis`` minimizes the edges between parts and needs the extra ``partition``.
         seed: of ``random`` and ``metis``.
         side: ``both`` where sources and destinations are one set of vertices; else ``src`` or ``dst`` of a bipartite
             graph. The edges of a vertex are those of the chosen sides.
 
     Raises: InputError; MissingPackageError (ImportError) where pymetis is not installed.
-    Cost: ``random`` and ``ranges`` sort the vertices; ``locality`` and ``metis`` make a symmetric copy of the edges.
+    Cost: ``random`` and ``ranges`` sort the vertices; the others make a symmetric copy of the edges.
     Source: MG-GCN 5.2 permutes the vertices at random; here vertices of like degree are dealt out together, which also
         balances graphs with few, heavy vertices. MGG Algorithm 1 cuts ranges by binary search for a fixed share of the
         edges; here the share is that of the edges and parts left, and the nearer end of the last row is taken.
@@ -185,7 +177,7 @@ def partition(graph: Graph, num_parts: int, method: str = "random", seed: int = 
         raise InputError("side", "to be 'src' or 'dst' for a graph with different sources and destinations", "'both'")
     if method not in _METHODS:
         raise InputError("method", f"to be one of {', '.join(_METHODS)}", repr(method))
-    if side != "both" and method in ("metis", "locality"):
+    if side != "both" and method in ("metis", "locality", "community"):
         raise InputError("method", f"to be 'random' or 'ranges' for side={side!r}", repr(method))
     weight = torch.zeros(graph.num_src if side == "src" else graph.num_dst, dtype=torch.int64)
     if side != "src":
@@ -222,45 +214,21 @@ def _ranges(graph: Graph, weight: Tensor, num_parts: int, seed: int) -> Partitio
     return Partition(torch.arange(weight.numel()), balanced_ranges(weight, num_parts), "ranges")
 
 
-def _locality(graph: Graph, weight: Tensor, num_parts: int, seed: int) -> Partition:
-    from scipy.sparse.csgraph import reverse_cuthill_mckee
-
-    if graph.num_edges == 0:
-        return _ranges(graph, weight, num_parts, seed)
-    order = torch.from_numpy(reverse_cuthill_mckee(_symmetric(graph), symmetric_mode=True).astype("int64"))
-    return Partition(order, balanced_ranges(weight[order], num_parts), "locality")
+def _ranges_of(method: str, name: str) -> Callable[[Graph, Tensor, int, int], Partition]:
+    """Parts that are ranges of an order of :mod:`pyg_fullgraph.order`."""
+    def cut(graph: Graph, weight: Tensor, num_parts: int, seed: int) -> Partition:
+        order = order_vertices(graph, method, seed)
+        return Partition(order, balanced_ranges(weight[order], num_parts), name)
+    return cut
 
 
 def _metis(graph: Graph, weight: Tensor, num_parts: int, seed: int) -> Partition:
-    try:
-        import pymetis
-    except ImportError as error:
-        raise MissingPackageError("pymetis", "method='metis'", "partition") from error
-    if num_parts == 1 or weight.numel() <= num_parts:  # METIS divides by the number of edges and of cuts
-        return _ranges(graph, weight, num_parts, seed)
-    matrix = _symmetric(graph)
-    matrix.setdiag(0)
-    matrix.eliminate_zeros()
-    adjacency = pymetis.CSRAdjacency(matrix.indptr, matrix.indices)
-    _, owner = pymetis.part_graph(num_parts, adjacency, vweights=weight.clamp(min=1).tolist(),
-                                  options=pymetis.Options(seed=seed))
-    return Partition.from_owner(torch.tensor(owner), num_parts, "metis")
-
-
-def _symmetric(graph: Graph) -> Any:
-    """The graph as a SciPy matrix with the edges of both directions, once each."""
-    from scipy.sparse import csr_matrix
-
-    order = graph.incoming
-    one = torch.ones(order.num_edges, dtype=torch.int8)
-    matrix = csr_matrix((one.numpy(), order.other.cpu().numpy(), order.ptr_host.numpy()), (order.num_rows,) * 2)
-    both = (matrix + matrix.T).tocsr()
-    both.data[:] = 1
-    return both
+    return Partition.from_owner(metis_parts(graph, weight, num_parts, seed), num_parts, "metis")
 
 
 _METHODS: dict[str, Callable[[Graph, Tensor, int, int], Partition]] = {
-    "random": _random, "ranges": _ranges, "locality": _locality, "metis": _metis}
+    "random": _random, "ranges": _ranges, "locality": _ranges_of("rcm", "locality"),
+    "community": _ranges_of("community", "community"), "metis": _metis}
 
 
 def balanced_ranges(weight: Tensor, num_parts: int) -> tuple[int, ...]:

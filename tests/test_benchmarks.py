@@ -7,12 +7,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from ranks import ranks
 from typer.testing import CliRunner
 
-from benchmarks import epochs, first_use, graphs, measure, table
+from benchmarks import epochs, first_use, graphs, locality, measure, table
 from benchmarks import run as bench
 from benchmarks.cases import CASES, Case, CaseSkipped, Problem, select
 from benchmarks.checks import CheckFailed, check, compare, sampled_rows_exactly
@@ -42,6 +43,31 @@ def test_shuffled_graph_keeps_degrees():
     plain, shuffled = graphs.draw(size, "cpu"), graphs.draw(size, "cpu", shuffle=True)
     assert not torch.equal(plain, shuffled)
     assert torch.equal(plain[1].bincount().sort().values[-50:], shuffled[1].bincount().sort().values[-50:])
+
+
+def test_a_name_says_how_nodes_are_numbered():
+    assert graphs.Name.of("products-shuffled-rcm") == graphs.Name("products", True, "rcm")
+    assert graphs.Name.of("few-points-community") == graphs.Name("few-points", False, "community")
+    assert graphs.Name.of("arxiv-shuffled") == graphs.Name("arxiv", True, None)
+    shuffled, moved = (graphs.draw_named(name, "cpu") for name in ("tiny-shuffled", "tiny-shuffled-degree"))
+    degree = moved.flatten().bincount(minlength=300)
+    assert (degree.diff() <= 0).all()
+    assert torch.equal(degree, shuffled.flatten().bincount(minlength=300).sort(descending=True).values)
+    assert CASES["sum-reddit-shuffled-community-256-forward"].is_sampled
+
+
+def test_locality_by_order(monkeypatch, tmp_path):
+    app, options = _app(locality.main), ["--method", "given,degree,community"]
+    shown = CliRunner().invoke(app, ["--graph", "tiny-shuffled", "--markdown", *options])
+    assert shown.exit_code == 0, shown.output
+    table = [line.strip("| ").split(" | ") for line in shown.output.splitlines()]
+    assert [row[:2] for row in table[2:]] == [["tiny-shuffled", m] for m in ("given", "degree", "community")]
+    assert all(row[-1].endswith("%") for row in table[2:])
+    monkeypatch.setenv("PFG_DATA", str(tmp_path))
+    assert "skipped cora.npz: no file cora.npz" in CliRunner().invoke(app, ["--graph", "cora.npz", *options]).output
+    numpy.savez(tmp_path / "mine.npz", edge_index=numpy.array([[0, 1], [1, 2]], dtype="int32"), y=numpy.zeros(4))
+    assert len(locality.lines("mine.npz", ["given", "rcm"])) == 2
+    assert CliRunner().invoke(app, ["--graph", "tiny", "--method", "rabbit"]).exit_code == 2
 
 
 def test_clouds_of_points():
@@ -122,6 +148,8 @@ def test_edge_phases_side_by_side_with_other_libraries(capsys):
     rows = bench.run_case(CASES["sum-tiny"], ["pyg", "ours", "cusparse"], budget_s=0.01)
     assert [r["provider"] for r in rows] == ["pyg", "ours", "cusparse"]
     assert all(r["check"]["error"] < 1e-6 and r["p50_ms"] > 0 for r in rows[1:])
+    (reordered,) = bench.run_case(CASES["sum-tiny-community"], ["ours"], budget_s=0.01)
+    assert reordered["graph"] == "tiny-shuffled-community" and reordered["check"]["error"] < 1e-6
     rows = bench.run_case(CASES["gatv2-phase-tiny"], ["ours", "cusparse"], budget_s=0.01)
     assert [r["provider"] for r in rows] == ["ours"] and rows[0]["check"]["error"] < 1e-5
     assert "skipped gatv2-phase-tiny by cusparse: there is no GATv2Attention in it" in capsys.readouterr().out

@@ -83,8 +83,20 @@ def test_options_reach_the_training(tmp_path):
     assert done.exit_code == 0, done.output
     config = json.loads((tmp_path / "out" / "metrics.json").read_text())["config"]
     expected = {name.replace("-", "_"): str(v) if isinstance(v, Path) else v for name, v in options.items()}
-    left_out = {"split": 0, "compare": None, "resume": False, "timeline": None}
+    left_out = {"split": 0, "compare": None, "resume": False, "timeline": None, "reorder": None}
     assert config == expected | left_out | {"normalize_features": True}
+
+
+def test_a_reordered_graph_gives_the_same_curve(tmp_path):
+    for name, options in (("plain", ()), ("moved", ("--reorder", "community"))):
+        done = run("train", "--dataset", TINY, *QUICK, "--dtype", "float64", "--out", tmp_path / name, *options)
+        assert done.exit_code == 0, done.output
+        assert ("nodes in the order community" in done.output) == bool(options)
+    plain, moved = (json.loads((tmp_path / name / "metrics.json").read_text()) for name in ("plain", "moved"))
+    for curve in ("losses", "val_losses", "val_accuracies"):
+        assert moved["seeds"][0][curve] == pytest.approx(plain["seeds"][0][curve], rel=1e-10)
+    assert moved["seeds"][0]["test_accuracy"] == pytest.approx(plain["seeds"][0]["test_accuracy"])
+    assert moved["config"]["reorder"] == "community" and moved["dataset"] == plain["dataset"]
 
 
 def test_resume_continues(tmp_path):

@@ -166,3 +166,15 @@ def test_training_after_inference_mode(name):
             out = ours(x, EDGES.clone() if mode else EDGES)
         if not mode:
             out.square().sum().backward()
+
+
+def test_a_hook_may_keep_what_it_sees():
+    """It is of the weights of that step, also when it is read after the next one."""
+    kept = []
+    for layer in layers("GCNConv", 3, 8):
+        seen = []
+        layer.lin.register_forward_hook(lambda m, args, out, seen=seen: seen.append(out))
+        layer(features(3, False), EDGES).sum().backward()
+        torch.optim.SGD(layer.parameters(), lr=0.1).step()
+        kept.append(seen[0].mean())
+    torch.testing.assert_close(*kept)

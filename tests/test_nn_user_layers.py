@@ -15,7 +15,7 @@ from torch_geometric.utils import softmax
 import pyg_fullgraph.nn as fused_nn
 import zoo
 from pyg_fullgraph import convert, debug
-from pyg_fullgraph.errors import ForwardModeError, InputError
+from pyg_fullgraph.errors import ForwardModeError, FunctionTransformError, InputError
 from pyg_fullgraph.nn import tracing
 
 CASE = zoo.self_loops()
@@ -283,25 +283,6 @@ def test_a_dtype_that_autocast_may_change(message, is_fused):
     torch.testing.assert_close(got, want)
 
 
-def test_what_a_message_reads_around_it_is_read_again(monkeypatch):
-    cell = types.SimpleNamespace(scale=3.0)
-
-    def message(self, x_i, x_j):
-        return x_j * FACTOR * self.power * self.config.scale
-
-    module = layer(Fused, message)
-    module.config = cell
-    type(module).power = 1.0
-    x = torch.ones(CASE.num_src, 2)
-    first = module(x, CASE.edge_index)
-    monkeypatch.setitem(globals(), "FACTOR", 4.0)
-    torch.testing.assert_close(module(x, CASE.edge_index), 2 * first)
-    type(module).power = 5.0
-    torch.testing.assert_close(module(x, CASE.edge_index), 10 * first)
-    cell.scale = 6.0
-    torch.testing.assert_close(module(x, CASE.edge_index), 20 * first)
-
-
 class Late(fused_nn.MessagePassing):
     """Writes into a tensor between the two phases."""
 
@@ -393,3 +374,13 @@ def test_edges_chosen_by_arrays_are_left_to_torch():
     x = torch.randn(CASE.num_src, 6)
     src, dst = CASE.edge_index
     torch.testing.assert_close(Chosen()(x, CASE.edge_index), torch.zeros_like(x).index_add(0, src, x[dst]))
+
+
+@pytest.mark.parametrize("transform", [
+    lambda f, x: torch.vmap(f)(torch.stack([x, x])), lambda f, x: torch.func.grad(lambda v: f(v).sum())(x),
+    lambda f, x: torch.func.jacrev(f)(x)], ids=["vmap", "grad", "jacrev"])
+@pytest.mark.parametrize("layer", [fused_nn.SAGEConv, fused_nn.GATConv, fused_nn.GCNConv])
+def test_function_transforms_are_refused(layer, transform):
+    module = layer(3, 2)
+    with pytest.raises(FunctionTransformError, match="none of vmap, grad"):
+        transform(lambda v: module(v, CASE.edge_index), torch.randn(CASE.num_src, 3))

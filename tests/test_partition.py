@@ -11,7 +11,7 @@ from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.partition import Partition, Shard, balanced_ranges, partition
 from triton_kernels import segment
 
-METHODS = ("random", "ranges", "locality", "metis")
+METHODS = ("random", "ranges", "locality", "community", "metis")
 PARTS = (1, 2, 3, 4, 7)
 
 
@@ -61,7 +61,7 @@ def test_parts_of_real_graphs_have_equally_many_edges(data_dir, name, num_parts)
             assert max(made.part(k).numel() for k in range(num_parts)) - made.num_vertices // num_parts <= num_parts
 
 
-@pytest.mark.parametrize("method", ["metis", "locality"])
+@pytest.mark.parametrize("method", ["metis", "locality", "community"])
 def test_parts_with_locality_need_fewer_remote_rows(data_dir, method):
     need(method)
     edge_index = torch.from_numpy(np.load(data_dir / "minesweeper.npz")["edge_index"]).long()
@@ -102,7 +102,7 @@ def test_saved_and_loaded(tmp_path):
 
 @pytest.mark.parametrize("change, message", [
     (dict(num_parts=0), "Expected 'num_parts' to be a number of parts, at least 1"),
-    (dict(method="metiss"), "Expected 'method' to be one of random, ranges, locality, metis"),
+    (dict(method="metiss"), "Expected 'method' to be one of random, ranges, locality, community, metis"),
     (dict(side="left"), "Expected 'side' to be 'both', 'src' or 'dst'"),
     (dict(side="src", method="metis"), "Expected 'method' to be 'random' or 'ranges'"),
 ])

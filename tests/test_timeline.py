@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 
 import pytest
 import sharded
@@ -86,7 +87,43 @@ def test_a_whole_graph(device):
     assert [e.layer for e in sweeps] == ["GCNConv", "GCNConv backward"]
     for e in sweeps:
         assert e.start_ms <= stages[e.sweep].start_ms <= stages[e.sweep].end_ms <= e.end_ms
-    assert "all sweeps: nothing of the shorter one hidden" in str(found)
+    assert "all sweeps: nothing to hide: 0.000 ms communication" in str(found)
+
+
+def test_a_transfer_ends_when_its_data_is_there():
+    """Not when it was started, and not when somebody waits for it."""
+    class Work:
+        future = torch.futures.Future()
+
+        def get_future(self):
+            return self.future
+
+    recorder = events.Recorder(0)
+    recorder.begin(lambda: None)
+    moments = [time.perf_counter()]
+    work = events.transfer("broadcast", 8, 1, torch.device("cpu"), Work)
+    moments.append(time.perf_counter())
+    work.future.set_result(None)
+    moments.append(time.perf_counter())
+    (found,) = recorder.finish()
+    before, started, ended = ((m - recorder.ticks[-1]) * 1e3 for m in moments)
+    assert before <= found.start_ms <= started <= found.end_ms <= ended
+    assert (found.kind, found.name, found.block, found.num_bytes, found.sweep) == ("transfer", "broadcast", 1, 8, -1)
+
+
+def test_what_was_broken_off_is_left_out():
+    conv = pfg.nn.GCNConv(4, 3)
+    edge_index = torch.randint(50, (2, 300))
+    conv(torch.zeros(50, 4), edge_index)
+    with pfg.timeline() as found:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("pyg_fullgraph.chunks._ChunkedSweep.take", lambda *args: 1 / 0)
+            patch.setattr("pyg_fullgraph.execution._launch_sweep", lambda *args: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                conv(torch.zeros(50, 4, requires_grad=True), edge_index)
+        conv(torch.zeros(50, 4, requires_grad=True), edge_index)
+    assert [e.kind for e in found.events if e.sweep == 0] == []
+    assert [e.kind for e in found.events if e.sweep == 1 and e.kind != "merge"] == ["sweep", "stage"]
 
 
 def test_one_at_a_time():

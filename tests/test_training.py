@@ -72,6 +72,7 @@ def test_presets_are_the_papers_setups():
         ("dtype", "int8"),
         ("device", "tpu"),
         ("compare", "dgl"),
+        ("reorder", "rabbit"),
         ("layers", 0),
         ("hidden", 0),
         ("heads", -1),

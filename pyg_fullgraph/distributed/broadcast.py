@@ -1,4 +1,4 @@
-"""Every rank's rows are sent to all in turn, one block ahead of the computation (MG-GCN 4.3)."""
+"""Every rank's rows are sent to all in turn, one block ahead of the computation (after MG-GCN 4.3)."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ __all__ = ["Broadcast"]
 
 
 class Broadcast(Way):
-    """P stages: in stage q the rows of rank q are there, and the edges that read them are computed.
+    """P stages, one per rank whose rows the edges read: first the own ones, then those of the others as they arrive.
 
     While a stage is computed the next block arrives in the other one of two buffers, which all layers share, forward
-    and backward. What is reduced over edges (sums, extrema, softmax) is carried from stage to stage.
+    and backward. What is reduced over edges (sums, extrema, softmax) is carried from stage to stage. MG-GCN begins with
+    the block of rank 0, for which all others wait; here only the last stage has no transfer beside it.
 
     Cost: all rows of the other ranks once per sweep and input, and two buffers of the largest block.
     """
@@ -38,26 +39,36 @@ class Broadcast(Way):
     def run_sweep(self, sweep: Sweep, side: ShardOrder, group: Group, leaf: Leaf, like: Tensor,
                   exact: Container[Node]) -> dict[Node, Any]:
         own = {n: leaf(n).contiguous() for n in fetched_inputs(sweep)}
+        others = [owner for owner in range(group.size) if owner != group.rank]
+        sent: list[Transfer] = []
 
-        def start(owner: int) -> dict[Node, Transfer]:
-            count = side.bounds[owner + 1] - side.bounds[owner]
-            blocks = {}
-            for k, (node, value) in enumerate(own.items()):
-                if owner != group.rank:
-                    value = self._buffer(2 * k + owner % 2, (count, *value.shape[1:]), value)
-                blocks[node] = group.broadcast(value, owner)
+        def start(first: int, last: int) -> dict[Node, Transfer]:
+            """Start the broadcasts of ranks ``first`` to ``last``: at most one of another rank, which is returned."""
+            blocks: dict[Node, Transfer] = {}
+            for owner in range(first, last + 1):
+                for k, (node, value) in enumerate(own.items()):
+                    if owner == group.rank:
+                        sent.append(group.broadcast(value, owner))
+                        continue
+                    count = side.bounds[owner + 1] - side.bounds[owner]
+                    buffer = self._buffer(2 * k + others.index(owner) % 2, (count, *value.shape[1:]), value)
+                    blocks[node] = group.broadcast(buffer, owner)
             return blocks
 
         def leaves() -> Iterator[Leaf]:
-            coming = start(0)
-            for owner in range(group.size):
+            coming = start(0, others[0]) if others else {}
+            yield leaf  # own rows, while the first block is on its way
+            for stage, owner in enumerate(others, start=1):
                 blocks = {n: t.wait() for n, t in coming.items()}
-                if owner + 1 < group.size:
-                    coming = start(owner + 1)
+                # Queued after the stage before, which was the last to read that buffer.
+                coming = start(owner + 1, others[stage] if stage < len(others) else group.size - 1)
                 yield partial(_leaf_of, blocks, leaf)
 
-        tiles = [side.tile(owner) for owner in range(group.size)]
-        return execution.run_tiles(sweep, side.rows, tiles, leaves(), like, exact)
+        tiles = [side.tile(owner) for owner in (group.rank, *others)]
+        results = execution.run_tiles(sweep, side.rows, tiles, leaves(), like, exact)
+        for transfer in sent:
+            transfer.wait()
+        return results
 
     def _buffer(self, slot: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """Memory of ``shape`` in a slot, which is used again and grows."""

@@ -110,7 +110,7 @@ def _sliced(split: Split, rank: int, count: int) -> tuple[Sweep, dict[Node, Node
             fresh[node] = ir.view(ir.slice_(whole, 1, first, stop), shape)
         else:
             fresh[node] = _reshaped(node, [fresh[a] for a in node.args], shape)
-    gathers: dict[Node, Node] = {}  # of one feature may be the same where those of the whole were not
+    gathers: dict[Node, Node] = {}  # those of one feature may be the same where those of the whole were not
     for result, g in sweep.gathers:
         args, shape = [fresh[a] for a in g.args], g.shape
         if result in split.runs:
@@ -299,14 +299,13 @@ class _Slices:
                  for n in self.split.sweep.inputs if not n.is_row}
         for n, transfer in coming.items():
             given[known[n]] = transfer.wait().view(sum(self.counts[n.domain]), *known[n].shape)
-        results = self.split.results
-        going = []
-        wide = {known[r] for r in results if r in exact}
+        wide = {known[r] for r in self.split.results if r in exact}
         made = execution.run_sweep(sweep, order, given.__getitem__, like, wide)
-        for r in results:
+        going = {}
+        for r in self.split.results:
             value = made[known[r]]
-            going.append(self._start_result(r, value.to(like.dtype) if known[r] in wide and r not in exact else value))
-        return {r: finish() for r, finish in zip(results, going, strict=True)}
+            going[r] = self._start_result(r, value.to(like.dtype) if known[r] in wide and r not in exact else value)
+        return {r: finish() for r, finish in going.items()}
 
     def _parameter(self, node: Node, value: Tensor) -> Tensor:
         """What this rank's slice needs of a parameter."""

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch_geometric import nn as pyg_nn
 from torch_geometric.utils import is_sparse
 
-from pyg_fullgraph.errors import DeviceError, DtypeError, ForwardModeError, InputError, NotFusable, RowCountError
+from pyg_fullgraph.autograd import check_derivatives
+from pyg_fullgraph.errors import DeviceError, DtypeError, InputError, NotFusable, RowCountError
 from pyg_fullgraph.graph import Graph, graph_of
 from pyg_fullgraph.nn.lazy import EdgeExpr, as_plain
 from pyg_fullgraph.nn.order import LinearExpr
@@ -192,9 +192,8 @@ class Call:
         return any(k in self.tensors and self.tensors[k] is not t for k, t in expr.tensors.items())
 
     def _check_tensors(self) -> None:
-        """One device, and no forward-mode tangents."""
-        if any(forward_ad.unpack_dual(t).tangent is not None for t in self.tensors.values()):
-            raise ForwardModeError()
+        """One device, and derivatives that there are."""
+        check_derivatives(self.tensors.values())
         for key, value in self.tensors.items():
             if value.device != self.graph.device:
                 raise DeviceError(_shown(key), self.graph.device, value.device)

@@ -44,12 +44,16 @@ def is_open(layer: Any) -> bool:
         return False
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
         return False
+    # A hook may keep what it sees, and read it when the weights are others.
+    if any(m._forward_hooks for m in layer.modules() if m is not layer):
+        return False
     return getattr(type(layer).forward, "__module__", "").startswith("torch_geometric.")
 
 
 def opened(value: Any) -> Any:
     """An argument of forward, with node features as something whose linear map may be postponed."""
-    if type(value) in _PLAIN and value.dim() >= 2 and value.is_floating_point() and value.layout == torch.strided:
+    if type(value) in _PLAIN and value.dim() >= 2 and value.is_floating_point() and value.layout == torch.strided and \
+            not torch._C._functorch.is_functorch_wrapped_tensor(value):
         return Features(value)
     if type(value) is tuple:
         return tuple(opened(v) for v in value)

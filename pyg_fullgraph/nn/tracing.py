@@ -7,12 +7,10 @@ becomes an input of the program, so that annealing it compiles one more program 
 
 from __future__ import annotations
 
-import enum
 import functools
-import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +21,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyg_fullgraph.errors import NotFusable
+from pyg_fullgraph.nn.surroundings import Key, Numbers, reached, state_of
 from pyg_fullgraph.saga.ir import Domain
 from pyg_fullgraph.saga.trace import INDEX, SIZE_I, SIZE_J, ArgSpec, Traced, trace_edge_update, trace_propagate
 
@@ -39,22 +38,10 @@ _TRACERS: Mapping[str, Callable[..., Traced]] = {"propagate": trace_propagate, "
 # The least recently used are dropped: structures per class, and values of the numbers per structure.
 _MAX_PER_CLASS, _MAX_PER_STRUCTURE = 256, 32
 
-_SIMPLE = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
-
-# Attributes that PyG keeps for itself; none can change what the methods compute on the fused path.
-_INTERNAL = frozenset({
-    "inspector", "fuse", "_user_args", "_fused_user_args", "_edge_user_args", "_explain", "_edge_mask", "_loop_mask",
-    "_apply_sigmoid", "_decomposed_layers", "_cached_edge_index", "_cached_adj_t", "propagate", "edge_updater",
-    "_fullgraph_strict", "_fullgraph_handle",
-    *(f"_{m}_forward_{h}" for m in ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
-      for h in ("pre_hooks", "hooks")),
-    *vars(Module()),
-})
-
-# Names in a method that may tell a number from a tensor.
-_ASKS_FOR_TYPES = frozenset({"isinstance", "type", "is_tensor", "callable", "float", "int", "bool"})
-
-Numbers = tuple[tuple[str, float], ...]
+# A trace is made with gradients and without autocast, and is for every call.
+_ASKS_FOR_MODES = frozenset({"is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled",
+                             "get_autocast_dtype", "get_autocast_gpu_dtype", "get_autocast_cpu_dtype",
+                             "is_autocast_cpu_enabled"})
 
 
 class _Kept:
@@ -102,6 +89,9 @@ def traced(conv: Module, function: str, args: Arguments, dtypes: Callable[[], Se
     Raises:
         NotFusable: remembered as well, so a layer that cannot be traced is tried once.
     """
+    asked = reached(type(conv), METHODS[function]).mentions & _ASKS_FOR_MODES
+    if asked:
+        raise NotFusable([f"{METHODS[function][0]} calls {' and '.join(sorted(asked))}, whose answer changes"])
     found = _traced_in(conv, function, args, torch.get_default_dtype())
     if not found.reads_dtype:
         return found
@@ -128,7 +118,7 @@ def _traced_in(conv: Module, function: str, args: Arguments, dtype: torch.dtype)
 
 def _remembered(conv: Module, methods: Sequence[str], args: Arguments, what: Any,
                 build: Callable[[frozenset[str]], Any]) -> Any:
-    key = _Key(conv, methods)
+    key = Key(conv, tuple(methods))
     if key.is_opaque:
         return build(frozenset())
     whole = (what, key.structure, tuple((k, key.value(v)) for a in args for k, v in a.items()))
@@ -145,69 +135,6 @@ def _remembered(conv: Module, methods: Sequence[str], args: Arguments, what: Any
 def attribute(conv: Module, path: str) -> Any:
     """A parameter, buffer or number of a layer by its dotted name."""
     return functools.reduce(getattr, path.split("."), conv)
-
-
-class _Key:
-    """What a trace depends on besides its arguments.
-
-    Attributes:
-        structure: hashable description of the layer, as far as the methods can see it.
-        numbers: numbers on the layer that they read and that could be inputs instead.
-        refs: objects that the description knows by identity only.
-        is_opaque: something could not be described; the trace must not be kept.
-    """
-
-    def __init__(self, conv: Module, methods: Sequence[str]) -> None:
-        self.refs: list[weakref.ref] = []
-        self.is_opaque = False
-        functions, names = _reached(type(conv), tuple(methods))
-        self.numbers: Numbers = ()
-        if names is not None and not names & _ASKS_FOR_TYPES:
-            self.numbers = tuple((k, v) for k, v in vars(conv).items() if k in names and type(v) is float)
-        lifted = {k for k, _ in self.numbers}
-        self.structure = (
-            tuple(f.__code__ for f in functions),
-            conv.training,
-            tuple((k, tuple(v.shape), v.is_floating_point()) for k, v in _state(conv)),
-            self._attributes(conv, names, lifted),
-            tuple(self._surroundings(conv, f) for f in functions),
-        )
-
-    def _surroundings(self, conv: Module, function: Any) -> tuple[Any, ...]:
-        """Numbers and strings that a method reads from its module, its class, its closure and its defaults."""
-        found = []
-        for name in function.__code__.co_names:
-            outside = function.__globals__.get(name, getattr(type(conv), name, None))
-            if name not in vars(conv) and isinstance(outside, _SIMPLE):
-                found.append((name, self.value(outside)))
-        cells = [c.cell_contents for c in function.__closure__ or ()]
-        return (*found, *(self.value(v) for v in (*cells, *(function.__defaults__ or ()))))
-
-    def _attributes(self, module: Module, names: frozenset[str] | None, without: set[str]) -> tuple[Any, ...]:
-        own = {k: v for k, v in vars(module).items() if k not in _INTERNAL and k not in without}
-        own.update(module._modules)
-        return tuple((k, self.value(v)) for k, v in own.items() if names is None or k in names)
-
-    def value(self, value: Any) -> Any:
-        """A hashable stand-in that is equal only where a trace would be."""
-        if isinstance(value, (ArgSpec, type)):
-            return value
-        if isinstance(value, _SIMPLE):
-            return type(value), value
-        if isinstance(value, Module):
-            return type(value), value.training, self._attributes(value, None, set())
-        if isinstance(value, (tuple, list)):
-            return type(value), tuple(self.value(v) for v in value)
-        if isinstance(value, dict):
-            return dict, tuple((self.value(k), self.value(v)) for k, v in value.items())
-        if isinstance(value, Tensor):
-            return Tensor, tuple(value.shape)  # a trace never takes values from a tensor
-        try:
-            self.refs.append(weakref.ref(value))
-        except TypeError:
-            self.is_opaque = True
-        fields = {} if callable(value) else getattr(value, "__dict__", {})
-        return type(value), id(value), tuple((k, v) for k, v in fields.items() if isinstance(v, _SIMPLE))
 
 
 def is_lazy(value: Tensor | None) -> bool:
@@ -284,51 +211,9 @@ def _copy(module: Module) -> Module:
     return stand_in
 
 
-def _state(conv: Module) -> Iterator[tuple[str, Tensor]]:
-    for items in (conv.named_parameters(), conv.named_buffers()):
-        for name, value in items:
-            if not is_lazy(value):
-                yield name, value
-
-
-_Reached = tuple[tuple[types.FunctionType, ...], frozenset[str] | None]
-_reached_by: weakref.WeakKeyDictionary[type, dict[tuple[Any, ...], _Reached]] = weakref.WeakKeyDictionary()
-
-
-def _reached(kind: type, methods: tuple[str, ...]) -> _Reached:
-    """The functions of a class that ``methods`` call, and all names they mention; None if those cannot be told."""
-    known = _reached_by.setdefault(kind, {})
-    key = tuple(getattr(getattr(kind, m), "__code__", None) for m in methods)
-    if key not in known:
-        functions: dict[str, types.FunctionType] = {}
-        found: set[str] = set()
-        waiting, seen = list(methods), set()
-        while waiting:
-            name = waiting.pop()
-            function = getattr(kind, name, None)
-            function = function.fget if isinstance(function, property) else getattr(function, "__func__", function)
-            if name in seen or not isinstance(function, types.FunctionType):
-                continue
-            seen.add(name)
-            functions[name] = function
-            mentioned = set(_code_names(function.__code__))
-            found |= mentioned
-            waiting.extend(mentioned)
-        dynamic = found & {"getattr", "vars", "__dict__", "eval", "__getattr__", "super"}
-        known[key] = (tuple(functions.values()), None if dynamic else frozenset(found))
-    return known[key]
-
-
 def mentioned(kind: type, function: str) -> frozenset[str] | None:
     """Names that the methods which ``function`` runs mention, or those that they call; None if that cannot be told."""
-    return _reached(kind, METHODS[function])[1]
-
-
-def _code_names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _code_names(constant)
+    return reached(kind, METHODS[function]).names
 
 
 # --- the dtype of a result --------------------------------------------------------------------------------------
@@ -344,7 +229,7 @@ def result_dtype(conv: Module, function: str, args: Arguments, dtypes: Mapping[s
     Raises:
         RuntimeError: torch's own, where the methods cannot take these dtypes.
     """
-    state = tuple((k, v.dtype) for k, v in _state(conv))
+    state = tuple((k, v.dtype) for k, v in state_of(conv))
     autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
     methods = METHODS[function]
     found = _remembered(conv, methods, args, (function, tuple(dtypes.items()), state, autocast, device.type),
@@ -370,7 +255,7 @@ def _fake_dtype(conv: Module, methods: Sequence[str], args: Arguments, dtypes: M
     saved = {m: dict(m.__dict__) for m in conv.modules()}
     try:
         with mode, torch.no_grad(), _Products():
-            state = {k: torch.empty(v.shape, dtype=v.dtype, device=device) for k, v in _state(conv)}
+            state = {k: torch.empty(v.shape, dtype=v.dtype, device=device) for k, v in state_of(conv)}
             out: Any = ()
             with _reparametrize_module(conv, state):
                 for method, given in zip(methods, args, strict=True):

@@ -44,6 +44,12 @@ def at(reason: str, line: str | None) -> str:
     return f"{reason} ({line.strip()})" if line and line.strip() else reason
 
 
+def is_asked_by_libraries() -> bool:
+    """Whether the caller of the function that calls this is torch or PyG."""
+    asker = sys._getframe(2).f_globals.get("__name__", "")
+    return asker.partition(".")[0] in ("torch", "torch_geometric")
+
+
 def _callers(frame: FrameType | None) -> Iterator[tuple[str, str, int]]:
     while frame is not None:
         yield frame.f_code.co_filename, frame.f_code.co_name, frame.f_lineno

@@ -6,6 +6,7 @@ edges and that of nodes symbolic; the ATen graph that comes out is imported oper
 
 from __future__ import annotations
 
+import random
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.fx.traceback as fx_traceback
 import torch.nn.functional as F
@@ -30,7 +32,7 @@ from pyg_fullgraph.saga.aten import DECOMPOSITIONS, Importer, dropout_mask, fake
 from pyg_fullgraph.saga.forms import EDGE_HINT, INDEX, NUM_TARGETS, OTHER_NUM_TARGETS, form
 from pyg_fullgraph.saga.idioms import recognize
 from pyg_fullgraph.saga.ir import Domain, Node
-from pyg_fullgraph.saga.refusal import at, current_line, is_inside, line_of
+from pyg_fullgraph.saga.refusal import at, current_line, is_asked_by_libraries, is_inside, line_of
 
 #: Markers for PyG's special arguments, beside :data:`INDEX`.
 SIZE_I, SIZE_J = "<size_i>", "<size_j>"
@@ -157,6 +159,8 @@ _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 # Questions whose answer depends on the dtype.
 _ASK_DTYPE = {Tensor.dtype.__get__, Tensor.itemsize.__get__, Tensor.nbytes.__get__,  # type: ignore[attr-defined]
               Tensor.element_size, Tensor.type, torch.result_type}
+# Questions about what a trace has not: it is made with gradients, for calls with and without them.
+_ASK_GRADIENT = {Tensor.requires_grad.__get__, Tensor.is_leaf.__get__, Tensor.grad_fn.__get__}  # type: ignore[attr-defined]
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
@@ -181,6 +185,8 @@ class _Watch(TorchFunctionMode):
         fx_traceback.set_stack_trace([line or " "])
         if is_inside(_APPLY):
             raise NotFusable([at("calls a torch.autograd.Function, whose derivative is not traced", line)])
+        if function in _ASK_GRADIENT and not is_asked_by_libraries():
+            raise NotFusable([at("asks whether a tensor has a gradient", line)])
         if function == _DATA:
             out = args[0].detach()
         elif function in _DROPOUTS:
@@ -275,7 +281,8 @@ class _Trace:
         """Trace ``call(layer, arguments)`` and import what it does."""
         # A trace puts other parameters into the layer for a moment; it is kept, so without the caller's autocast.
         with _LOCK, torch.autocast("cpu", enabled=False):
-            result, has_counted = self._run(call, NUM_TARGETS)
+            with _no_draws(f"{type(self.conv).__name__}.{self.method}"):
+                result, has_counted = self._run(call, NUM_TARGETS)
             if has_counted:
                 other, _ = self._run(call, OTHER_NUM_TARGETS)
                 if other.value is not result.value or other.side != result.side:
@@ -397,6 +404,18 @@ def _symbol(rows: Tensor) -> Any:
 
 def _is_equal(a: Any, b: Any) -> bool:
     return isinstance(a, (int, float, str, bytes, bool, type(None))) and type(a) is type(b) and a == b
+
+
+@contextmanager
+def _no_draws(what: str) -> Iterator[None]:
+    """Refuses what draws from the global generators of Python or NumPy, and puts them back."""
+    before, state = random.getstate(), np.random.get_state()  # noqa: NPY002
+    yield
+    after = np.random.get_state()  # noqa: NPY002
+    if random.getstate() != before or after[2] != state[2] or not np.array_equal(after[1], state[1]):
+        random.setstate(before)
+        np.random.set_state(state)  # noqa: NPY002
+        raise NotFusable([f"{what} draws random numbers other than dropout"])
 
 
 @contextmanager

@@ -1,0 +1,315 @@
+"""What the trace of a layer depends on besides its arguments: everything that its methods may read, as a hashable key.
+
+Methods are followed through the functions that they call: methods of the layer, functions of the user's modules, what
+decorators wrap. What these functions name is looked up on the layer, its class, in their globals and closures.
+Functions of libraries are taken for what they are, and are not looked into.
+"""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import functools
+import hashlib
+import sys
+import types
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from pyg_fullgraph.saga.trace import ArgSpec
+
+__all__ = ["Key", "Numbers", "Reached", "reached", "state_of"]
+
+Numbers = tuple[tuple[str, float], ...]
+
+_SIMPLE = (int, float, complex, str, bytes, bool, range, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
+
+# Attributes that PyG keeps for itself; none can change what the methods compute on the fused path.
+_INTERNAL = frozenset({
+    "inspector", "fuse", "_user_args", "_fused_user_args", "_edge_user_args", "_explain", "_edge_mask", "_loop_mask",
+    "_apply_sigmoid", "_decomposed_layers", "_cached_edge_index", "_cached_adj_t", "propagate", "edge_updater",
+    "_fullgraph_strict", "_fullgraph_handle",
+    *(f"_{m}_forward_{h}" for m in ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
+      for h in ("pre_hooks", "hooks")),
+    *vars(Module()),
+})
+
+# Names in a method that may tell a number from a tensor, and those that may reach any attribute.
+_ASKS_FOR_TYPES = frozenset({"isinstance", "type", "is_tensor", "callable", "float", "int", "bool"})
+_DYNAMIC = frozenset({"getattr", "vars", "__dict__", "eval", "__getattr__", "super"})
+_LIBRARIES = frozenset({"torch", "torch_geometric", "torch_sparse", "torch_scatter", "pyg_fullgraph", "triton_kernels",
+                        "numpy", "scipy"}) | sys.stdlib_module_names
+_ABSENT = object()
+
+
+@dataclass(frozen=True)
+class Reached:
+    """What methods of a class can get at.
+
+    Attributes:
+        functions: Those that they call, themselves first; weak, for they may hold the class.
+        names: All names that these mention, or None if they may reach attributes whose names cannot be told.
+        mentions: All names that these mention.
+        links: ``(i, name, j)``: the global ``name`` of function i was function j.
+        reads: ``(i, name)``: globals of function i that hold something that may change.
+        attributes: Names that the class has something for that may change.
+    """
+
+    functions: tuple[weakref.ref[types.FunctionType], ...]
+    names: frozenset[str] | None
+    mentions: frozenset[str]
+    links: tuple[tuple[int, str, int], ...]
+    reads: tuple[tuple[int, str], ...]
+    attributes: tuple[str, ...]
+
+    def is_current(self) -> bool:
+        """Whether no function among them was replaced."""
+        functions = [ref() for ref in self.functions]
+        return all(f is not None for f in functions) and all(
+            functions[i].__globals__.get(name) is functions[j] for i, name, j in self.links)  # type: ignore[union-attr]
+
+
+_reached_by: weakref.WeakKeyDictionary[type, dict[tuple[Any, ...], Reached]] = weakref.WeakKeyDictionary()
+
+
+def reached(kind: type, methods: tuple[str, ...]) -> Reached:
+    """What ``methods`` of ``kind`` can get at, found once as long as no function among them is replaced."""
+    known = _reached_by.setdefault(kind, {})
+    key = (methods, tuple(id(getattr(kind, m, None)) for m in methods))
+    found = known.get(key)
+    if found is None or not found.is_current():
+        found = known[key] = _Walk(kind).over(methods)
+    return found
+
+
+class _Walk:
+    """A search for all that functions of a class reach."""
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+        self.functions: dict[types.FunctionType, int] = {}
+        self.links: list[tuple[int, str, int]] = []
+        self.reads: list[tuple[int, str]] = []
+
+    def over(self, methods: tuple[str, ...]) -> Reached:
+        """See :func:`reached`."""
+        for method in methods:
+            self._add_all(_definitions(self.kind, method))
+        names: set[str] = set()
+        done = 0
+        while done < len(self.functions):
+            function = list(self.functions)[done]
+            names |= self._enter(function, done)
+            done += 1
+        attributes = tuple(n for n in sorted(names - _INTERNAL) if not _is_code(getattr(self.kind, n, _ABSENT)))
+        return Reached(tuple(map(weakref.ref, self.functions)), None if names & _DYNAMIC else frozenset(names),
+                       frozenset(names), tuple(self.links), tuple(self.reads), attributes)
+
+    def _add_all(self, functions: list[types.FunctionType]) -> None:
+        for function in functions:
+            self.functions.setdefault(function, len(self.functions))
+
+    def _enter(self, function: types.FunctionType, place: int) -> set[str]:
+        names = set(code_names(function.__code__))
+        for name in names:
+            self._add_all(_definitions(self.kind, name, "super" in names))
+        self._add_all([f for f in _cells(function) if isinstance(f, types.FunctionType) and not is_library(f)])
+        if is_library(function):
+            return names
+        for name in names & function.__globals__.keys():
+            value = function.__globals__[name]
+            if isinstance(value, types.FunctionType):
+                if not is_library(value):
+                    self._add_all([value])
+                    self.links.append((place, name, self.functions[value]))
+            elif isinstance(value, types.ModuleType) and not is_library(value):
+                inside = [f for n in names if isinstance(f := vars(value).get(n), types.FunctionType)]
+                self._add_all([f for f in inside if not is_library(f)])
+                self.reads.append((place, name))
+            elif not _is_code(value):
+                self.reads.append((place, name))
+        return names
+
+
+def _definitions(kind: type, name: str, in_bases: bool = False) -> list[types.FunctionType]:
+    """The functions that ``name`` stands for on an instance of ``kind``; with ``in_bases`` those it hides as well."""
+    found = [vars(c).get(name) for c in kind.__mro__] if in_bases else [getattr(kind, name, None)]
+    found = [f.fget if isinstance(f, property) else getattr(f, "__func__", f) for f in found]
+    return [f for f in found if isinstance(f, types.FunctionType)]
+
+
+def _cells(function: types.FunctionType) -> list[Any]:
+    found = []
+    for cell in function.__closure__ or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:  # not filled yet
+            continue
+    return found
+
+
+def _is_code(value: Any) -> bool:
+    """Whether ``value`` is code of a library, a function, or nothing: what is told by its name."""
+    if isinstance(value, (types.ModuleType, type)):
+        return is_library(value)
+    return value is _ABSENT or isinstance(value, (types.FunctionType, types.BuiltinFunctionType, property, classmethod,
+                                                  staticmethod, types.MethodType))
+
+
+def is_library(value: Any) -> bool:
+    """Whether a function, class or module is of a library, whose code does not change and reads no user's layer."""
+    name = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None) or ""
+    return name.partition(".")[0] in _LIBRARIES
+
+
+def code_names(code: types.CodeType) -> Iterator[str]:
+    """Names of globals and attributes in a function and in the functions inside it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from code_names(constant)
+
+
+def state_of(conv: Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers that are initialized, by their dotted names."""
+    for items in (conv.named_parameters(), conv.named_buffers()):
+        for name, value in items:
+            if not torch.nn.parameter.is_lazy(value):
+                yield name, value
+
+
+class Key:
+    """What a trace depends on besides its arguments.
+
+    Attributes:
+        structure: hashable description of the layer, as far as the methods can see it.
+        numbers: numbers on the layer that they read and that could be inputs instead.
+        refs: objects that the description knows by identity only.
+        is_opaque: something could not be described; the trace must not be kept.
+    """
+
+    def __init__(self, conv: Module, methods: tuple[str, ...]) -> None:
+        self.refs: list[weakref.ref] = []
+        self.is_opaque = False
+        self._inside: list[int] = []  # objects that are being described, which may contain themselves
+        self._calls_functions = False  # whether a function of the user's is among the values
+        kind, found = type(conv), reached(type(conv), methods)
+        names = found.names
+        self.numbers: Numbers = ()
+        if names is not None and not names & _ASKS_FOR_TYPES:
+            self.numbers = tuple((k, v) for k, v in vars(conv).items() if k in names and type(v) is float)
+        lifted = {k for k, _ in self.numbers}
+        own = self._attributes(conv, names, lifted)
+        if self._calls_functions and names is not None:  # which may read anything if they are handed the layer
+            own = self._attributes(conv, None, lifted)
+        functions = [ref() for ref in found.functions]
+        self.structure = (
+            tuple(f.__code__ for f in functions if f is not None),
+            conv.training,
+            tuple((k, tuple(v.shape), v.is_floating_point()) for k, v in state_of(conv)),
+            own,
+            tuple((n, self.value(getattr(kind, n))) for n in found.attributes if n not in vars(conv)),
+            tuple((i, n, self._outside(functions[i], n, found.mentions)) for i, n in found.reads),
+            tuple(self._bound(f) for f in functions if f is not None),
+        )
+
+    def _outside(self, function: types.FunctionType | None, name: str, mentions: frozenset[str]) -> Any:
+        """What a global stands for; of a module of the user's what is mentioned in it."""
+        value = function.__globals__.get(name) if function is not None else None
+        if isinstance(value, types.ModuleType):
+            inside = sorted(mentions & vars(value).keys())
+            return tuple((n, v.__code__ if isinstance(v := vars(value)[n], types.FunctionType) else self.value(v))
+                         for n in inside if not _is_code(vars(value)[n]) or isinstance(vars(value)[n],
+                                                                                       types.FunctionType))
+        return self.value(value)
+
+    def _bound(self, function: types.FunctionType) -> tuple[Any, ...]:
+        """What a function holds: its closure, without functions that were followed, and its defaults."""
+        cells = [v for v in _cells(function) if not isinstance(v, (types.FunctionType, type))]
+        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        return tuple(self.value(v) for v in (*cells, *defaults))
+
+    def _attributes(self, module: Module, names: frozenset[str] | None, without: set[str]) -> tuple[Any, ...]:
+        own = {k: v for k, v in vars(module).items() if k not in _INTERNAL and k not in without}
+        own.update(module._modules)
+        return tuple((k, self.value(v)) for k, v in own.items() if names is None or k in names)
+
+    def value(self, value: Any) -> Any:
+        """A hashable stand-in that is equal only where a trace would be."""
+        if isinstance(value, _SIMPLE):
+            return type(value), value
+        if isinstance(value, ArgSpec):
+            return value
+        if isinstance(value, type):
+            return weakref.ref(value), None if is_library(value) else self._fields(vars(value))
+        if isinstance(value, Tensor):
+            return Tensor, tuple(value.shape)  # a trace never takes values from a tensor
+        if id(value) in self._inside:
+            return "itself", len(self._inside) - self._inside.index(id(value))
+        self._inside.append(id(value))
+        try:
+            return self._whole(value)
+        finally:
+            self._inside.pop()
+
+    def _whole(self, value: Any) -> Any:
+        if isinstance(value, Module):
+            return self._class(type(value)), value.training, self._attributes(value, None, set())
+        if isinstance(value, (tuple, list)):
+            return type(value), tuple(self.value(v) for v in value)
+        if isinstance(value, dict):
+            return dict, tuple((self.value(k), self.value(v)) for k, v in value.items())
+        if isinstance(value, (set, frozenset)):
+            return set, frozenset(self.value(v) for v in value)
+        if isinstance(value, (np.generic, np.ndarray)) and not value.dtype.hasobject:
+            return type(value), value.dtype.str, value.shape, hashlib.blake2b(value.tobytes()).digest()
+        if isinstance(value, functools.partial):
+            return functools.partial, self.value(value.func), self.value(value.args), self.value(value.keywords)
+        if isinstance(value, types.MethodType):
+            return types.MethodType, self.value(value.__func__), self.value(value.__self__)
+        if isinstance(value, types.FunctionType) and not is_library(value):
+            return self._function(value)
+        return self._object(value)
+
+    def _function(self, function: types.FunctionType) -> tuple[Any, ...]:
+        """A function of the user's that is not a method of the layer: its code, and what that reads."""
+        self._calls_functions = True
+        names = set(code_names(function.__code__)) & function.__globals__.keys()
+        outside = {n: v for n in sorted(names) if not _is_code(v := function.__globals__[n]) or
+                   (isinstance(v, types.FunctionType) and not is_library(v))}
+        cells = [v for v in _cells(function) if not isinstance(v, type)]
+        defaults = (function.__defaults__ or (), function.__kwdefaults__ or {})
+        return function.__code__, self.value([*outside.items()]), self.value([*cells, *defaults])
+
+    def _class(self, kind: type) -> tuple[Any, ...]:
+        """The class of an object that the methods may call: what its functions read, of those that are the user's."""
+        own = [c for c in kind.__mro__ if not is_library(c)]
+        functions = [f for c in own for f in vars(c).values() if isinstance(f, types.FunctionType)]
+        return kind, tuple(self.value(f) for f in functions if f.__name__ != "__init__")
+
+    def _object(self, value: Any) -> tuple[Any, ...]:
+        """Anything else: the object itself with what it holds now."""
+        kind, fields = type(value), dict(getattr(value, "__dict__", ()))
+        if isinstance(value, (types.SimpleNamespace, argparse.Namespace)):
+            return kind, self._fields(fields)
+        slots = [n for c in kind.__mro__ for n in vars(c).get("__slots__", ()) if n != "__weakref__"]
+        fields.update({n: getattr(value, n) for n in slots if hasattr(value, n)})
+        try:
+            self.refs.append(weakref.ref(value))
+        except TypeError:
+            self.is_opaque |= is_library(kind) or not slots
+        if is_library(kind):
+            return kind, id(value), tuple((k, v) for k, v in fields.items() if isinstance(v, _SIMPLE))
+        return self._class(kind), id(value), self._fields(fields)
+
+    def _fields(self, fields: Mapping[str, Any]) -> tuple[Any, ...]:
+        """What an object or a class holds; of a class what it inherits is not asked for."""
+        return tuple((k, self.value(v)) for k, v in list(fields.items())
+                     if not (k.startswith("__") and k.endswith("__")) and not _is_code(v))

@@ -1,0 +1,263 @@
+"""What a message reads besides its arguments: a trace is kept as long as all of that is the same, and no longer."""
+
+import functools
+import random
+import types
+
+import numpy as np
+import pytest
+import torch
+import torch_geometric.nn as pyg_nn
+from layers import reasons
+
+import pyg_fullgraph.nn as fused_nn
+from pyg_fullgraph import debug
+from pyg_fullgraph.nn import tracing
+
+EDGES, X = torch.tensor([[0, 1, 2, 0], [1, 2, 0, 2]]), torch.arange(6.0, dtype=torch.float64).view(3, 2) - 2
+FACTOR = 1.0
+TABLE = {"slope": 1.0, "more": [1.0]}
+
+
+class Config:
+    """What users hang on a layer or keep in a module."""
+
+    def __init__(self):
+        self.slope, self.inner, self.table = 1.0, types.SimpleNamespace(slope=1.0), {"slope": 1.0}
+
+    def times(self, x):
+        return x * self.slope
+
+
+class Slots:
+    __slots__ = ("slope",)
+
+    def __init__(self):
+        self.slope = 1.0
+
+
+class Scale:
+    def __init__(self):
+        self.slope = 1.0
+
+    def __call__(self, x):
+        return x * self.slope
+
+
+class Settings:
+    slope = 1.0
+
+
+class Factor(torch.nn.Module):
+    def forward(self, x):
+        return x * FACTOR
+
+
+class Reader:
+    """Reads a global by a method of its own."""
+
+    def times(self, x):
+        return x * FACTOR
+
+
+CONFIG = Config()
+
+
+def helper(layer, x):
+    return layer.act(x) * layer.slope
+
+
+def deeper(layer, x):
+    return helper(layer, x)
+
+
+def logged(function):
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def message_of(kind):
+    """`message` by what it reads; each of them is scaled by one number that starts as 1."""
+    def from_base(self, x_j):
+        return super(type(self), self).message(x_j) * FACTOR
+
+    return {
+        "helper": lambda self, x_j: helper(self, x_j),
+        "helper-of-helper": lambda self, x_j: deeper(self, x_j),
+        "decorated": logged(lambda self, x_j: self.act(x_j) * self.slope),
+        "no-grad": torch.no_grad()(lambda self, x_j: self.act(x_j) * self.slope),
+        "comprehension": lambda self, x_j: x_j * sum([self.slope for _ in range(1)]),
+        "global": lambda self, x_j: x_j * FACTOR,
+        "global-in-a-generator": lambda self, x_j: sum(x_j * FACTOR for _ in range(1)),
+        "global-and-super": from_base,
+        "global-object": lambda self, x_j: x_j * CONFIG.slope,
+        "global-dict": lambda self, x_j: x_j * TABLE["slope"],
+        "global-list": lambda self, x_j: x_j * TABLE["more"][0],
+        "other-class": lambda self, x_j: x_j * Settings.slope,
+        "object": lambda self, x_j: x_j * self.config.slope,
+        "object-in-object": lambda self, x_j: x_j * self.config.inner.slope,
+        "dict-in-object": lambda self, x_j: x_j * self.config.table["slope"],
+        "method-of-object": lambda self, x_j: self.config.times(x_j),
+        "global-in-a-module": lambda self, x_j: self.factor(x_j),
+        "global-in-an-object": lambda self, x_j: self.reader.times(x_j),
+        "slots": lambda self, x_j: x_j * self.slots.slope,
+        "callable": lambda self, x_j: self.scale(x_j),
+        "function": lambda self, x_j: self.function(self, x_j),
+        "partial": lambda self, x_j: self.partial(x_j),
+        "array": lambda self, x_j: x_j * float(self.array[0]),
+        "set": lambda self, x_j: x_j * max(self.set),
+        "class-attribute": lambda self, x_j: x_j * self.power,
+    }[kind]
+
+
+def replaced(layer, monkeypatch, value):
+    """Set the number that every message reads."""
+    space = globals()
+    monkeypatch.setitem(space, "FACTOR", value)
+    for holder in (CONFIG, Settings, layer.config, layer.config.inner, layer.slots, layer.scale):
+        monkeypatch.setattr(holder, "slope", value)
+    for table in (TABLE, layer.config.table):
+        monkeypatch.setitem(table, "slope", value)
+    monkeypatch.setitem(TABLE, "more", [value])
+    layer.slope = value
+    layer.partial = functools.partial(torch.mul, other=value)
+    layer.array[0] = value
+    layer.set.clear()
+    layer.set.add(value)
+    type(layer).power = value
+
+
+def make(base, kind):
+    class Layer(base):
+        power = 1.0
+
+        def __init__(self):
+            super().__init__(aggr="sum")
+            self.slope, self.act = 1.0, torch.nn.ReLU()
+            self.config, self.slots, self.scale = Config(), Slots(), Scale()
+            self.function, self.partial = helper, functools.partial(torch.mul, other=1.0)
+            self.array, self.set, self.factor, self.reader = np.ones(1), {1.0}, Factor(), Reader()
+
+        def forward(self, x, edge_index):
+            return self.propagate(edge_index, x=x)
+
+    Layer.message = named(message_of(kind))
+    return Layer
+
+
+def named(function):
+    """PyG finds the arguments of a message by its name."""
+    function.__name__ = "message"
+    return function
+
+
+KINDS = ["helper", "helper-of-helper", "decorated", "no-grad", "comprehension", "global", "global-in-a-generator",
+         "global-and-super", "global-object", "global-dict", "global-list", "other-class", "object", "object-in-object",
+         "dict-in-object", "method-of-object", "slots", "callable", "global-in-a-module",
+         "global-in-an-object", "function", "partial", "array", "set",
+         "class-attribute"]
+
+
+@pytest.fixture
+def traces(monkeypatch):
+    """The traces that are made."""
+    made, trace = [], tracing._TRACERS["propagate"]
+    monkeypatch.setitem(tracing._TRACERS, "propagate", lambda *args: made.append(args) or trace(*args))
+    return made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_number_that_changes(kind, monkeypatch, traces):
+    ours, pygs = make(fused_nn.MessagePassing, kind)(), make(pyg_nn.MessagePassing, kind)()
+    for value in (1.0, 3.0, 1.0):
+        for layer in (ours, pygs):
+            replaced(layer, monkeypatch, value)
+        for _ in range(2):
+            torch.testing.assert_close(ours(X, EDGES), pygs(X, EDGES), rtol=0, atol=1e-12)
+    assert debug.counters() == {"fused": 6, "plain": 0}
+    assert 1 <= len(traces) <= 3  # kept while nothing changes
+
+
+@pytest.mark.parametrize("kind", ["helper", "decorated", "no-grad", "comprehension", "callable"])
+def test_instances_have_numbers_of_their_own(kind):
+    layer = make(fused_nn.MessagePassing, kind)
+    one, other = layer(), layer()
+    other.slope = other.scale.slope = 10.0
+    torch.testing.assert_close(other(X, EDGES), 10 * one(X, EDGES))
+
+
+@pytest.mark.filterwarnings("ignore::pyg_fullgraph.debug.PlainPathWarning")
+@pytest.mark.parametrize("kind", ["helper", "decorated"])
+def test_modules_and_hooks_behind_a_helper(kind):
+    ours, pygs = make(fused_nn.MessagePassing, kind)(), make(pyg_nn.MessagePassing, kind)()
+    for change in (lambda m: None, lambda m: setattr(m, "act", torch.nn.Tanh()),
+                   lambda m: setattr(m, "act", torch.nn.Dropout(0.5).eval()),
+                   lambda m: m.act.register_forward_hook(lambda module, args, out: 3 * out)):
+        for layer in (ours, pygs):
+            change(layer)
+        torch.testing.assert_close(ours(X, EDGES), pygs(X, EDGES))
+
+
+def test_a_helper_that_is_replaced(monkeypatch):
+    layer = make(fused_nn.MessagePassing, "helper")()
+    first = layer(X, EDGES)
+    monkeypatch.setitem(globals(), "helper", lambda layer, x: 2 * layer.act(x))
+    torch.testing.assert_close(layer(X, EDGES), 2 * first)
+    layer.slope = 5.0
+    torch.testing.assert_close(layer(X, EDGES), 2 * first)
+
+
+def test_an_object_that_contains_itself():
+    layer = make(fused_nn.MessagePassing, "object")()
+    layer.config.table["self"] = layer.config
+    first = layer(X, EDGES)
+    layer.config.slope = 2.0
+    torch.testing.assert_close(layer(X, EDGES), 2 * first)
+
+
+REFUSED = {
+    "python": (lambda self, x_j: x_j * random.random(), "draws random numbers other than dropout"),
+    "numpy": (lambda self, x_j: x_j * float(np.random.rand()), "draws random numbers"),  # noqa: NPY002
+    "requires-grad": (lambda self, x_j: x_j * (2.0 if x_j.requires_grad else 1.0), "asks whether a tensor has a grad"),
+    "grad-mode": (lambda self, x_j: x_j * (2.0 if torch.is_grad_enabled() else 1.0), "calls is_grad_enabled"),
+    "autocast": (lambda self, x_j: x_j * (2.0 if torch.is_autocast_enabled("cpu") else 1.0), "is_autocast_enabled"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::pyg_fullgraph.debug.PlainPathWarning")
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_no_trace_can_answer_runs_plain(what):
+    layers = [make(base, "global") for base in (fused_nn.MessagePassing, pyg_nn.MessagePassing)]
+    for layer in layers:
+        layer.message = named(REFUSED[what][0])
+    ours, pygs = (layer() for layer in layers)
+    for x in (X, X.clone().requires_grad_()):
+        for mode in (torch.enable_grad(), torch.no_grad(), torch.autocast("cpu", torch.bfloat16)):
+            answers = []
+            for layer in (ours, pygs):
+                random.seed(0)
+                np.random.seed(0)  # noqa: NPY002
+                with mode:
+                    answers.append(layer(x, EDGES).detach())
+            torch.testing.assert_close(*answers)
+    (reason,) = reasons()
+    assert REFUSED[what][1] in reason
+
+
+def test_classes_are_not_kept_alive():
+    import gc
+    import weakref
+
+    def use():
+        layer = make(fused_nn.MessagePassing, "global-and-super")
+        layer()(X, EDGES)
+        return weakref.ref(layer)
+
+    found = use()
+    gc.collect()
+    assert found() is None
+
+
