@@ -231,6 +231,14 @@ class CompiledResultError(PygFullgraphError, NotImplementedError):
         super().__init__(f"Expected {layer} under torch.compile {expected} (got {got})")
 
 
+class TileRefusedError(PygFullgraphError, RuntimeError):
+    """A device refused a kernel that had run on other edges of the same sweep, which runs in chunks from then on."""
+
+    def __init__(self, kernel: str, tile: int, num_tiles: int) -> None:
+        super().__init__(f"Expected kernel {kernel} to fit the device for all of {num_tiles} tiles (got a refusal at "
+                         f"tile {tile}, when others were done); repeat the step, in which it runs in chunks")
+
+
 class DoubleBackwardError(PygFullgraphError, NotImplementedError):
     """A gradient of a fused layer was to be differentiated."""
 

@@ -18,7 +18,7 @@ from triton.runtime.errors import OutOfResources
 
 from pyg_fullgraph import chunks, events
 from pyg_fullgraph.edge_order import EdgeOrder
-from pyg_fullgraph.errors import NotFusable
+from pyg_fullgraph.errors import NotFusable, TileRefusedError
 from pyg_fullgraph.saga import codegen, interpret, ir, tiles
 from pyg_fullgraph.saga.ir import Domain, Node
 from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, Plan, Sweep, Target
@@ -137,6 +137,8 @@ def run_tiles(sweep: Sweep, rows: EdgeOrder, tiles: Sequence[EdgeOrder], leaves:
 
     In chunks what is reduced is carried from tile to tile. Kernels leave one more partial result per row and tile, and
     the kernel that merges the pieces of long rows merges these; rows times tiles is what that takes of memory.
+
+    Raises: TileRefusedError (RuntimeError) if the device refuses the kernel after it ran on a tile.
     """
     kernel = _kernel_for(sweep, like)
     waiting = iter(tiles)
@@ -147,8 +149,10 @@ def run_tiles(sweep: Sweep, rows: EdgeOrder, tiles: Sequence[EdgeOrder], leaves:
             try:
                 with events.stage(k, like.device):
                     launched.take(k, leaf)
-            except OutOfResources as error:  # at the first launch
+            except OutOfResources as error:
                 _refuse(kernel, error)
+                if launched.is_begun:  # the rows of the tiles before may be gone
+                    raise TileRefusedError(kernel.name, k, len(tiles)) from error
                 waiting, leaves = itertools.chain([tile], waiting), itertools.chain([leaf], leaves)
                 break
         else:
@@ -258,6 +262,7 @@ class _Launch:
         self.merged = self.schedules[0]
         self.results = {b.node: self._result(b.node) for b in kernel.outputs if b.node.domain != Domain.PARAM}
         self.totals: dict[Node, Tensor] = {}
+        self.is_begun = False
         self.workspace = [
             torch.empty((self.merged.num_slots, features), dtype=rows.id_dtype if integer else self.stat_dtype,
                         device=like.device) for features, integer in kernel.carries]
@@ -300,6 +305,7 @@ class _Launch:
                       [*tables, schedule.piece_row, schedule.piece_start, schedule.piece_end, schedule.piece_slot,
                        schedule.num_pieces, *workers, *inputs, *out, *self.workspace],
                       {"BLOCK_E": self.shape.block_e, **has, **self.constants}, self.shape.num_warps, self.like.device)
+        self.is_begun = True
         # A parameter's gradient leaves the kernel as one row per program.
         for node, value in parameters.items():
             total = value.sum(0)

@@ -316,6 +316,19 @@ class Graph(Tensor):
         """[E] position of each edge in the edge_index of the whole graph."""
         return torch.arange(self.num_edges, device=self.device)
 
+    def ids_of_rows(self, count: int) -> Tensor | None:
+        """[count] ids in the whole graph of rows, of destinations, sources or edges, of which only the number is known.
+
+        None where every part has another number of each.
+        """
+        known = (self.num_dst, self.num_src, self.num_edges)
+        return torch.arange(count, device=self.device) if count in known else None
+
+    @property
+    def whole_sizes(self) -> tuple[int, int, int]:
+        """Number of sources, destinations and edges of the whole graph."""
+        return self.num_src, self.num_dst, self.num_edges
+
     # What makes it a tensor
 
     @classmethod

@@ -25,10 +25,12 @@ from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.order import Permutation, metis_parts, order_vertices
 from triton_kernels import segment
 
-__all__ = ["Edges", "Partition", "Shard", "ShardOrder", "order_by_row", "partition"]
+__all__ = ["Edges", "Partition", "Shard", "ShardOrder", "fingerprint", "order_by_row", "partition"]
 
 #: Vertices per part that are dealt out one by one, heaviest first.
 _HEAVY = 64
+#: Rows that a fingerprint takes at once, and the odd constant of SplitMix64 as int64.
+_PIECE, _GOLDEN = 1 << 16, -7046029254386353131
 _FORMAT = "pyg_fullgraph partition 1"
 
 
@@ -117,6 +119,34 @@ def owner_of(places: Tensor, bounds: Sequence[int]) -> Tensor:
     """Part of each place, int64."""
     inner = torch.tensor(bounds[1:-1], dtype=torch.int64, device=places.device)
     return torch.bucketize(places, inner, right=True)
+
+
+def fingerprint(first: Tensor, second: Tensor | None = None, position: Tensor | None = None) -> str:
+    """64 bits that tell integers at other positions from these; the rows may come in any order.
+
+    Args:
+        first, second: [n] the integers of each row.
+        position: [n] where the row belongs; by default where it is.
+    Cost: one pass in pieces, a few int64 vectors of a piece.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=first.device)
+    for start in range(0, first.numel(), _PIECE):
+        stop = min(start + _PIECE, first.numel())
+        mixed = torch.arange(start, stop, device=first.device) if position is None else position[start:stop].long()
+        for column in (first, second):
+            if column is not None:
+                mixed = _mix(mixed).add_(column[start:stop])
+        total += _mix(mixed).sum()
+    return f"{int(total) % 2**64:016x}"
+
+
+def _mix(value: Tensor) -> Tensor:
+    """A bijection of int64 under which near values are far apart (the finalizer of SplitMix64)."""
+    value = value + _GOLDEN
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1)):
+        unsigned = (value >> shift).bitwise_and_((1 << (64 - shift)) - 1)
+        value.bitwise_xor_(unsigned).mul_(factor)
+    return value
 
 
 def partition(graph: Graph, num_parts: int, method: str = "random", seed: int = 0, side: str = "both") -> Partition:

@@ -275,6 +275,21 @@ def check_accumulation(rank: int, size: int) -> None:
     model.zero_grad(set_to_none=False)
     backward(1.0)
     close(weight.grad, once, 1e-12, "after zero_grad")
+
+    def fail(grad: Tensor) -> None:
+        raise MemoryError("of a hook")
+
+    x.requires_grad_()
+    for before in (contextlib.nullcontext, model.no_sync):
+        model.zero_grad()
+        with before():
+            backward(1.0)
+        earlier, hook = weight.grad.clone(), x.register_hook(fail)
+        refused(MemoryError, "of a hook", backward, 5.0)
+        hook.remove()
+        close(weight.grad, earlier, 0, "after a backward that failed")
+        backward(2.0)
+        close(weight.grad, 3 * once, 1e-12, "after the backward that followed")
     half, missing = (torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)) for _ in range(2))
     if rank == 1:
         half.grad = torch.ones_like(half)
@@ -456,8 +471,6 @@ def check_refused_options(rank: int, size: int) -> None:
     refused(errors.InputError, "Expected 'per' to be 'src', 'dst' or 'edge'", part.take, torch.zeros(97), "node")
     refused(errors.InputError, "one per edge of this rank", part.join, torch.zeros(1), "edge")
     refused(errors.RowCountError, f"to have {part.num_dst} rows", fused_nn.GCNConv(3, 2), torch.zeros(97, 3), part)
-    refused(errors.InputError, "reduce over all nodes, but for BatchNorm (got 0: GraphNorm", DistributedModel,
-            torch.nn.Sequential(pyg_nn.GraphNorm(3)))
 
 
 def check_refused_operations(rank: int, size: int) -> None:
@@ -487,11 +500,26 @@ def check_refused_layers(rank: int, size: int) -> None:
 def check_mismatches(rank: int, size: int) -> None:
     """What differs between ranks is said by all of them at the start."""
     case = make_case("prime")
-    edges = case.edge_index if rank == 0 else case.edge_index.flip(0)
-    refused(errors.GroupError, "Expected 'graph' to be the same on every rank (got rank 0: (97", shard,
-            Graph.from_edge_index(edges, case.size))
     graph = Graph.from_edge_index(case.edge_index, case.size)
+    permuted = case.edge_index[:, torch.randperm(case.num_edges, generator=torch.Generator().manual_seed(0))]
+    ends = case.edge_index[0]
+    apart = int((ends != ends[0]).nonzero()[0])
+    swapped = case.edge_index.clone()
+    swapped[0, [0, apart]] = swapped[0, [apart, 0]]
+    for other in (case.edge_index.flip(0), permuted, swapped):
+        given = graph if rank == 0 else Graph.from_edge_index(other, case.size)
+        refused(errors.GroupError, "Expected 'graph' to be the same on every rank (got rank 0: (97", shard, given)
+    refused(errors.GroupError, "'graph' to be the same on every rank (got rank 0: no error, rank 1: GraphTypeError",
+            shard, graph if rank == 0 else "graph")
     refused(errors.GroupError, "'way' to be the same on every rank (got rank 0: halo, rank 1: broadcast", shard, graph,
             "halo" if rank == 0 else "broadcast")
+    refused(errors.GroupError, "'way' to be the same on every rank (got rank 0: halo, rank 1: hallo", shard, graph,
+            "halo" if rank == 0 else "hallo")
     refused(errors.GroupError, "'partition' to be the same on every rank", shard, graph, seed=rank)
+    refused(errors.GroupError, "'partition' to be the same on every rank (got rank 0: no error, rank 1: InputError: ",
+            shard, graph, partition="random" if rank == 0 else "rondom")
+    parts = Partition.from_owner(torch.arange(97) % (2 + rank), 2 + rank)
+    refused(errors.GroupError, "rank 0: no error, rank 1: InputError: Expected 'partition' to have 2 parts", shard,
+            graph, partition=parts)
+    refused(errors.GroupError, "'partition' to be the same on every rank", shard_edges, case.edge_index, parts)
     refused(errors.GroupError, "'module' to be the same on every rank", DistributedModel, fused_nn.GCNConv(3, 2 + rank))

@@ -11,11 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiled import run_in_tiles
 from triton.runtime.errors import OutOfResources
 
 from oracle import check, program_of, random_case
 from programs import CASES, MORE_CASES, WIDE_CASES
-from pyg_fullgraph import execution
+from pyg_fullgraph import errors, execution
 from pyg_fullgraph.autograd import EdgePhase
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.execution import kernel_of
@@ -215,6 +216,27 @@ def test_a_kernel_that_a_device_refuses_runs_in_chunks(monkeypatch):
     with pytest.warns(UserWarning, match="does not fit the device"):
         check(program_of("gcn"), random_case(11, 9, 60))
     assert len(calls) == len(set(calls)) > 1
+
+
+def test_a_kernel_that_is_refused_in_the_middle_is_an_error(monkeypatch):
+    """The rows of earlier tiles are gone by then: an error, never a sum over the tiles that are left."""
+    calls = []
+
+    def refuse_later(*args):
+        calls.append(args[1])
+        if len(calls) > 1:
+            raise OutOfResources(300_000, 232_448, "shared memory")
+
+    monkeypatch.setattr(execution, "interpreted", lambda: True)
+    monkeypatch.setattr(execution, "_TOO_LARGE", set())
+    monkeypatch.setattr(launch, "launch", refuse_later)
+    case = random_case(11, 9, 60)
+    with pytest.warns(UserWarning, match="does not fit the device"), \
+            pytest.raises(errors.TileRefusedError, match=r"for all of 4 tiles .* a refusal at tile 1"):
+        check(program_of("gcn"), case, runner=run_in_tiles)
+    with pytest.warns(UserWarning, match="does not fit the device"):
+        check(program_of("gcn"), case, runner=run_in_tiles)
+    assert calls[1] == calls[0] and calls[0] not in calls[2:]
 
 
 def test_tile_sizes_are_bounded():

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import sharded
+import sharded_rows
 from layers import MORE, MORE_PAIRS, PAIRS, SQUARE
 from ranks import ranks
 
@@ -62,10 +63,18 @@ def test_training_equals_the_whole():
     ranks(3).run(sharded.check_training, "gcn", "feature_split")
 
 
+def test_tables_read_by_the_target():
+    ranks(2).run(sharded_rows.check_tables)
+
+
 def test_sweeps_split_over_features():
     ranks(3).run(sharded.check_split)
     names = ["gat-weights", "gat-dropout", "many-outputs", "several", "joined", "one-sided", "bare-edges", "integers"]
     ranks(3).run(sharded.check_programs, names, "feature_split")
+
+
+def test_dropout_of_edge_values():
+    ranks(3).run(sharded_rows.check_dropout)
 
 
 def test_gradients_of_several_backwards():
@@ -90,6 +99,10 @@ def test_whole_tensors():
     "check_refused_options", "check_refused_operations", "check_refused_layers", "check_mismatches"])
 def test_what_is_refused(check):
     ranks(2).run(getattr(sharded, check))
+
+
+def test_modules_over_all_rows_are_refused():
+    ranks(2).run(sharded_rows.check_refused_modules)
 
 
 def torchrun(size, *arguments):

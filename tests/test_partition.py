@@ -228,3 +228,26 @@ def test_a_partition_of_the_users_own():
     assert made.part(1).tolist() == [1, 4, 7, 10, 13, 16]
     check([Shard.of(graph, made, made, k) for k in range(3)], graph, made, made)
     assert partitions.owner_of(torch.tensor([0, 5, 6, 16]), made.bounds).tolist() == [0, 0, 1, 2]
+
+
+def test_a_fingerprint_is_of_rows_at_their_positions():
+    """In any order of the rows, in pieces or not, and like that of Python's numbers; a swap changes it."""
+    count = 70_000
+    first, second = torch.randint(count, (2, count), generator=torch.Generator().manual_seed(0))
+    whole = partitions.fingerprint(first, second)
+    dealt = torch.randperm(count)
+    assert partitions.fingerprint(first[dealt].int(), second[dealt].int(), dealt.int()) == whole
+    swapped = second.clone()
+    swapped[[3, count - 1]] = swapped[[count - 1, 3]]
+    assert partitions.fingerprint(first, swapped) != whole != partitions.fingerprint(second, first)
+    few = [5, 2**40, 0]
+    total = sum(mixed(mixed(k) + value) for k, value in enumerate(few))
+    assert partitions.fingerprint(torch.tensor(few)) == f"{total % 2**64:016x}"
+
+
+def mixed(value: int) -> int:
+    """SplitMix64's finalizer."""
+    value = (value + 0x9E3779B97F4A7C15) % 2**64
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    value = (value ^ value >> 27) * 0x94D049BB133111EB % 2**64
+    return value ^ value >> 31

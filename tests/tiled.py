@@ -11,6 +11,7 @@ from torch import Tensor
 from pyg_fullgraph import execution
 from pyg_fullgraph.autograd import run
 from pyg_fullgraph.chunks import Handed
+from pyg_fullgraph.distributed.way import Way
 from pyg_fullgraph.edge_order import EdgeOrder
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.saga.ir import Domain
@@ -24,7 +25,7 @@ class TiledOrder:
     """An order in tiles; they come in another order than the vertices, so that edge ids do not ascend."""
 
     def __init__(self, order: EdgeOrder) -> None:
-        self.order, self.ptr = order, order.ptr
+        self.order, self.ptr, self.way = order, order.ptr, Way()
         self.num_rows, self.num_others, self.num_edges = order.num_rows, order.num_others, order.num_edges
         self.degree, self.inv_degree = order.degree, order.inv_degree
         ends = [int(share * order.num_others) for share in SHARES]

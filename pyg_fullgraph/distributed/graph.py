@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Container
 from typing import Any
 
@@ -19,7 +20,7 @@ from pyg_fullgraph.errors import InputError, ShardedGraphError
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn.ends import Ends
 from pyg_fullgraph.nn.preparation import masked_edge_index
-from pyg_fullgraph.partition import Edges, Partition, Shard, ShardOrder, partition
+from pyg_fullgraph.partition import Edges, Partition, Shard, ShardOrder, fingerprint, partition
 from pyg_fullgraph.saga.ir import Domain, Node
 from pyg_fullgraph.saga.plans import Sweep
 from triton_kernels import segment
@@ -186,6 +187,28 @@ class ShardedGraph(Graph):
             raise InputError("per", "to be 'src', 'dst' or 'edge'", repr(per))
         return known[per], self.whole_sizes[tuple(known).index(per)]
 
+    def ids_of_rows(self, count: int) -> Tensor | None:
+        """As :meth:`Graph.ids_of_rows`, called by all ranks for the same rows.
+
+        Where some rank has as many edges as vertices, or sources as destinations, the ranks ask each other; where all
+        have, rows are those of vertices.
+        """
+        kinds = [self.dst_ids, self.edge_ids] if self.shard.is_square else [self.dst_ids, self.src_ids, self.edge_ids]
+        fits = [ids.numel() == count for ids in kinds]
+        if self._is_ambiguous(kinds):
+            fits = self.group.reduce(torch.tensor(fits, dtype=torch.int64, device=self.device), "min").tolist()
+        return next((ids for ids, is_kind in zip(kinds, fits, strict=True) if is_kind), None)
+
+    def _is_ambiguous(self, kinds: list[Tensor]) -> bool:
+        """Whether some rank, but not every one, has as many rows of one kind as of another; alike on all ranks."""
+        if "is_ambiguous" not in self.memo:
+            counts = torch.tensor([[ids.numel() for ids in kinds]], device=self.device)
+            by_kind = torch.cat(self.group.gather(counts)).t().tolist()
+            self.memo["is_ambiguous"] = any(
+                a != b and any(x == y > 0 for x, y in zip(a, b, strict=True))
+                for a, b in itertools.combinations(by_kind, 2))
+        return self.memo["is_ambiguous"]
+
     # What layers ask of a graph
 
     def reverse(self) -> ShardedGraph:
@@ -351,13 +374,14 @@ def shard(graph: Any, way: str | Way = "auto", partition: Any = "random", group:
     Returns: the part; vertex and edge tensors go with it through ``take``.
     Raises: InputError; GroupError (RuntimeError) on every rank if graphs or options differ between ranks.
     """
-    whole: Graph = Graph.from_any(graph)
     ranks = Group(group)
-    _check_way(way)
-    sides = _sides(whole, partition, ranks.size, seed)
-    totals = [int(t.long().sum()) for t in (whole.incoming.other, whole.incoming.ptr)]
-    ranks.check_equal("graph", (whole.num_src, whole.num_dst, whole.num_edges, *totals))
-    _check_equal(ranks, way, sides)
+    _check_way(ranks, way)
+    whole: Graph = ranks.together("graph", lambda: Graph.from_any(graph))
+    order = whole.incoming
+    digest = fingerprint(order.row, order.other, order.eid) if ranks.size > 1 else ""
+    ranks.check_equal("graph", (whole.num_src, whole.num_dst, whole.num_edges, digest))
+    sides = ranks.together("partition", lambda: _sides(whole, partition, ranks.size, seed))
+    _check_equal(ranks, sides)
     return _on_ranks(Shard.of(whole, sides[0], sides[-1], ranks.rank).to(device or whole.device), ranks, way, True)
 
 
@@ -378,15 +402,15 @@ def shard_edges(edge_index: Tensor, partition: Partition | tuple[Partition, Part
     Cost: each edge is sent once, to the owner of its source.
     """
     ranks = Group(group)
-    _check_way(way)
+    _check_way(ranks, way)
     if way == FeatureSplit.name or isinstance(way, FeatureSplit):
         raise InputError("way", "to be halo, broadcast or auto where no process holds the whole graph: feature_split "
                          "keeps all edges on every process, as shard() does", repr(way))
     sides = (partition,) if isinstance(partition, Partition) else tuple(partition)
     src, dst = sides[0], sides[-1]
+    _check_equal(ranks, sides)
     if any(p.num_parts != ranks.size for p in sides):
         raise InputError("partition", f"to have {ranks.size} parts, one per process", [p.num_parts for p in sides])
-    _check_equal(ranks, way, sides)
     # An error on one rank has to be one on all.
     is_own = bool((dst.owner(edge_index[1]) == ranks.rank).all())
     if ranks.any(not is_own, ranks.device):
@@ -408,14 +432,14 @@ def shard_edges(edge_index: Tensor, partition: Partition | tuple[Partition, Part
     return _on_ranks(made.to(device or edge_index.device), ranks, way, False)
 
 
-def _check_way(way: str | Way) -> None:
+def _check_way(ranks: Group, way: str | Way) -> None:
+    ranks.check_equal("way", way.name if isinstance(way, Way) else way)
     if isinstance(way, str) and way not in (*WAYS, "auto"):
         raise InputError("way", f"to be one of {', '.join((*WAYS, 'auto'))}", repr(way))
 
 
-def _check_equal(ranks: Group, way: str | Way, sides: tuple[Partition, ...]) -> None:
-    ranks.check_equal("way", way if isinstance(way, str) else way.name)
-    ranks.check_equal("partition", [(p.bounds, int((p.order * torch.arange(p.num_vertices)).sum())) for p in sides])
+def _check_equal(ranks: Group, sides: tuple[Partition, ...]) -> None:
+    ranks.check_equal("partition", [(p.bounds, fingerprint(p.order)) for p in sides] if ranks.size > 1 else None)
 
 
 def _on_ranks(made: Shard, ranks: Group, way: str | Way, is_known: bool) -> ShardedGraph:

@@ -12,7 +12,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,8 @@ from pyg_fullgraph.distributed.faults import Watched, give_up
 from pyg_fullgraph.errors import GroupError, InputError
 
 __all__ = ["Group", "Transfer", "under_torchrun"]
+
+T = TypeVar("T")
 
 
 class Transfer:
@@ -132,6 +134,25 @@ class Group:
             return [value]
         own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.device)
         return [pickle.loads(found.cpu().numpy().tobytes()) for found in self.gather(own)]
+
+    def together(self, name: str, make: Callable[[], T]) -> T:
+        """What ``make()`` gives, if it gives something on every rank.
+
+        Raises: its exception where it raises on every rank; GroupError (RuntimeError) on every rank where it raises on
+            some, so that the others do not wait for them.
+        """
+        made: list[T] = []
+        error: Exception | None = None
+        try:
+            made.append(make())
+        except Exception as raised:
+            error = raised
+        found = self.objects(f"{type(error).__name__}: {error}" if error else "")
+        if error is not None and all(found):
+            raise error
+        if any(found):
+            raise GroupError(name, [reason or "no error" for reason in found]) from error
+        return made[0]
 
     def check_equal(self, name: str, value: Any) -> None:
         """Refuse values that differ between ranks.

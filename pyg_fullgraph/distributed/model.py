@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
-import torch_geometric.nn as pyg_nn
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 
 from pyg_fullgraph._version import __version__
 from pyg_fullgraph.distributed.group import Group
-from pyg_fullgraph.errors import InputError
+from pyg_fullgraph.distributed.refusals import check_modules
 from pyg_fullgraph.graph import Graph
 from triton_kernels import reference
 
 __all__ = ["DistributedModel"]
-
-# Modules that reduce over all nodes and are neither fused layers nor batch norms.
-_OVER_ALL_NODES: tuple[type[Module], ...] = (
-    pyg_nn.GraphNorm, pyg_nn.InstanceNorm, pyg_nn.PairNorm, pyg_nn.MeanSubtractionNorm, pyg_nn.GraphSizeNorm,
-    pyg_nn.HANConv)
 
 
 class DistributedModel(Module):
@@ -49,8 +44,12 @@ class DistributedModel(Module):
 
     ``state_dict`` and ``load_state_dict`` are the model's.
 
+    What a ``forward`` of one's own does with all its rows (``x.mean(0)``, ``global_mean_pool``, ``x.size(0)``) is not
+    noticed and sees the rows of this rank only. ``torch.autograd.grad`` gives this rank's part of the gradient of a
+    parameter, which has to be summed by the caller.
+
     Raises: GroupError (RuntimeError) on every rank if modules or versions differ; InputError for modules that reduce
-        over all nodes in other ways.
+        over all nodes in other ways: norms, pools, attention, aggregations outside of layers.
     Source: MG-GCN 4.1 replicates the weights and sums their gradients.
     """
 
@@ -60,16 +59,13 @@ class DistributedModel(Module):
         self.group = Group(group)
         self._is_synced = True
         self._has_parts = False  # whether gradients hold parts of this rank that were not summed yet
-        self._held: list[Tensor | None] | None = None  # gradients from before the backward that runs
+        self._earlier: list[Tensor | None] | None = None  # gradients from before the backward that runs
         ranks = self.group
         ranks.check_equal("versions", {"pyg_fullgraph": __version__, "torch": torch.__version__})
         state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         ranks.check_equal("module", [(k, tuple(t.shape), str(t.dtype), t.requires_grad) for k, t in state.items()])
-        for name, part in module.named_modules() if ranks.size > 1 else ():
-            over_graph = isinstance(part, pyg_nn.LayerNorm) and part.mode == "graph"
-            if isinstance(part, _OVER_ALL_NODES) or over_graph:
-                raise InputError("module", "to have no layers that reduce over all nodes, but for BatchNorm",
-                                 f"{name or 'itself'}: {part}")
+        if ranks.size > 1:
+            check_modules(module)
         with torch.no_grad():
             for value in state.values():
                 value.copy_(ranks.broadcast(value.contiguous(), 0).wait())
@@ -117,23 +113,44 @@ class DistributedModel(Module):
 
     def _start_backward(self) -> None:
         """Called when the gradient of a result arrives: sum what this backward adds, once it is done."""
-        if self._held is not None:
+        if self._earlier is not None:
             return
-        # Gradients of earlier steps are sums already.
         parts = [p for p in self.module.parameters() if p.requires_grad]
-        self._held = [None if self._has_parts else p.grad for p in parts]
-        if not self._has_parts:
-            for p in parts:
-                p.grad = None
-        self._has_parts = False
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(parts))
+        earlier = self._earlier = [p.grad for p in parts]
+        for p in parts:
+            p.grad = None
 
-    def _end_backward(self, parts: list[Parameter]) -> None:
-        held, self._held = self._held or [], None
-        sum_gradients(parts, self.group)
-        for p, earlier in zip(parts, held, strict=True):
-            if earlier is not None:
-                p.grad = earlier if p.grad is None else earlier.add_(p.grad)
+        def end() -> None:
+            self._end_backward(parts, earlier)
+
+        # The engine drops `end` when backward is over, also where it fails and never calls it.
+        weakref.finalize(end, self._put_back, parts, earlier).atexit = False
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def _end_backward(self, parts: list[Parameter], earlier: list[Tensor | None]) -> None:
+        try:
+            if self._has_parts:
+                _add(parts, earlier)
+            sum_gradients(parts, self.group)
+        except BaseException:
+            self._put_back(parts, earlier)
+            raise
+        if not self._has_parts:  # gradients of earlier steps are sums already
+            _add(parts, earlier)
+        self._has_parts, self._earlier = False, None
+
+    def _put_back(self, parts: list[Parameter], earlier: list[Tensor | None]) -> None:
+        """Undo a backward that failed, so that the next one begins anew."""
+        if self._earlier is earlier:
+            self._earlier = None
+            for p, grad in zip(parts, earlier, strict=True):
+                p.grad = grad
+
+
+def _add(parameters: list[Parameter], earlier: list[Tensor | None]) -> None:
+    for p, grad in zip(parameters, earlier, strict=True):
+        if grad is not None:
+            p.grad = grad if p.grad is None else p.grad.add_(grad)
 
 
 def sum_gradients(parameters: Iterable[Parameter], group: Group) -> None:
@@ -223,14 +240,9 @@ class _WholeGraph(TorchFunctionMode):
 
     def _ids(self, count: int, device: torch.device) -> Tensor:
         """What rows are known by in the whole graph; those that are neither vertices nor edges, by rank."""
-        graph: Any = self.graph
-        if count == graph.num_dst:
-            return graph.dst_ids.to(device)
-        if count == graph.num_src:
-            return graph.src_ids.to(device)
-        if count == graph.num_edges:
-            return graph.edge_ids.to(device)
-        return torch.arange(count, device=device) + (self.group.rank << 40)
+        assert self.graph is not None
+        ids = self.graph.ids_of_rows(count)
+        return torch.arange(count, device=device) + (self.group.rank << 40) if ids is None else ids.to(device)
 
     def _batch_norm(self, input: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
                     weight: Tensor | None = None, bias: Tensor | None = None, training: bool = False,

@@ -17,7 +17,7 @@ from torch_geometric import nn as pyg_nn
 from torch_geometric.utils import is_sparse
 
 from pyg_fullgraph.autograd import check_derivatives
-from pyg_fullgraph.errors import DeviceError, DtypeError, NotFusable, RowCountError
+from pyg_fullgraph.errors import DeviceError, DtypeError, InputError, NotFusable, RowCountError
 from pyg_fullgraph.graph import Graph, graph_of
 from pyg_fullgraph.nn.lazy import EdgeExpr, as_plain
 from pyg_fullgraph.nn.order import LinearExpr
@@ -268,12 +268,22 @@ class Call:
         return value
 
     def _target_rows(self, name: str) -> Tensor:
-        """The rows of a table that the target index points to."""
-        table = self._parameter(name[6:]) if name.startswith("param.") else self.tensors[name]
-        if table.size(0) < self.graph.num_dst:
+        """The rows of a table that the target index points to.
+
+        On a part of a graph, parameters and buffers have a row per target of the whole graph, arguments one per own.
+        """
+        graph, is_parameter = self.graph, name.startswith("param.")
+        table = self._parameter(name[6:]) if is_parameter else self.tensors[name]
+        if graph.is_part and not is_parameter:
+            if not graph.holds_everywhere(table.size(0) == graph.num_dst):
+                raise InputError(_shown(name), "to have one row per target node of each rank, as message reads it by "
+                                 "the target index", f"{table.size(0)} rows beside {graph.num_dst} nodes")
+            return table
+        count = graph.whole_sizes[1]
+        if table.size(0) < count:
             raise NotFusable([f"reads '{_shown(name)}' with {table.size(0)} rows by the target index, "
-                              f"with {self.graph.num_dst} target nodes"])
-        return table[:self.graph.num_dst]
+                              f"with {count} target nodes"])
+        return table.index_select(0, graph.dst_ids) if graph.is_part else table[:count]
 
     def _aliases(self) -> dict[Node, Node]:
         """Arguments that an edge expression reads already: one input, read once and with one gradient."""

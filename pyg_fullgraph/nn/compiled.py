@@ -150,6 +150,7 @@ _numbers = itertools.count(1)
 @torch.compiler.assume_constant_result
 def _remember(handle: str, template: Template, keywords: tuple[str, ...], names: tuple[str, ...],
               is_training: bool) -> str:
+    # `is_training` is not read here: that it is an argument makes the compiler guard on `training`, and trace again.
     # Asked for by every trace anew, so shapes are those of the layer as it is then. They are found in a thread, and so
     # are the traces of its methods: none is made in an operator.
     key = f"{handle}/{next(_numbers)}"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_fullgraph.errors import ShardedGraphError
+from pyg_fullgraph.errors import RowCountError, ShardedGraphError
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn.lazy import EdgeExpr, LazyTensor, as_plain, run
 from pyg_fullgraph.saga import ir
@@ -57,7 +57,13 @@ class Ends(LazyTensor):
         return self.graph.to_edge_index()[self.side]
 
     def rows_of(self, value: Tensor) -> Tensor:
-        """The row of ``value`` ``[V, ...]`` of this endpoint, for each edge."""
+        """The row of ``value`` ``[V, ...]`` of this endpoint, for each edge.
+
+        Raises: RowCountError if ``value`` has not one row per own vertex, as a table for the whole graph has.
+        """
+        count = (self.graph.num_src, self.graph.num_dst)[self.side]
+        if value.size(0) != count:
+            raise RowCountError("value", count, f"{('source', 'target')[self.side]} node of this rank", value.size(0))
         if self.side == self.graph.own_side or not value.is_floating_point():
             return value.index_select(0, self.materialize())
         return EdgeExpr(ir.input("ends.value", _SIDES[self.side], tuple(value.shape[1:])), {"ends.value": value},

@@ -1,0 +1,115 @@
+"""What ranks check in the tests of sharded graphs, of code that reads or draws by row: tables, dropout, modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch_geometric.nn as pyg_nn
+from sharded import LAYERS, alone, close, make_case, refused, sharded
+from torch import Tensor
+
+import pyg_fullgraph.nn as fused_nn
+from pyg_fullgraph import errors
+from pyg_fullgraph.distributed import DistributedModel, shard
+from pyg_fullgraph.graph import Graph
+from pyg_fullgraph.partition import Partition
+
+
+class Tables(fused_nn.MessagePassing):
+    """A parameter, a buffer and an argument that messages read by the target; `ends` reads the first in `forward`."""
+
+    def __init__(self, num_rows: int, flow: str, reads: str) -> None:
+        super().__init__(aggr="sum", flow=flow)
+        self.table = torch.nn.Parameter(torch.arange(3.0 * num_rows).double().view(num_rows, 3).sin())
+        self.register_buffer("kind", torch.arange(num_rows).double().cos().view(-1, 1))
+        self.reads = reads
+
+    def forward(self, x: Tensor, edge_index: Any, given: Tensor) -> Tensor:
+        weight = self.table[edge_index[1]] if self.reads == "ends" else None
+        return self.propagate(edge_index, x=x, given=given, weight=weight)
+
+    def message(self, x_j: Tensor, index: Tensor, given: Tensor, weight: Tensor | None) -> Tensor:
+        return x_j * self.table[index] * self.kind[index] * given[index] if weight is None else x_j * weight
+
+
+def check_tables(rank: int, size: int) -> None:
+    """Parameters and buffers have a row per vertex of the whole graph, arguments one per own vertex."""
+    case = make_case("prime")
+    generator = torch.Generator().manual_seed(0)
+    x, given, cotangent = (torch.randn(case.num_src, 3, generator=generator).double() for _ in range(3))
+    graph = Graph.from_edge_index(case.edge_index, case.size)
+    for flow in ("source_to_target", "target_to_source"):
+        layer = Tables(case.num_src, flow, "message")
+        leaves = [x.clone().requires_grad_(), given.clone().requires_grad_()]
+        whole = layer(leaves[0], graph, leaves[1])
+        expected = torch.autograd.grad(whole, [*leaves, layer.table], cotangent)
+        for part in (sharded(case, "halo", size), sharded(case, "broadcast", size, uneven=True)):
+            leaves = [part.take(t).requires_grad_() for t in (x, given)]
+            out = layer(leaves[0], part, leaves[1])
+            close(out, part.take(whole), 1e-10, flow)
+            grads = torch.autograd.grad(out, [*leaves, layer.table], part.take(cotangent))
+            for mine, all_rows in zip(grads[:2], expected[:2], strict=True):
+                close(mine, part.take(all_rows), 1e-10, flow)
+            close(part.group.reduce(grads[2].clone()), expected[2], 1e-10, flow)
+    part = sharded(case, "halo", size)
+    refused(errors.InputError, "Expected 'given' to have one row per target node of each rank", layer, part.take(x),
+            part, given)
+    refused(errors.NotFusedError, "with 96 rows by the target index, with 97 target nodes",
+            Tables(96, flow, "message"), part.take(x), part, part.take(given))
+    refused(errors.RowCountError, "one per target node of this rank (got 97)",
+            Tables(97, "source_to_target", "ends"), part.take(x), part, part.take(given))
+
+
+class Thinned(fused_nn.MessagePassing):
+    """Dropout of edge values and of vertices in ``forward``."""
+
+    def __init__(self) -> None:
+        super().__init__(aggr="sum")
+
+    def forward(self, x: Tensor, edge_index: Any, weight: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=F.dropout(x, 0.5), weight=F.dropout(weight, 0.5))
+
+    def message(self, x_j: Tensor, weight: Tensor) -> Tensor:
+        return x_j * weight
+
+
+def check_dropout(rank: int, size: int) -> None:
+    """Masks of edge values are those of the edges, also where the first rank has as many edges as vertices."""
+    count, generator = 24, torch.Generator().manual_seed(0)
+    first = torch.stack([torch.randint(count, (count // size,), generator=generator), torch.arange(count // size)])
+    rest = torch.stack([torch.randint(count, (60,), generator=generator),
+                        torch.randint(count // size, count, (60,), generator=generator)])
+    graph = Graph.from_edge_index(torch.cat([rest, first], 1), count)
+    x, weight = torch.randn(count, 1, generator=generator), torch.randn(graph.num_edges, 1, generator=generator)
+    owner = (torch.arange(count) * size).div(count, rounding_mode="floor")
+    part = shard(graph, "halo", Partition.from_owner(owner, size))
+    assert part.group.counts(int(part.num_edges == part.num_dst), part.device)[0] == 1
+    torch.manual_seed(7)
+    with alone():
+        whole = DistributedModel(Thinned())(x, graph, weight)
+    torch.manual_seed(7 + rank)
+    close(part.join(DistributedModel(Thinned())(part.take(x), part, part.take(weight, "edge"))), whole, 1e-5, "masks")
+
+
+def check_refused_modules(rank: int, size: int) -> None:
+    """Those that compute with all rows, by name and reason; the same inside of a layer, or by row, are taken."""
+    for module, reason in (
+            (pyg_nn.GraphNorm(3), "0: GraphNorm, which normalizes over all nodes"),
+            (pyg_nn.LayerNorm(3), "0: LayerNorm, which normalizes over all nodes with mode='graph'"),
+            (pyg_nn.BatchNorm(3, allow_single_element=True), "0: BatchNorm, which takes other statistics"),
+            (fused_nn.HANConv(3, 4, (["a"], [("a", "b", "a")])), "0: HANConv, which averages over all nodes"),
+            (pyg_nn.GPSConv(4, fused_nn.GCNConv(4, 4), heads=2), "0: GPSConv, which attends over all rows"),
+            (torch.nn.TransformerEncoderLayer(4, 2), "0.self_attn: MultiheadAttention, which attends over all rows"),
+            (pyg_nn.SGFormer(4, 4, 4), "0.trans_conv.attns.0: SGFormerAttention, which attends over all rows"),
+            (pyg_nn.GraphUNet(3, 4, 2, 1), "0.pools.0: TopKPooling, which pools nodes"),
+            (pyg_nn.DenseGCNConv(3, 4), "0: DenseGCNConv, which reads a dense adjacency matrix"),
+            (pyg_nn.MeanAggregation(), "0: MeanAggregation, which aggregates the rows it is given outside of"),
+            (torch.nn.Softmax(dim=0), "0: Softmax, which reduces over all rows it is given")):
+        refused(errors.InputError, f"reduce over all nodes, but for BatchNorm (got {reason}", DistributedModel,
+                torch.nn.Sequential(module))
+    layers = [LAYERS[name].build(fused_nn) for name in ("pna", "gen_softmax", "sage_max")]
+    DistributedModel(torch.nn.ModuleList([
+        *layers, pyg_nn.BatchNorm(3), pyg_nn.DiffGroupNorm(3, 2),
+        pyg_nn.LayerNorm(3, mode="node"), pyg_nn.JumpingKnowledge("lstm", 3, 2), torch.nn.Softmax(dim=1)]))
