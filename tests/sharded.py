@@ -272,6 +272,10 @@ def check_accumulation(rank: int, size: int) -> None:
         backward(1.0)
     backward(2.0)
     close(weight.grad, 3 * once, 1e-12, "after no_sync")
+    with model.no_sync():  # after gradients that are sums
+        backward(1.0)
+    backward(2.0)
+    close(weight.grad, 6 * once, 1e-12, "after sums and no_sync")
     model.zero_grad(set_to_none=False)
     backward(1.0)
     close(weight.grad, once, 1e-12, "after zero_grad")

@@ -95,8 +95,15 @@ class DistributedModel(Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Leave gradients as this rank's part within the block; the next ``backward`` outside sums them as well."""
+        """Leave gradients as this rank's part within the block; the next ``backward`` outside sums them as well.
+
+        Of gradients that are sums already each rank keeps an equal share.
+        """
         before, self._is_synced = self._is_synced, False
+        if before and not self._has_parts:
+            for p in self.module.parameters():
+                if p.grad is not None:
+                    p.grad.div_(self.group.size)
         try:
             yield
         finally:
