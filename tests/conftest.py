@@ -18,6 +18,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         elsewhere = [item for item in items if item.get_closest_marker("interpreter")]
         config.hook.pytest_deselected(items=elsewhere)
         items[:] = [item for item in items if item not in elsewhere]
+    # So that no process is left with a long one when the others are done.
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     num_devices = torch.cuda.device_count()
     for item in items:
         wanted = 2 if item.get_closest_marker("multi_gpu") else 1 if item.get_closest_marker("gpu") else 0

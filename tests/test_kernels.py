@@ -43,6 +43,7 @@ GRAPHS = ("no_nodes", "no_edges", "no_destinations", "one_edge", "isolated", "hu
 NAN, INFINITY = float("nan"), float("inf")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(interpreted(), reason="this is the interpreter's session")
 def test_interpreted():
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "interpreter", "-p", "no:cacheprovider",
