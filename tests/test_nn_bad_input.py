@@ -38,21 +38,17 @@ def test_edge_data_of_the_wrong_length(name, argument):
     assert debug.counters() == {"fused": 0, "plain": 0}
 
 
-@pytest.mark.parametrize("bad", [torch.tensor([[0, 17], [1, 2]]), torch.tensor([[0, -1], [1, 2]])])
-@pytest.mark.parametrize("name", ["gcn", "sage", "gat"])
-def test_ids_out_of_range(name, bad):
-    layer = BY_NAME[name]
-    _, fused = twins(layer)
-    with pytest.raises(IndexError, match="valid indices"):
-        fused(layer.inputs(CASE)[0], bad)
+OUT_OF_RANGE = [torch.tensor([[0, 17], [1, 2]]), torch.tensor([[0, -1], [1, 2]])]
+NO_EDGES = [CASE.edge_index.float(), CASE.edge_index[0], CASE.edge_index.t()]
 
 
-@pytest.mark.parametrize("bad", [CASE.edge_index.float(), CASE.edge_index[0], CASE.edge_index.t()])
-@pytest.mark.parametrize("name", ["sage", "gin", "edge_conv"])
-def test_not_an_edge_index(name, bad):
+@pytest.mark.parametrize("name, bad, error, message", [
+    *((name, bad, IndexError, "valid indices") for name in ("gcn", "sage", "gat") for bad in OUT_OF_RANGE),
+    *((name, bad, ValueError, "edge_index") for name in ("sage", "gin", "edge_conv") for bad in NO_EDGES)])
+def test_what_is_no_edge_index_of_the_graph(name, bad, error, message):
     layer = BY_NAME[name]
     _, fused = twins(layer)
-    with pytest.raises(ValueError, match="edge_index"):
+    with pytest.raises(error, match=message):
         fused(layer.inputs(CASE)[0], bad)
 
 

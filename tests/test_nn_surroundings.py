@@ -61,6 +61,9 @@ class Reader:
 
 
 CONFIG = Config()
+HELPERS = types.ModuleType("helpers_of_mine")
+HELPERS.slope = 1.0
+exec("def scaled(layer, x):\n    return layer.act(x) * layer.slope", vars(HELPERS))
 
 
 def helper(layer, x):
@@ -96,6 +99,8 @@ def message_of(kind):
         "global-object": lambda self, x_j: x_j * CONFIG.slope,
         "global-dict": lambda self, x_j: x_j * TABLE["slope"],
         "global-list": lambda self, x_j: x_j * TABLE["more"][0],
+        "other-module": lambda self, x_j: x_j * HELPERS.slope,
+        "function-of-other-module": lambda self, x_j: HELPERS.scaled(self, x_j),
         "other-class": lambda self, x_j: x_j * Settings.slope,
         "object": lambda self, x_j: x_j * self.config.slope,
         "object-in-object": lambda self, x_j: x_j * self.config.inner.slope,
@@ -117,7 +122,7 @@ def replaced(layer, monkeypatch, value):
     """Set the number that every message reads."""
     space = globals()
     monkeypatch.setitem(space, "FACTOR", value)
-    for holder in (CONFIG, Settings, layer.config, layer.config.inner, layer.slots, layer.scale):
+    for holder in (CONFIG, HELPERS, Settings, layer.config, layer.config.inner, layer.slots, layer.scale):
         monkeypatch.setattr(holder, "slope", value)
     for table in (TABLE, layer.config.table):
         monkeypatch.setitem(table, "slope", value)
@@ -158,7 +163,7 @@ KINDS = ["helper", "helper-of-helper", "decorated", "no-grad", "comprehension", 
          "global-and-super", "global-object", "global-dict", "global-list", "other-class", "object", "object-in-object",
          "dict-in-object", "method-of-object", "slots", "callable", "global-in-a-module",
          "global-in-an-object", "function", "partial", "array", "set",
-         "class-attribute"]
+         "class-attribute", "other-module", "function-of-other-module"]
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from pyg_fullgraph.order import ORDERS, Permutation, order_vertices, symmetric_m
 
 def need(method: str) -> None:
     if method == "metis":
-        pytest.importorskip("pymetis")
+        pytest.importorskip("pymetis", reason="the extra `partition` is not installed")
 
 
 def shuffled(edge_index: torch.Tensor, num_nodes: int) -> Graph:

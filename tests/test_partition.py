@@ -28,7 +28,7 @@ def sides(graph: Graph, num_parts: int, method: str = "random") -> tuple[Partiti
 
 def need(method: str) -> None:
     if method == "metis":
-        pytest.importorskip("pymetis")
+        pytest.importorskip("pymetis", reason="the extra `partition` is not installed")
 
 
 @pytest.mark.parametrize("method", METHODS)

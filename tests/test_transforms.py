@@ -103,7 +103,7 @@ FORMS = ("edge_index", "int32", "EdgeIndex", "sorted EdgeIndex", "Graph", "Spars
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("is_bare", [True, False])
 def test_every_form_of_a_graph(form, sort_edges, is_bare):
-    pytest.importorskip("torch_sparse")
+    pytest.importorskip("torch_sparse", reason="the extra `sparse` is not installed")
     case = zoo.symmetric()
     weight = torch.randn(case.num_edges, generator=torch.Generator().manual_seed(0)).double()
     obj, held = forms(case, weight)[form]
@@ -134,7 +134,7 @@ def test_every_form_of_a_graph(form, sort_edges, is_bare):
 
 
 def test_a_matrix_by_source_and_an_edge_index_beside_a_matrix():
-    torch_sparse = pytest.importorskip("torch_sparse")
+    torch_sparse = pytest.importorskip("torch_sparse", reason="the extra `sparse` is not installed")
     case = zoo.prime()
     src, dst = torch.unique(case.edge_index, dim=1)
     both = Data(x=torch.arange(97), edge_index=torch.stack([src, dst]), edge_attr=torch.arange(src.numel()),

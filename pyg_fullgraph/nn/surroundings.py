@@ -25,7 +25,7 @@ from torch.nn import Module
 
 from pyg_fullgraph.saga.trace import ArgSpec
 
-__all__ = ["Key", "Numbers", "Reached", "reached", "state_of"]
+__all__ = ["Key", "Numbers", "Reached", "initialized", "reached"]
 
 Numbers = tuple[tuple[str, float], ...]
 
@@ -177,7 +177,7 @@ def code_names(code: types.CodeType) -> Iterator[str]:
             yield from code_names(constant)
 
 
-def state_of(conv: Module) -> Iterator[tuple[str, Tensor]]:
+def initialized(conv: Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers that are initialized, by their dotted names."""
     for items in (conv.named_parameters(), conv.named_buffers()):
         for name, value in items:
@@ -213,7 +213,7 @@ class Key:
         self.structure = (
             tuple(f.__code__ for f in functions if f is not None),
             conv.training,
-            tuple((k, tuple(v.shape), v.is_floating_point()) for k, v in state_of(conv)),
+            tuple((k, tuple(v.shape), v.is_floating_point()) for k, v in initialized(conv)),
             own,
             tuple((n, self.value(getattr(kind, n))) for n in found.attributes if n not in vars(conv)),
             tuple((i, n, self._outside(functions[i], n, found.mentions)) for i, n in found.reads),
@@ -224,10 +224,9 @@ class Key:
         """What a global stands for; of a module of the user's what is mentioned in it."""
         value = function.__globals__.get(name) if function is not None else None
         if isinstance(value, types.ModuleType):
-            inside = sorted(mentions & vars(value).keys())
-            return tuple((n, v.__code__ if isinstance(v := vars(value)[n], types.FunctionType) else self.value(v))
-                         for n in inside if not _is_code(vars(value)[n]) or isinstance(vars(value)[n],
-                                                                                       types.FunctionType))
+            inside = {n: vars(value)[n] for n in sorted(mentions & vars(value).keys())}
+            return tuple((n, v.__code__ if isinstance(v, types.FunctionType) else self.value(v))
+                         for n, v in inside.items() if isinstance(v, types.FunctionType) or not _is_code(v))
         return self.value(value)
 
     def _bound(self, function: types.FunctionType) -> tuple[Any, ...]:

@@ -21,7 +21,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyg_fullgraph.errors import NotFusable
-from pyg_fullgraph.nn.surroundings import Key, Numbers, reached, state_of
+from pyg_fullgraph.nn.surroundings import Key, Numbers, initialized, reached
 from pyg_fullgraph.saga.ir import Domain
 from pyg_fullgraph.saga.trace import INDEX, SIZE_I, SIZE_J, ArgSpec, Traced, trace_edge_update, trace_propagate
 
@@ -229,7 +229,7 @@ def result_dtype(conv: Module, function: str, args: Arguments, dtypes: Mapping[s
     Raises:
         RuntimeError: torch's own, where the methods cannot take these dtypes.
     """
-    state = tuple((k, v.dtype) for k, v in state_of(conv))
+    state = tuple((k, v.dtype) for k, v in initialized(conv))
     autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
     methods = METHODS[function]
     found = _remembered(conv, methods, args, (function, tuple(dtypes.items()), state, autocast, device.type),
@@ -255,7 +255,7 @@ def _fake_dtype(conv: Module, methods: Sequence[str], args: Arguments, dtypes: M
     saved = {m: dict(m.__dict__) for m in conv.modules()}
     try:
         with mode, torch.no_grad(), _Products():
-            state = {k: torch.empty(v.shape, dtype=v.dtype, device=device) for k, v in state_of(conv)}
+            state = {k: torch.empty(v.shape, dtype=v.dtype, device=device) for k, v in initialized(conv)}
             out: Any = ()
             with _reparametrize_module(conv, state):
                 for method, given in zip(methods, args, strict=True):
