@@ -48,9 +48,14 @@ class EdgeOrder:
 
     @property
     def row(self) -> Tensor:
-        """[E] row id of each position; cached for small graphs only."""
-        if self.num_edges > _MAX_CACHED_ROWS:
+        """[E] row id of each position; cached for small graphs, and where :attr:`kept_row` was asked for."""
+        if self.num_edges > _MAX_CACHED_ROWS and "row" not in self._cache:
             return segment.expand_rows(self.ptr, self.num_edges)
+        return self.kept_row
+
+    @property
+    def kept_row(self) -> Tensor:
+        """:attr:`row`, cached for all graphs: kernels that take blocks of edges read it in every step."""
         return self._cached("row", lambda: segment.expand_rows(self.ptr, self.num_edges))
 
     @property
@@ -70,6 +75,10 @@ class EdgeOrder:
     def schedule(self, max_piece: int = 1024) -> RowSchedule:
         """Rows cut into pieces of at most ``max_piece`` edges, longest first by power of two; cached per bound."""
         return self._cached(("schedule", max_piece), lambda: segment.schedule_rows(self.ptr, max_piece, self.num_edges))
+
+    def blocks(self, size: int) -> RowSchedule:
+        """The pieces of rows in each block of ``size`` consecutive edges; cached per size."""
+        return self._cached(("blocks", size), lambda: segment.schedule_blocks(self.ptr, size, self.num_edges))
 
     @property
     def is_empty(self) -> Tensor:

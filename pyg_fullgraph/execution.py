@@ -26,6 +26,8 @@ from triton_kernels import launch, segment, tune
 
 #: Most edges of one piece of a row.
 MAX_PIECE = 1024
+#: Mean number of edges of a row up to which sweeps with matrix products per edge take blocks of edges, not rows.
+MAX_FLAT_DEGREE = 32
 #: Most programs that hold weights or sums over edges, and most elements that they write for one parameter together.
 MAX_WORKERS, WORKER_ELEMENTS = 8448, 1 << 23
 
@@ -113,7 +115,7 @@ _TOO_LARGE: set[str] = set()
 def run_sweep(sweep: Sweep, order: EdgeOrder, leaf: chunks.Leaf, like: Tensor,
               exact: Container[Node] = ()) -> dict[Node, Tensor]:
     """One sweep by a generated kernel where there is one for it and for the device, else in chunks."""
-    kernel = _kernel_for(sweep, like)
+    kernel = _kernel_for(sweep, like, order)
     if kernel is not None:
         try:
             with events.stage(0, like.device):
@@ -171,18 +173,29 @@ def has_kernel(sweep: Sweep, like: Tensor) -> bool:
     return _kernel_for(sweep, like) is not None
 
 
-def _kernel_for(sweep: Sweep, like: Tensor) -> codegen.KernelSource | None:
+def _kernel_for(sweep: Sweep, like: Tensor, order: EdgeOrder | None = None) -> codegen.KernelSource | None:
+    """The kernel that runs ``sweep``, over all edges of ``order`` or over edges in tiles, if there is one."""
     if like.device.type != "cuda" and not interpreted():
         return None
-    kernel = kernel_of(sweep, 16 // like.element_size())
-    return kernel if isinstance(kernel, codegen.KernelSource) and kernel.source not in _TOO_LARGE else None
+    lanes = 16 // like.element_size()
+    kernels = [kernel_of(sweep, lanes)]
+    if order is not None and _prefers_blocks(kernels[0], order):
+        kernels.insert(0, kernel_of(sweep, lanes, is_flat=True))
+    return next((k for k in kernels if isinstance(k, codegen.KernelSource) and k.source not in _TOO_LARGE), None)
+
+
+def _prefers_blocks(kernel: codegen.KernelSource | NotFusable, order: EdgeOrder) -> bool:
+    """Whether rows are so short that blocks of edges of several rows fill the matrix products of ``kernel`` better."""
+    return isinstance(kernel, codegen.KernelSource) and not kernel.is_flat and kernel.has_products \
+        and order.num_edges <= MAX_FLAT_DEGREE * order.num_rows
 
 
 @lru_cache(maxsize=4096)
-def kernel_of(sweep: Sweep, lanes: int = 4, tile: int = tiles.TILE_FEATURES) -> codegen.KernelSource | NotFusable:
+def kernel_of(sweep: Sweep, lanes: int = 4, tile: int = tiles.TILE_FEATURES,
+              is_flat: bool = False) -> codegen.KernelSource | NotFusable:
     """The generated kernel of ``sweep`` (see :func:`codegen.generate`), or why there is none."""
     try:
-        return codegen.generate(sweep, lanes, tile)
+        return codegen.generate(sweep, lanes, tile, is_flat)
     except NotFusable as reason:
         return reason
 
@@ -208,7 +221,7 @@ def _launch_sweep(sweep: Sweep, kernel: codegen.KernelSource, order: EdgeOrder, 
         return _launch_in(default, sweep, kernel, order, leaf, like, exact)
 
     def kernel_in(shape: tune.Shape) -> codegen.KernelSource | NotFusable:
-        return kernel if shape.tile == kernel.width else kernel_of(sweep, lanes, shape.tile)
+        return kernel if shape.tile == kernel.width else kernel_of(sweep, lanes, shape.tile, kernel.is_flat)
 
     def fits(shape: tune.Shape) -> bool:
         values = shape.tile * shape.block_e
@@ -216,6 +229,8 @@ def _launch_sweep(sweep: Sweep, kernel: codegen.KernelSource, order: EdgeOrder, 
                 and values <= min(_MOST_VALUES, 32 * shape.num_warps * _MOST_VALUES_PER_THREAD)):
             return shape == default
         chosen = kernel_in(shape)
+        if kernel.is_flat and shape.max_piece != default.max_piece:
+            return False
         return (isinstance(chosen, codegen.KernelSource) and chosen.width == shape.tile
                 and chosen.source not in _TOO_LARGE and chosen.min_block_e <= shape.block_e <= 128)
 
@@ -237,7 +252,8 @@ def _launch_sweep(sweep: Sweep, kernel: codegen.KernelSource, order: EdgeOrder, 
 def _default_shape(kernel: codegen.KernelSource, order: EdgeOrder) -> tune.Shape:
     """Measured on an H200 for each kind of loop; rows of few edges leave no lanes idle."""
     mean_degree = order.num_edges / max(order.num_rows, 1)
-    block_e = max(min(kernel.block_e, tiles.next_power_of_2(max(math.ceil(mean_degree), 4))), kernel.min_block_e)
+    filled = kernel.block_e if kernel.is_flat else tiles.next_power_of_2(max(math.ceil(mean_degree), 4))
+    block_e = max(min(kernel.block_e, filled), kernel.min_block_e)
     return tune.Shape(kernel.width, block_e, kernel.num_warps(block_e), MAX_PIECE)
 
 
@@ -257,29 +273,41 @@ class _Launch:
         self.like, self.exact = like, exact
         self.stat_dtype = chunks.compute_dtype(like.dtype)
         self.kinds = {r: g.attr("kind") for r, g in sweep.gathers}
-        self.schedules = [rows.schedule(shape.max_piece)] if len(tiles) == 1 else \
-            schedule_tiles(rows, tiles, shape.max_piece)
-        self.merged = self.schedules[0]
+        self.schedules = self._schedules()
         self.results = {b.node: self._result(b.node) for b in kernel.outputs if b.node.domain != Domain.PARAM}
         self.totals: dict[Node, Tensor] = {}
         self.is_begun = False
         self.workspace = [
-            torch.empty((self.merged.num_slots, features), dtype=rows.id_dtype if integer else self.stat_dtype,
+            torch.empty((self.schedules[0].num_slots, features), dtype=rows.id_dtype if integer else self.stat_dtype,
                         device=like.device) for features, integer in kernel.carries]
         floats = tl.float64 if self.stat_dtype == torch.float64 else tl.float32
         ids = tl.int32 if rows.id_dtype == torch.int32 else tl.int64
         self.constants = {"FLOAT": floats, "ID": ids, "UNSET": torch.iinfo(rows.id_dtype).max}
 
+    def _schedules(self) -> list[segment.RowSchedule]:
+        """Pieces for each tile; none are needed where no rows are reduced."""
+        if not self.kernel.is_flat:
+            return [self.rows.schedule(self.shape.max_piece)] if len(self.tiles) == 1 else \
+                schedule_tiles(self.rows, self.tiles, self.shape.max_piece)
+        assert len(self.tiles) == 1 or not self.kernel.has_merge
+        return [self.rows.blocks(self.shape.block_e)] if self.kernel.has_merge else []
+
     def _result(self, node: Node, num_workers: int = 0) -> Tensor:
         rows = {Domain.EDGE: self.rows.num_edges, Domain.PARAM: num_workers}.get(node.domain, self.rows.num_rows)
         is_statistic = self.kinds.get(node) == "lse" or node.domain == Domain.PARAM or node in self.exact
         dtype = self.rows.id_dtype if node.is_integer else self.stat_dtype if is_statistic else self.like.dtype
+        if self.kernel.is_flat and node.domain in (Domain.SRC, Domain.DST):  # no block has the rows without edges
+            empty = {"argmax": -1, "mul": 1}.get(self.kinds[node], 0)
+            return torch.full((rows, *node.shape), empty, dtype=dtype, device=self.like.device)
         return torch.empty((rows, *node.shape), dtype=dtype, device=self.like.device)
 
     def take(self, k: int, leaf: chunks.Leaf) -> None:
         """Launch the kernel on tile ``k``."""
-        kernel, order, schedule = self.kernel, self.tiles[k], self.schedules[k]
-        num_workers = _num_workers(kernel, schedule.num_pieces)
+        kernel, order = self.kernel, self.tiles[k]
+        schedule = self.schedules[k] if self.schedules else None
+        num_pieces = -(-order.num_edges // self.shape.block_e) if schedule is None or kernel.is_flat else \
+            schedule.num_pieces
+        num_workers = _num_workers(kernel, num_pieces)
         if num_workers == 0 and len(self.tiles) > 1:
             return
         inputs: list[Any] = []
@@ -300,10 +328,13 @@ class _Launch:
             has["HAS_IDS"] = ids is not None
         parameters = {b.node: self._result(b.node, num_workers) for b in kernel.totals}
         out = [parameters[b.node] if b.node in parameters else self.results[b.node] for b in kernel.outputs]
-        workers = [num_workers] if kernel.has_workers else []
+        tables += [order.kept_row] if kernel.is_flat else []
+        if schedule is not None:
+            tables += [] if schedule.block_ptr is None else [schedule.block_ptr]
+            tables += [schedule.piece_row, schedule.piece_start, schedule.piece_end, schedule.piece_slot]
+        counts = [order.num_edges if kernel.is_flat else num_pieces, *([num_workers] if kernel.has_workers else [])]
         launch.launch(kernel.source, kernel.name, num_workers * kernel.num_tiles,
-                      [*tables, schedule.piece_row, schedule.piece_start, schedule.piece_end, schedule.piece_slot,
-                       schedule.num_pieces, *workers, *inputs, *out, *self.workspace],
+                      [*tables, *counts, *inputs, *out, *self.workspace],
                       {"BLOCK_E": self.shape.block_e, **has, **self.constants}, self.shape.num_warps, self.like.device)
         self.is_begun = True
         # A parameter's gradient leaves the kernel as one row per program.
@@ -313,8 +344,9 @@ class _Launch:
 
     def finish(self) -> dict[Node, Tensor]:
         """Merge, and give the results."""
-        kernel, merged = self.kernel, self.merged
+        kernel = self.kernel
         if kernel.has_merge:
+            merged = self.schedules[0]
             launch.launch(kernel.source, kernel.merge_name, merged.num_split * kernel.num_tiles,
                           [merged.split_row, merged.split_ptr, self.rows.ptr, merged.num_split,
                            *(self.results[b.node] for b in kernel.rows), *self.workspace], self.constants,

@@ -116,6 +116,8 @@ class RowSchedule:
         split_row: [num_split] ids of the cut rows, ascending.
         split_ptr: [num_split + 1] the slots of cut row k are ``split_ptr[k] .. split_ptr[k + 1]``, in edge order.
         max_piece: the bound. num_pieces, num_slots, num_split: counts.
+        block_ptr: [blocks + 1] where pieces are those of blocks of edges, the pieces of block b are
+            ``block_ptr[b] .. block_ptr[b + 1]``; None for other schedules.
     """
 
     piece_row: Tensor
@@ -128,6 +130,7 @@ class RowSchedule:
     num_pieces: int
     num_slots: int
     num_split: int
+    block_ptr: Tensor | None = None
 
 
 def schedule_rows(ptr: Tensor, max_piece: int, num_edges: int) -> RowSchedule:
@@ -155,50 +158,81 @@ def schedule_rows(ptr: Tensor, max_piece: int, num_edges: int) -> RowSchedule:
     ptr = ptr.long()
     degree = degrees(ptr)
     num_parts = torch.div(degree + (max_piece - 1), max_piece, rounding_mode="floor").clamp_(min=1)
-    is_cut = num_parts > 1
-    num_cut = torch.cumsum(is_cut, 0)
-    part_ptr, slot_ptr = _starts(num_parts), _starts(num_parts * is_cut)
     waits = may_wait(device, num_edges)
     if num_rows == 0:
         num_pieces = num_slots = num_split = 0
     elif waits:
-        num_pieces, num_slots, num_split = torch.stack([part_ptr[-1], slot_ptr[-1], num_cut[-1]]).tolist()
+        is_cut = num_parts > 1
+        num_pieces, num_slots, num_split = torch.stack([num_parts.sum(), (num_parts * is_cut).sum(),
+                                                        is_cut.sum()]).tolist()
     else:
         # A row of d entries is cut into at most 1 + (d - 1) // M parts.
         num_split = num_edges // (max_piece + 1)
         num_pieces, num_slots = num_rows + num_edges // max_piece, num_edges // max_piece + num_split + 1
 
+    row, part, parts, slot, split_row, split_ptr = _cut(num_parts, num_pieces, num_slots, num_split)
+    row_start, row_degree = torch.stack([ptr[:-1], degree]).index_select(1, row).unbind()
+    # Part k of n covers [floor(k * d / n), floor((k + 1) * d / n)) of the row: lengths differ by at most one.
+    bounds = torch.minimum(torch.stack([part, part + 1]), parts).mul_(row_degree)
+    start, end = torch.div(bounds, parts, rounding_mode="floor").add_(row_start).unbind()
+    order = _longest_first(end - start, min(max_piece, num_edges), waits)
+    pieces = torch.stack([row, start, end, slot]).index_select(1, order).to(dtype)
+    return RowSchedule(pieces[0], pieces[1], pieces[2], pieces[3].to(torch.int32), split_row.to(dtype),
+                       split_ptr.to(dtype), max_piece, num_pieces, num_slots, num_split)
+
+
+def schedule_blocks(ptr: Tensor, block: int, num_edges: int) -> RowSchedule:
+    """The pieces of rows in each block of ``block`` consecutive entries, in the order of entries.
+
+    Rows without entries have no piece. Counts are upper bounds, and no host waits for them.
+
+    Args:
+        ptr: row pointer [R + 1].
+        block: entries of a block, but of the last.
+        num_edges: E, the last entry of ``ptr``.
+
+    Cost: two searches for R + E / block keys.
+    """
+    num_rows, num_blocks, dtype = ptr.numel() - 1, -(-num_edges // block), ptr.dtype
+    ptr = ptr.long()
+    first = torch.div(ptr[:-1], block, rounding_mode="floor")
+    last = torch.div(ptr[1:] - 1, block, rounding_mode="floor")
+    num_parts = torch.where(degrees(ptr) > 0, last - first + 1, 0)
+    # Every row has a piece more than bounds of blocks in it, and two pieces at least if it has a bound.
+    num_pieces, num_slots = num_rows + num_blocks, 2 * num_blocks + 1
+    row, part, parts, slot, split_row, split_ptr = _cut(num_parts, num_pieces, num_slots, num_blocks)
+    of_row = torch.stack([ptr[:-1], ptr[1:], first]).index_select(1, row)
+    start = torch.maximum(of_row[0], (of_row[2] + part) * block)
+    end = torch.minimum(of_row[1], (of_row[2] + part + 1) * block)
+    start, end = (torch.where(part < parts, bound, num_edges) for bound in (start, end))
+    bounds = (torch.arange(num_blocks + 1, device=ptr.device) * block).clamp_(max=num_edges)
+    return RowSchedule(row.to(dtype), start.to(dtype), end.to(dtype), slot.to(torch.int32), split_row.to(dtype),
+                       split_ptr.to(dtype), block, num_pieces, num_slots, num_blocks,
+                       torch.searchsorted(start, bounds).to(dtype))
+
+
+def _cut(num_parts: Tensor, num_pieces: int, num_slots: int, num_split: int) -> tuple[Tensor, ...]:
+    """Pieces of rows cut into ``num_parts`` [R] parts, in order; the counts may be upper bounds.
+
+    Returns: row, number within the row, number of the row's parts and slot of each piece; ids and slots of the rows of
+        more than one part (see :class:`RowSchedule`).
+    """
+    num_rows, device = num_parts.numel(), num_parts.device
+    is_cut = num_parts > 1
+    part_ptr, slot_ptr = _starts(num_parts), _starts(num_parts * is_cut)
     piece = torch.arange(num_pieces, device=device)
     row = torch.searchsorted(part_ptr[1:], piece, right=True).clamp_(max=max(num_rows - 1, 0))
     first_slot = torch.where(is_cut, slot_ptr[:-1], -1)
-    of_row = torch.stack([part_ptr[:-1], num_parts, ptr[:-1], degree, first_slot]).index_select(1, row)
-    first_part, parts, row_start, row_degree, slot = of_row.unbind()
-    # Part k of n covers [floor(k * d / n), floor((k + 1) * d / n)) of the row: lengths differ by at most one.
+    first_part, parts, slot = torch.stack([part_ptr[:-1], num_parts, first_slot]).index_select(1, row).unbind()
     part = piece - first_part
-    bounds = torch.minimum(torch.stack([part, part + 1]), parts).mul_(row_degree)
-    start, end = torch.div(bounds, parts, rounding_mode="floor").add_(row_start).unbind()
     slot = torch.where(part < parts, slot + part, num_slots - 1)
-    order = _longest_first(end - start, min(max_piece, num_edges), waits)
-    pieces = torch.stack([row, start, end, slot]).index_select(1, order).to(dtype)
-
     split_row = torch.zeros(num_split + 1, dtype=torch.int64, device=device)
     split_ptr = slot_ptr[-1].repeat(num_split + 1)
     if num_split > 0:
-        rank = torch.where(is_cut, num_cut - 1, num_split)
+        rank = torch.where(is_cut, torch.cumsum(is_cut, 0) - 1, num_split)
         split_row.scatter_(0, rank, torch.arange(num_rows, device=device))
         split_ptr.scatter_(0, rank, torch.where(is_cut, slot_ptr[:-1], slot_ptr[-1]))
-    return RowSchedule(
-        piece_row=pieces[0],
-        piece_start=pieces[1],
-        piece_end=pieces[2],
-        piece_slot=pieces[3].to(torch.int32),
-        split_row=split_row[:num_split].to(dtype),
-        split_ptr=split_ptr.to(dtype),
-        max_piece=max_piece,
-        num_pieces=num_pieces,
-        num_slots=num_slots,
-        num_split=num_split,
-    )
+    return row, part, parts, slot, split_row[:num_split], split_ptr
 
 
 def _starts(counts: Tensor) -> Tensor:

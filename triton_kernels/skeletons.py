@@ -9,6 +9,10 @@ whole row writes the result, a piece of a cut row writes its carry to a workspac
 ``num_workers``-th piece; they hold matrices of weights, and sums over all edges: gradients of parameters, which leave
 as one row per program.
 
+``FLAT`` has a fixed number of programs too, which take every ``num_workers``-th block of consecutive edges, whatever
+rows these belong to, so that no lane waits for an edge that its row has not. Where rows are reduced, the lanes of each
+row of a block are merged by themselves (``PIECES``), and a row that is cut by the bounds of a block goes to slots.
+
 ``MERGE``: one program takes one cut row and merges its slots in edge order, so results do not depend on timing. The
 number of cut rows may be an upper bound; what is beyond has no slots.
 
@@ -47,17 +51,38 @@ def {name}({params}):
 {totals}
 '''
 
+FLAT = '''
+
+@triton.jit
+def {name}({params}):
+    pid = tl.program_id(0).to(tl.int64)
+    worker = pid % num_workers
+{tiles}
+{once}
+{loop}
+{totals}
+'''
+
 PIECE = '''\
 row = tl.load(piece_row_ptr + piece).to(tl.int64)
 start = tl.load(piece_start_ptr + piece)
 end = tl.load(piece_end_ptr + piece)
 slot = tl.load(piece_slot_ptr + piece).to(tl.int64)
 {before}
-for base in range(start, end, BLOCK_E):
+'''
+
+LOOP = '''\
+for base in range({start}, {end}, {step}):
     position = base + tl.arange(0, BLOCK_E)
-    alive = position < end
+    alive = position < {end}
     live = alive{lanes}
 {loop}
+'''
+
+PIECES = '''\
+block = base // BLOCK_E
+for piece in range(tl.load(block_ptr_ptr + block), tl.load(block_ptr_ptr + block + 1)):
+{piece}
 '''
 
 RESULT = '''\

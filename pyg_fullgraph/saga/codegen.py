@@ -28,6 +28,8 @@ __all__ = ["KernelSource", "generate", "needs_ids"]
 TILE_SHAPES = {"light": (2048, 512), "exchange": (2048, 1024), "heavy": (1024, 256), "dense": (1024, 256)}
 #: Loaded and carried values per thread above which fewer edges are in flight: they would not fit the registers.
 MAX_HELD = 96
+#: Edges of a block in flight where programs take blocks of edges and compute matrix products of them.
+FLAT_EDGES = 64
 #: Parameters of every kernel, and those of the ones that know about edges.
 _CONSTANTS = ["FLOAT: tl.constexpr", "ID: tl.constexpr", "UNSET: tl.constexpr"]
 _EDGE_CONSTANTS = ["BLOCK_E: tl.constexpr", "HAS_EID: tl.constexpr"]
@@ -51,6 +53,9 @@ class KernelSource:
         uses_eid: Whether the kernel needs edge ids, or the places of edges in edge tensors.
         uses_ids: Whether it needs both, so that a part of a graph gives it ids of the whole graph beside the places.
         has_workers: Whether it has a fixed number of programs, and takes that number after the number of pieces.
+        is_flat: Whether programs take blocks of edges, of whatever rows: it has workers, and takes the row of each edge
+            and the number of edges in place of pieces and their number; pieces, if it reduces rows, go by block.
+        has_products: Whether it computes matrix products of a block of edges at a time.
     """
 
     source: str
@@ -66,6 +71,8 @@ class KernelSource:
     uses_eid: bool
     uses_ids: bool
     has_workers: bool
+    is_flat: bool
+    has_products: bool
 
     @property
     def has_merge(self) -> bool:
@@ -90,18 +97,24 @@ class KernelSource:
         return _warps(self.width * block_e, self.elements_per_warp)
 
 
-def generate(sweep: Sweep, lanes: int = 4, tile: int = TILE_FEATURES) -> KernelSource:
+def generate(sweep: Sweep, lanes: int = 4, tile: int = TILE_FEATURES, is_flat: bool = False) -> KernelSource:
     """Generate the kernels of ``sweep``.
 
     Args:
         sweep: What to compute.
         lanes: Features per 16 bytes, the widest load of a thread.
         tile: Features that one program holds per edge before it splits them over programs.
+        is_flat: Whether programs take blocks of edges also where rows are reduced; where none are, they always do.
 
     Raises:
         NotFusable: A value does not fit a tile, or an operation has no rule; the sweep then runs in chunks.
     """
-    return _Generator(sweep, lanes, tile).generate()
+    return _Generator(sweep, lanes, tile, is_flat or not reduces_rows(sweep)).generate()
+
+
+def reduces_rows(sweep: Sweep) -> bool:
+    """Whether ``sweep`` has results with one row per vertex, and not only edge values and sums over all edges."""
+    return any(g.domain != Domain.PARAM for _, g in sweep.gathers)
 
 
 def needs_ids(sweep: Sweep) -> bool:
@@ -114,7 +127,8 @@ def needs_ids(sweep: Sweep) -> bool:
 
 
 class _Generator:
-    def __init__(self, sweep: Sweep, lanes: int, max_width: int) -> None:
+    def __init__(self, sweep: Sweep, lanes: int, max_width: int, is_flat: bool) -> None:
+        self.is_flat = is_flat
         lowering = Lowering(sweep.operands, lanes)
         waiting = iter(lowering.roots)
         self.sweep = sweep
@@ -125,22 +139,25 @@ class _Generator:
                 raise NotFusable(["a parameter's gradient is a matrix product in float64"])
         self.tile = Tile(self.gathers, self.edges, lanes, max_width)
         uses_ids = needs_ids(sweep) and (bool(sweep.edges) or any(n.domain == Domain.EDGE for n in sweep.inputs))
-        self.emitter = Emitter(lowering, self.tile, sweep.rows, lanes, uses_ids)
+        self.emitter = Emitter(lowering, self.tile, sweep.rows, lanes, uses_ids, is_flat)
         reducers = reducers_of(self.gathers, self.tile.precision)
         self.reducers = [r for r in reducers if r.stores[0][0].domain != Domain.PARAM]
         self.totals = [r for r in reducers if r.stores[0][0].domain == Domain.PARAM]
+        # What the lanes of a block carry: of one row each, or of several rows, and then merged row by row.
+        by_row = [(r, g) for r, g in self.gathers if g.domain != Domain.PARAM]
+        self.lanes = reducers_of(by_row, self.tile.precision, "_lane") if is_flat else self.reducers
         self.carries = [c for r in self.reducers for c in r.carries]
         self.outputs = {result: Buffer(f"out{k}", result, result.shape, result.is_integer)
                         for k, (result, _) in enumerate([*self.gathers, *self.edges])}
         # Sums over all edges, and weights, are held for many pieces.
-        self.has_workers = bool(self.totals) or self.tile.has_products
+        self.has_workers = is_flat or bool(self.totals) or self.tile.has_products
         kinds = list(dict.fromkeys(g.attr("kind") for _, g in self.gathers))
         kinds += ["edge"] if self.edges else []
         side = "dst" if sweep.rows == Domain.DST else "src"
-        self.name = f"{'_'.join(kinds)}_by_{side}_{sweep.digest[:6]}"
+        self.name = f"{'_'.join(kinds)}_by_{side}_{'flat_' if is_flat else ''}{sweep.digest[:6]}"
 
     def generate(self) -> KernelSource:
-        for reducer in (*self.reducers, *self.totals):
+        for reducer in (*self.lanes, *self.totals):
             self.emitter.lines += reducer.update(self.emitter)
         for result, e in self.edges:
             value = self.emitter.number(e)
@@ -156,36 +173,75 @@ class _Generator:
         widths = tuple((math.prod(a.size for a in self.tile.axes.axes(c.node)), c.integer) for c in self.carries)
         return KernelSource(text, self.name, tuple(self.emitter.inputs.values()), tuple(self.outputs.values()), widths,
                             self.tile.num_programs, self.tile.width, block_e, min_block_e, elements_per_warp,
-                            self.emitter.uses_eid, self.emitter.uses_ids, self.has_workers)
+                            self.emitter.uses_eid, self.emitter.uses_ids, self.has_workers, self.is_flat,
+                            self.tile.has_products)
 
     # --- kernels ----------------------------------------------------------------------------------------------------
 
     def _kernel(self) -> str:
-        """The kernel whose programs take pieces of rows."""
+        """The kernel whose programs take pieces of rows, or blocks of edges."""
         emitter, tile = self.emitter, self.tile
-        ahead, loads = self._prefetched()
-        starts = self._starts(self.reducers, "BLOCK_E")
-        piece = _fill(skeletons.PIECE, before=_indent(emitter.row_lines + starts + ahead, 0), lanes=tile.edge_slice,
-                      loop=_indent(loads + emitter.lines, 1))
-        if self.carries:
-            after = [line for r in self.reducers for line in r.merge_lanes()]
-            piece += _fill(skeletons.RESULT, after=_indent(after, 0), finish=_indent(self._row_stores(), 1),
-                           spill=_indent(self._spills(), 1))
+        body = self._blocks() if self.is_flat else self._piece()
         ids = ["ids_ptr"] if emitter.uses_ids else []
-        tables = ["other_ptr", "eid_ptr", *ids, "piece_row_ptr", "piece_start_ptr", "piece_end_ptr", "piece_slot_ptr"]
-        counts = ["num_pieces", *(["num_workers"] if self.has_workers else [])]
+        pieces = ["piece_row_ptr", "piece_start_ptr", "piece_end_ptr", "piece_slot_ptr"]
+        tables = ["other_ptr", "eid_ptr", *ids]
+        if self.is_flat:
+            tables += ["rows_ptr", *(["block_ptr_ptr", *pieces] if self.carries else []), "num_edges"]
+        else:
+            tables += [*pieces, "num_pieces"]
+        workers = ["num_workers"] if self.has_workers else []
         ins = [p for b in emitter.inputs.values()
                for p in ([f"{b.name}_ptr"] + ([f"{b.name}_stride"] if b.node.is_row else []))]
         outs = [f"{b.name}_ptr" for b in self.outputs.values()]
         has_ids = ["HAS_IDS: tl.constexpr"] if emitter.uses_ids else []
-        params = ", ".join([*tables, *counts, *ins, *outs, *self._workspaces(), *_EDGE_CONSTANTS, *_CONSTANTS,
+        params = ", ".join([*tables, *workers, *ins, *outs, *self._workspaces(), *_EDGE_CONSTANTS, *_CONSTANTS,
                             *has_ids])
         if not self.has_workers:
             return _fill(skeletons.ONE_PIECE, name=self.name, params=params, tiles=_indent(tile.lines("num_pieces"), 1),
-                         once=_indent(emitter.once_lines, 1), piece=_indent(piece.splitlines(), 1))
-        once = emitter.once_lines + self._starts(self.totals, "BLOCK_E")
-        return _fill(skeletons.WORKERS, name=self.name, params=params, tiles=_indent(tile.lines("num_workers"), 1),
-                     once=_indent(once, 1), piece=_indent(piece.splitlines(), 2), totals=_indent(self._totals(), 1))
+                         once=_indent(emitter.once_lines, 1), piece=_indent(body.splitlines(), 1))
+        once = _indent(emitter.once_lines + self._starts(self.totals, "BLOCK_E"), 1)
+        tiles = _indent(tile.lines("num_workers"), 1)
+        totals = _indent(self._totals(), 1)
+        if self.is_flat:
+            return _fill(skeletons.FLAT, name=self.name, params=params, tiles=tiles, once=once,
+                         loop=_indent(body.splitlines(), 1), totals=totals)
+        return _fill(skeletons.WORKERS, name=self.name, params=params, tiles=tiles, once=once,
+                     piece=_indent(body.splitlines(), 2), totals=totals)
+
+    def _piece(self) -> str:
+        """What a program does for a piece of a row."""
+        ahead, loads = self._prefetched("start", "end", "BLOCK_E")
+        piece = _fill(skeletons.PIECE,
+                      before=_indent(self.emitter.row_lines + self._starts(self.reducers, "BLOCK_E") + ahead, 0))
+        piece += _fill(skeletons.LOOP, start="start", end="end", step="BLOCK_E", lanes=self.tile.edge_slice,
+                       loop=_indent(loads + self.emitter.lines, 1))
+        return piece + (self._result([]) if self.carries else "")
+
+    def _blocks(self) -> str:
+        """What a program does for all its blocks of edges."""
+        span = ("worker * BLOCK_E", "num_edges", "num_workers * BLOCK_E")
+        ahead, loads = self._prefetched(*span)
+        lines = self._starts(self.lanes, "BLOCK_E") + loads + self.emitter.lines
+        if self.carries:
+            lines += self._pieces_of_block()
+        return "".join(f"{line}\n" for line in ahead) + _fill(
+            skeletons.LOOP, start=span[0], end=span[1], step=span[2], lanes=self.tile.edge_slice,
+            loop=_indent(lines, 1))
+
+    def _pieces_of_block(self) -> list[str]:
+        """Lines that merge the lanes of each row of a block."""
+        inside = [f"inside = ((position >= start) & (position < end)){self.tile.edge_slice}"]
+        for r, lane in zip(self.reducers, self.lanes, strict=True):
+            inside += [f"{c.name} = tl.where(inside, {held.name}, {c.start})"
+                       for c, held in zip(r.carries, lane.carries, strict=True)]
+        piece = _fill(skeletons.PIECE, before="") + self._result(inside)
+        return _fill(skeletons.PIECES, piece=_indent(piece.splitlines(), 1)).splitlines()
+
+    def _result(self, before: Sequence[str]) -> str:
+        """``before``, what merges the lanes of a piece, and where the result goes."""
+        after = [*before, *(line for r in self.reducers for line in r.merge_lanes())]
+        return _fill(skeletons.RESULT, after=_indent(after, 0), finish=_indent(self._row_stores(), 1),
+                     spill=_indent(self._spills(), 1))
 
     def _merge_kernel(self) -> str:
         """The kernel that merges the pieces of rows that were cut."""
@@ -201,22 +257,24 @@ class _Generator:
                      before=_indent(self._starts(self.reducers, "1"), 1), loop=_indent(loop, 2),
                      finish=_indent(self._row_stores(), 1))
 
-    def _prefetched(self) -> tuple[list[str], list[str]]:
+    def _prefetched(self, start: str, end: str, step: str) -> tuple[list[str], list[str]]:
         """Lines before and in the loop that load indices one block ahead: a row is asked for by an index that is here.
 
-        What they load belongs to edges: the other endpoint, and what was asked for of its place and its id.
+        What they load belongs to edges: the other endpoint, the row where a block has several, and what was asked for
+        of its place and its id.
         """
         lanes = self.tile.edge_slice
-        ahead = ["ahead = start + tl.arange(0, BLOCK_E)"]
+        ahead = [f"ahead = {start} + tl.arange(0, BLOCK_E)"]
         loads = []
 
         def load(what: str, pointer: str) -> tuple[str, str]:
-            return (f"next_{what} = tl.load({pointer} + ahead, mask=ahead < end, other=0)",
-                    f"next_{what} = tl.load({pointer} + position + BLOCK_E, mask=position + BLOCK_E < end, other=0)")
+            return (f"next_{what} = tl.load({pointer} + ahead, mask=ahead < {end}, other=0)",
+                    f"next_{what} = tl.load({pointer} + position + {step}, mask=position + {step} < {end}, other=0)")
 
-        first, following = load("other", "other_ptr")
-        ahead.append(first)
-        loads += [f"other = next_other.to(tl.int64){lanes}", following]
+        for what in self.emitter.places.values():
+            first, following = load(what, f"{what}_ptr")
+            ahead.append(first)
+            loads += [f"{what} = next_{what}.to(tl.int64){lanes}", following]
         tables = [("HAS_EID", "eid", "eid", f"position{lanes}")] if self.emitter.uses_eid else []
         tables += [("HAS_IDS", "id", "edge_id", "eid")] if self.emitter.uses_ids else []
         for flag, what, name, otherwise in tables:
@@ -296,11 +354,13 @@ class _Generator:
     def _edges_in_flight(self) -> tuple[int, int, int]:
         """Most and fewest edges in flight per program, and values of the widest tile per warp."""
         loaded = [n for n in self.emitter.names
-                  if n.op == "input" and n.domain not in (Domain.PARAM, self.sweep.rows)]
+                  if n.op == "input" and n.domain not in self.emitter.fixed]
         held = [self.tile.padded(self.tile.axes.axes(n)) for n in (*loaded, *(c.node for c in self.carries))]
         elements, elements_per_warp = TILE_SHAPES[self._load_class(held)]
         fewest = MIN_DOT_SIZE if self.tile.has_products else 1
         most = max(min(elements // max(self.tile.width, 1), 64), fewest)
+        if self.is_flat and self.tile.has_products:
+            most = FLAT_EDGES
         while most > 2 * fewest and sum(held) * most > MAX_HELD * 32 * _warps(self.tile.width * most,
                                                                               elements_per_warp):
             most //= 2

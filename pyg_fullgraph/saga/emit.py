@@ -56,15 +56,19 @@ class Emitter:
         uses_ids: Whether those two may differ.
     """
 
-    def __init__(self, lowering: Lowering, tile: Tile, rows: Domain, lanes: int, uses_ids: bool) -> None:
+    def __init__(self, lowering: Lowering, tile: Tile, rows: Domain, lanes: int, uses_ids: bool,
+                 is_flat: bool = False) -> None:
         """Args:
             lowering, tile: Of the sweep.
             rows: Whose rows the sweep goes along.
             lanes: Features per 16 bytes.
             uses_ids: See the class.
+            is_flat: Whether a block has edges of several rows, which are then gathered like those of the other side.
         """
-        self.lowering, self.tile, self.rows, self.lanes = lowering, tile, rows, lanes
-        self.others = Domain.EDGE & ~rows
+        self.lowering, self.tile, self.lanes = lowering, tile, lanes
+        # Index of what is gathered; what is the same for a whole block is not.
+        self.places = {rows: "rows", Domain.EDGE & ~rows: "other"} if is_flat else {Domain.EDGE & ~rows: "other"}
+        self.fixed = (Domain.PARAM,) if is_flat else (Domain.PARAM, rows)
         self.once_lines: list[str] = []
         self.row_lines: list[str] = []
         self.lines: list[str] = []
@@ -107,7 +111,7 @@ class Emitter:
         return name if kind == "bool" else f"({name} != 0)" if kind == "float" else f"({name}.to(tl.int64) != 0)"
 
     def _emit_node(self, node: Node) -> None:
-        once = node.domain in (Domain.PARAM, self.rows) and node.op != "weight"
+        once = node.domain in self.fixed and node.op != "weight"
         lines = self.once_lines if node.domain == Domain.PARAM else self.row_lines if once else self.lines
         op = ir.OPS[node.op]
         self._types[node] = _type(node, [self._types[a] for a in node.args])
@@ -202,14 +206,14 @@ class Emitter:
         if node.domain == Domain.PARAM:
             mask = self.tile.mask(node)
             place = f"{buffer.name}_ptr + {offset}"
-        elif node.domain == self.rows:
+        elif node.domain in self.fixed:
             mask = self.tile.mask(node)
             place = f"{buffer.name}_ptr + row * {buffer.name}_stride + {offset}"
         else:
-            index = "other" if node.domain == self.others else self.edge_places()
+            index = self.places.get(node.domain) or self.edge_places()
             mask = self.tile.mask(node, "live", pitch=run[1])
             place = f"{buffer.name}_ptr + {index}.to(tl.int64) * {buffer.name}_stride + {offset}"
-        if offset == "0" and self.tile.order and node.domain in (Domain.PARAM, self.rows):
+        if offset == "0" and self.tile.order and node.domain in self.fixed:
             return f"tl.load({place}){cast}"
         return f"tl.load({place}{f', mask={mask}, other=0' if mask else ''}){cast}"
 
@@ -228,7 +232,7 @@ class Emitter:
         # The id is brought inside, not masked: one of a row is a scalar, which a mask of features does not take in
         # Triton's interpreter.
         nearest = f"tl.minimum(tl.maximum({name}, 0), {num_rows - 1})"
-        mask = self.tile.mask(row, *(["live"] if index.domain not in (Domain.PARAM, self.rows) else []))
+        mask = self.tile.mask(row, *(["live"] if index.domain not in self.fixed else []))
         place = f"{buffer.name}_ptr + {nearest}.to(tl.int64) * {max(row.numel, 1)} + {self._offset(row)}"
         value = f"tl.load({place}{f', mask={mask}, other=0' if mask else ''})"
         inside = f"({name} >= 0) & ({name} < {num_rows})"
@@ -239,7 +243,7 @@ class Emitter:
         """Length of the innermost runs of a gathered input, and their length in memory (see :class:`Buffer`)."""
         axes = self.tile.axes.axes(node)
         is_cut = any(p.source is self.lowering.source(node) for p in self.lowering.places.values())
-        if node.domain != self.others or node.is_integer or not axes or node.numel < 2 * self.lanes or is_cut:
+        if node.domain not in self.places or node.is_integer or not axes or node.numel < 2 * self.lanes or is_cut:
             return 1, 1
         return axes[-1].size, -(-axes[-1].size // self.lanes) * self.lanes
 

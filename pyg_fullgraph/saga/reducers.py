@@ -45,7 +45,7 @@ class Reducer:
 class Sum(Reducer):
     """Sum of one value; a mean of it divides the same carry."""
 
-    def __init__(self, k: int, value: Node, results: Sequence[tuple[str, Node]]) -> None:
+    def __init__(self, k: str, value: Node, results: Sequence[tuple[str, Node]]) -> None:
         self.value, self.name = value, f"sum{k}"
         text = {"sum": self.name, "mean": f"{self.name} / tl.maximum(count, 1.0)"}
         super().__init__([Carry(self.name, results[0][1], "0.0")], [(r, text[kind]) for kind, r in results])
@@ -66,7 +66,7 @@ class Outer(Reducer):
     With ``num_rows``, ``a`` is the index of a row, and what is summed goes there.
     """
 
-    def __init__(self, k: int, left: Node, right: Node, result: Node, precision: str, num_rows: int = 0) -> None:
+    def __init__(self, k: str, left: Node, right: Node, result: Node, precision: str, num_rows: int = 0) -> None:
         self.left, self.right, self.precision, self.name = left, right, precision, f"outer{k}"
         self.num_rows = num_rows
         super().__init__([Carry(self.name, result, "0.0")], [(result, self.name)])
@@ -83,7 +83,7 @@ class Outer(Reducer):
 class Product(Reducer):
     """Product of one value; 1 for a row without edges."""
 
-    def __init__(self, k: int, value: Node, result: Node) -> None:
+    def __init__(self, k: str, value: Node, result: Node) -> None:
         self.value, self.name = value, f"product{k}"
         super().__init__([Carry(self.name, result, "1.0")], [(result, self.name)])
 
@@ -100,7 +100,7 @@ class Product(Reducer):
 class Peak(Reducer):
     """Maximum without its argument; NaN wins."""
 
-    def __init__(self, k: int, value: Node, result: Node) -> None:
+    def __init__(self, k: str, value: Node, result: Node) -> None:
         self.value, self.name = value, f"max{k}"
         super().__init__([Carry(self.name, result, 'float("-inf")')],
                          [(result, f"tl.where(count > 0, {self.name}, 0.0)")])
@@ -119,7 +119,7 @@ class Peak(Reducer):
 class ArgPeak(Reducer):
     """Maximum and the smallest edge id that reaches it; NaN wins."""
 
-    def __init__(self, k: int, value: Node, results: Sequence[tuple[str, Node]]) -> None:
+    def __init__(self, k: str, value: Node, results: Sequence[tuple[str, Node]]) -> None:
         self.value, self.peak, self.ids = value, f"max{k}", f"arg{k}"
         carries = [Carry(self.peak, results[0][1], 'float("-inf")'),
                    Carry(self.ids, results[0][1], "UNSET", integer=True)]
@@ -155,7 +155,7 @@ class ArgPeak(Reducer):
 class Softmax(Reducer):
     """Online softmax: running maximum, denominator and weighted sums (the flash-attention recurrence)."""
 
-    def __init__(self, k: int, logit: Node, sums: Sequence[tuple[Node, Node]], stats: Sequence[Node]) -> None:
+    def __init__(self, k: str, logit: Node, sums: Sequence[tuple[Node, Node]], stats: Sequence[Node]) -> None:
         self.logit, self.sums = logit, sums
         self.peak, self.total, self.scale = f"peak{k}", f"total{k}", f"scale{k}"
         self.weight = f"weight{k}"
@@ -200,8 +200,11 @@ class Softmax(Reducer):
         return [*lines, f"{self.peak} = {top}"]
 
 
-def reducers_of(gathers: Sequence[tuple[Node, Node]], precision: str) -> list[Reducer]:
-    """One reducer per value that is reduced, for all results that it can give; softmax last, its weights come late."""
+def reducers_of(gathers: Sequence[tuple[Node, Node]], precision: str, suffix: str = "") -> list[Reducer]:
+    """One reducer per value that is reduced, for all results that it can give; softmax last, its weights come late.
+
+    The names of all that they carry end in ``suffix``.
+    """
     sums: dict[tuple[Domain, Node], list[tuple[str, Node]]] = {}
     peaks: dict[Node, list[tuple[str, Node]]] = {}
     softmax: dict[Node, tuple[list[tuple[Node, Node]], list[Node]]] = {}
@@ -213,19 +216,20 @@ def reducers_of(gathers: Sequence[tuple[Node, Node]], precision: str) -> list[Re
         elif kind in ("max", "argmax"):
             peaks.setdefault(g.args[0], []).append((kind, result))
         elif kind == "mul":
-            out.append(Product(len(out), g.args[0], result))
+            out.append(Product(f"{len(out)}{suffix}", g.args[0], result))
         elif kind in ("outer", "index_sum"):
             num_rows = result.shape[0] if kind == "index_sum" else 0
-            out.append(Outer(len(out), g.args[0], g.args[1], result, precision, num_rows))
+            out.append(Outer(f"{len(out)}{suffix}", g.args[0], g.args[1], result, precision, num_rows))
         else:
             values, stats = softmax.setdefault(g.args[0], ([], []))
             if kind == "lse":
                 stats.append(result)
             else:
                 values.append((result, g.args[1]))
-    out += [Sum(len(out) + k, value, results) for k, ((_, value), results) in enumerate(sums.items())]
+    out += [Sum(f"{len(out) + k}{suffix}", value, results) for k, ((_, value), results) in enumerate(sums.items())]
     for k, (value, results) in enumerate(peaks.items()):
         has_ids = any(kind == "argmax" for kind, _ in results)
-        out.append(ArgPeak(k, value, results) if has_ids else Peak(k, value, results[0][1]))
-    out += [Softmax(k, logit, *parts) for k, (logit, parts) in enumerate(softmax.items())]
+        name = f"{k}{suffix}"
+        out.append(ArgPeak(name, value, results) if has_ids else Peak(name, value, results[0][1]))
+    out += [Softmax(f"{k}{suffix}", logit, *parts) for k, (logit, parts) in enumerate(softmax.items())]
     return out
