@@ -26,8 +26,9 @@ from triton_kernels import launch, segment, tune
 
 #: Most edges of one piece of a row.
 MAX_PIECE = 1024
-#: Mean number of edges of a row up to which sweeps with matrix products per edge take blocks of edges, not rows.
-MAX_FLAT_DEGREE = 32
+#: Rows of how many edges on average leave lanes of matrix products idle, so that sweeps take blocks of edges in place of
+#: rows, and from how much work per feature on products outweigh that every row of a block is then merged by itself.
+MAX_FLAT_DEGREE, MIN_FLAT_WORK = 32, 32
 #: Most programs that hold weights or sums over edges, and most elements that they write for one parameter together.
 MAX_WORKERS, WORKER_ELEMENTS = 8448, 1 << 23
 
@@ -186,8 +187,8 @@ def _kernel_for(sweep: Sweep, like: Tensor, order: EdgeOrder | None = None) -> c
 
 def _prefers_blocks(kernel: codegen.KernelSource | NotFusable, order: EdgeOrder) -> bool:
     """Whether rows are so short that blocks of edges of several rows fill the matrix products of ``kernel`` better."""
-    return isinstance(kernel, codegen.KernelSource) and not kernel.is_flat and kernel.has_products \
-        and order.num_edges <= MAX_FLAT_DEGREE * order.num_rows
+    return isinstance(kernel, codegen.KernelSource) and not kernel.is_flat \
+        and kernel.product_work >= MIN_FLAT_WORK and order.num_edges <= MAX_FLAT_DEGREE * order.num_rows
 
 
 @lru_cache(maxsize=4096)

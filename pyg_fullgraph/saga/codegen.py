@@ -24,12 +24,11 @@ __all__ = ["KernelSource", "generate", "needs_ids"]
 
 #: Values of the widest tile in flight per program, and per warp, by what the loop does: plain sums, sums over features
 #: or softmax (fewer warps mean fewer exchanges), many wide values at once (registers), and matrix products. Measured
-#: on an H200.
-TILE_SHAPES = {"light": (2048, 512), "exchange": (2048, 1024), "heavy": (1024, 256), "dense": (1024, 256)}
+#: on an H200, but for matrix products of blocks of edges of several rows: what compiles for it without spilling.
+TILE_SHAPES = {"light": (2048, 512), "exchange": (2048, 1024), "heavy": (1024, 256), "dense": (1024, 256),
+               "blocks": (8192, 512)}
 #: Loaded and carried values per thread above which fewer edges are in flight: they would not fit the registers.
 MAX_HELD = 96
-#: Edges of a block in flight where programs take blocks of edges and compute matrix products of them.
-FLAT_EDGES = 64
 #: Parameters of every kernel, and those of the ones that know about edges.
 _CONSTANTS = ["FLOAT: tl.constexpr", "ID: tl.constexpr", "UNSET: tl.constexpr"]
 _EDGE_CONSTANTS = ["BLOCK_E: tl.constexpr", "HAS_EID: tl.constexpr"]
@@ -55,7 +54,7 @@ class KernelSource:
         has_workers: Whether it has a fixed number of programs, and takes that number after the number of pieces.
         is_flat: Whether programs take blocks of edges, of whatever rows: it has workers, and takes the row of each edge
             and the number of edges in place of pieces and their number; pieces, if it reduces rows, go by block.
-        has_products: Whether it computes matrix products of a block of edges at a time.
+        product_work: Multiply-adds of matrix products of a block of edges, per edge and feature that is reduced by row.
     """
 
     source: str
@@ -72,7 +71,7 @@ class KernelSource:
     uses_ids: bool
     has_workers: bool
     is_flat: bool
-    has_products: bool
+    product_work: float
 
     @property
     def has_merge(self) -> bool:
@@ -129,7 +128,7 @@ def needs_ids(sweep: Sweep) -> bool:
 class _Generator:
     def __init__(self, sweep: Sweep, lanes: int, max_width: int, is_flat: bool) -> None:
         self.is_flat = is_flat
-        lowering = Lowering(sweep.operands, lanes)
+        lowering = Lowering(sweep.operands, lanes, is_flat)
         waiting = iter(lowering.roots)
         self.sweep = sweep
         self.gathers = [(r, g.rebuild([next(waiting) for _ in g.args])) for r, g in sweep.gathers]
@@ -137,10 +136,11 @@ class _Generator:
         for _, g in self.gathers:
             if g.attr("kind") in ("outer", "index_sum") and lanes <= 2:
                 raise NotFusable(["a parameter's gradient is a matrix product in float64"])
-        self.tile = Tile(self.gathers, self.edges, lanes, max_width)
+        self.tile = Tile(self.gathers, self.edges, lanes, max_width, is_flat)
         uses_ids = needs_ids(sweep) and (bool(sweep.edges) or any(n.domain == Domain.EDGE for n in sweep.inputs))
         self.emitter = Emitter(lowering, self.tile, sweep.rows, lanes, uses_ids, is_flat)
-        reducers = reducers_of(self.gathers, self.tile.precision)
+        self.has_large_blocks = is_flat and self.tile.has_products
+        reducers = reducers_of(self.gathers, self.tile.precision, has_large_blocks=self.has_large_blocks)
         self.reducers = [r for r in reducers if r.stores[0][0].domain != Domain.PARAM]
         self.totals = [r for r in reducers if r.stores[0][0].domain == Domain.PARAM]
         # What the lanes of a block carry: of one row each, or of several rows, and then merged row by row.
@@ -174,7 +174,7 @@ class _Generator:
         return KernelSource(text, self.name, tuple(self.emitter.inputs.values()), tuple(self.outputs.values()), widths,
                             self.tile.num_programs, self.tile.width, block_e, min_block_e, elements_per_warp,
                             self.emitter.uses_eid, self.emitter.uses_ids, self.has_workers, self.is_flat,
-                            self.tile.has_products)
+                            self._product_work())
 
     # --- kernels ----------------------------------------------------------------------------------------------------
 
@@ -199,7 +199,8 @@ class _Generator:
         if not self.has_workers:
             return _fill(skeletons.ONE_PIECE, name=self.name, params=params, tiles=_indent(tile.lines("num_pieces"), 1),
                          once=_indent(emitter.once_lines, 1), piece=_indent(body.splitlines(), 1))
-        once = _indent(emitter.once_lines + self._starts(self.totals, "BLOCK_E"), 1)
+        lanes = "1" if self.has_large_blocks else "BLOCK_E"
+        once = _indent(emitter.once_lines + self._starts(self.totals, lanes), 1)
         tiles = _indent(tile.lines("num_workers"), 1)
         totals = _indent(self._totals(), 1)
         if self.is_flat:
@@ -213,7 +214,7 @@ class _Generator:
         ahead, loads = self._prefetched("start", "end", "BLOCK_E")
         piece = _fill(skeletons.PIECE,
                       before=_indent(self.emitter.row_lines + self._starts(self.reducers, "BLOCK_E") + ahead, 0))
-        piece += _fill(skeletons.LOOP, start="start", end="end", step="BLOCK_E", lanes=self.tile.edge_slice,
+        piece += _fill(skeletons.LOOP, range="range", stages="", start="start", end="end", step="BLOCK_E", lanes=self.tile.edge_slice,
                        loop=_indent(loads + self.emitter.lines, 1))
         return piece + (self._result([]) if self.carries else "")
 
@@ -225,7 +226,8 @@ class _Generator:
         if self.carries:
             lines += self._pieces_of_block()
         return "".join(f"{line}\n" for line in ahead) + _fill(
-            skeletons.LOOP, start=span[0], end=span[1], step=span[2], lanes=self.tile.edge_slice,
+            skeletons.LOOP, range="tl.range", stages=", num_stages=1", start=span[0], end=span[1], step=span[2],
+            lanes=self.tile.edge_slice,
             loop=_indent(lines, 1))
 
     def _pieces_of_block(self) -> list[str]:
@@ -349,6 +351,11 @@ class _Generator:
             lines.append(f"tl.store(tl.broadcast_to({self._workspace(c)}, {shape}), {c.name}{mask})")
         return lines
 
+    def _product_work(self) -> float:
+        products = {n for _, g in self.gathers for a in g.args for n in ir.walk(a) if n.op == "mm"}
+        work = sum(n.args[0].numel * n.shape[-1] for n in products)
+        return work / max(sum(r.numel for r, g in self.gathers if g.domain != Domain.PARAM), 1)
+
     # --- shape ------------------------------------------------------------------------------------------------------
 
     def _edges_in_flight(self) -> tuple[int, int, int]:
@@ -359,8 +366,6 @@ class _Generator:
         elements, elements_per_warp = TILE_SHAPES[self._load_class(held)]
         fewest = MIN_DOT_SIZE if self.tile.has_products else 1
         most = max(min(elements // max(self.tile.width, 1), 64), fewest)
-        if self.is_flat and self.tile.has_products:
-            most = FLAT_EDGES
         while most > 2 * fewest and sum(held) * most > MAX_HELD * 32 * _warps(self.tile.width * most,
                                                                               elements_per_warp):
             most //= 2
@@ -369,7 +374,7 @@ class _Generator:
     def _load_class(self, held: Sequence[int]) -> str:
         """Which row of :data:`TILE_SHAPES` the loop is like; ``held`` are features that are loaded or carried."""
         if self.tile.has_products:
-            return "dense"
+            return "blocks" if self.is_flat else "dense"
         if sum(2 * width > self.tile.width for width in held) > 2:
             return "heavy"
         exchanges = any(ir.OPS[n.op].kind == "reduce" for n in self.emitter.names) or any(

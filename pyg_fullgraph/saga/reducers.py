@@ -43,18 +43,23 @@ class Reducer:
 
 
 class Sum(Reducer):
-    """Sum of one value; a mean of it divides the same carry."""
+    """Sum of one value; a mean of it divides the same carry.
 
-    def __init__(self, k: str, value: Node, results: Sequence[tuple[str, Node]]) -> None:
+    ``is_merged`` says that the carry has one lane, to which those of a block are added at once.
+    """
+
+    def __init__(self, k: str, value: Node, results: Sequence[tuple[str, Node]], is_merged: bool = False) -> None:
+        self.is_merged = is_merged
         self.value, self.name = value, f"sum{k}"
         text = {"sum": self.name, "mean": f"{self.name} / tl.maximum(count, 1.0)"}
         super().__init__([Carry(self.name, results[0][1], "0.0")], [(r, text[kind]) for kind, r in results])
 
     def update(self, gen: Emitter) -> list[str]:
-        return [f"{self.name} += tl.where(live, {gen.number(self.value)}, 0.0)"]
+        value = f"tl.where(live, {gen.number(self.value)}, 0.0)"
+        return [f"{self.name} += {f'tl.sum({value}, axis=0, keep_dims=True)' if self.is_merged else value}"]
 
     def merge_lanes(self) -> list[str]:
-        return [f"{self.name} = tl.sum({self.name}, axis=0, keep_dims=True)"]
+        return [] if self.is_merged else [f"{self.name} = tl.sum({self.name}, axis=0, keep_dims=True)"]
 
     def merge_piece(self) -> list[str]:
         return [f"{self.name} += new_{self.name}"]
@@ -200,10 +205,12 @@ class Softmax(Reducer):
         return [*lines, f"{self.peak} = {top}"]
 
 
-def reducers_of(gathers: Sequence[tuple[Node, Node]], precision: str, suffix: str = "") -> list[Reducer]:
+def reducers_of(gathers: Sequence[tuple[Node, Node]], precision: str, suffix: str = "",
+                has_large_blocks: bool = False) -> list[Reducer]:
     """One reducer per value that is reduced, for all results that it can give; softmax last, its weights come late.
 
-    The names of all that they carry end in ``suffix``.
+    The names of all that they carry end in ``suffix``. With large blocks of edges, sums over all edges hold one number
+    per feature and not one per lane.
     """
     sums: dict[tuple[Domain, Node], list[tuple[str, Node]]] = {}
     peaks: dict[Node, list[tuple[str, Node]]] = {}
@@ -226,7 +233,8 @@ def reducers_of(gathers: Sequence[tuple[Node, Node]], precision: str, suffix: st
                 stats.append(result)
             else:
                 values.append((result, g.args[1]))
-    out += [Sum(f"{len(out) + k}{suffix}", value, results) for k, ((_, value), results) in enumerate(sums.items())]
+    out += [Sum(f"{len(out) + k}{suffix}", value, results, has_large_blocks and domain == Domain.PARAM)
+            for k, ((domain, value), results) in enumerate(sums.items())]
     for k, (value, results) in enumerate(peaks.items()):
         has_ids = any(kind == "argmax" for kind, _ in results)
         name = f"{k}{suffix}"

@@ -45,8 +45,8 @@ class Lowering:
         weights: Name of a parameter matrix -> its input, for products of a block of edges at a time.
     """
 
-    def __init__(self, roots: Sequence[Node], lanes: int) -> None:
-        self.lanes = lanes
+    def __init__(self, roots: Sequence[Node], lanes: int, is_flat: bool = False) -> None:
+        self.lanes, self.is_flat = lanes, is_flat
         self.tables: dict[Node, Place] = {}
         self.weights: dict[str, Node] = {}
         cut, self.places = place_slices(roots)
@@ -72,6 +72,8 @@ class Lowering:
         rows, columns = weight.shape
         area = next_power_of_2(rows) * next_power_of_2(columns)
         is_wide = next_power_of_2(rows) >= MIN_DOT_SIZE and area >= MIN_DOT_PRODUCT
+        if self.is_flat and len(x.shape) == 1:  # a full block of edges is worth rows of zeros
+            is_wide = MIN_DOT_SIZE * next_power_of_2(columns) >= MIN_DOT_PRODUCT and rows > 1
         if is_wide and self.lanes > 2 and weight.op == "input":
             self.weights[weight.name] = weight
             return Node("mm", (x,), node.shape, node.domain, weight=weight.name)
@@ -95,13 +97,14 @@ class Tile:
     """
 
     def __init__(self, gathers: Sequence[tuple[Node, Node]], edges: Sequence[tuple[Node, Node]], lanes: int,
-                 max_width: int) -> None:
+                 max_width: int, is_flat: bool = False) -> None:
         """Choose a tile.
 
         Args:
             gathers, edges: Results of the sweep with what they are, lowered.
             lanes: Features per 16 bytes.
             max_width: Features per edge above which axes are split.
+            is_flat: Whether blocks of edges are always full, so that tensor cores pay for all products.
 
         Raises:
             NotFusable: What cannot be split is too wide.
@@ -122,12 +125,20 @@ class Tile:
         products += [self.axes.axes(r) for r, g in gathers if g.attr("kind") in ("outer", "index_sum")]
         self.order = list(self.axes.order)
         self.block = {a: next_power_of_2(a.size) for a in (*self.order, *(a for axes in products for a in axes))}
+        if is_flat:
+            self._pad([self.axes.dims[r] for r, g in gathers if g.attr("kind") == "outer"]
+                      + [(self.axes.axes(n.args[0]),) for n in nodes if n.op == "mm"])
         self.split: list[Axis] = []
-        self._fit([self.axes.axes(n) for n in nodes], products, reduced, max_width)
+        self._fit([self.axes.axes(n) for n in nodes], products, reduced, max_width,
+                  MAX_DOT_PRODUCT if len(products) == 1 and not is_flat else MAX_DOT_PRODUCTS)
         self.has_products = bool(products)
         # Factors in half precision have no more digits than tf32 numbers. In float32 ordinary arithmetic was 1.4 times
-        # as fast on an H200 as three products of tf32 numbers, but holds matrices in registers, and spills several.
-        self.precision = "tf32" if lanes == 8 else "ieee" if len(products) == 1 else "tf32x3"
+        # as fast on an H200 for blocks of 16 edges as three products of tf32 numbers, but holds matrices in registers,
+        # and spills several. Of full blocks, three products are half as many instructions, except with extrema, where
+        # the compiler holds both parts of the weights in registers and spills them.
+        has_peaks = any(g.attr("kind") in ("max", "argmax") for _, g in gathers)
+        self.precision = "tf32" if lanes == 8 else "ieee" if len(products) == 1 and (has_peaks or not is_flat) \
+            else "tf32x3"
 
     def _reduced(self, nodes: Sequence[Node]) -> tuple[set[Axis], list[tuple[Axis, ...]]]:
         """Axes that one program must hold as a whole, and those of the weights of matrix products."""
@@ -141,10 +152,14 @@ class Tile:
                 products.append(self.axes.axes(node.args[0]) + self.axes.axes(node))
         return reduced, products
 
+    def _pad(self, factors: Sequence[tuple[tuple[Axis, ...], ...]]) -> None:
+        """Give factors of products that have one axis as many places as tensor cores take at once."""
+        for axes in (a for sides in factors for a in sides if len(a) == 1):
+            self.block[axes[0]] = max(self.block[axes[0]], MIN_DOT_SIZE)
+
     def _fit(self, held: Sequence[tuple[Axis, ...]], products: Sequence[tuple[Axis, ...]], reduced: set[Axis],
-             max_width: int) -> None:
-        """Halve axes until values and weights fit."""
-        most = MAX_DOT_PRODUCT if len(products) == 1 else MAX_DOT_PRODUCTS
+             max_width: int, most: int) -> None:
+        """Halve axes until values and weights, ``most`` of these, fit."""
         while True:
             widest = max(held, key=self.padded, default=())
             largest = max(products, key=self.padded, default=())
