@@ -26,8 +26,9 @@ from triton_kernels import launch, segment, tune
 
 #: Most edges of one piece of a row.
 MAX_PIECE = 1024
-#: Rows of how many edges on average leave lanes of matrix products idle, so that sweeps take blocks of edges in place of
-#: rows, and from how much work per feature on products outweigh that every row of a block is then merged by itself.
+#: Rows of how many edges on average leave lanes of matrix products idle, so that sweeps take blocks of edges in place
+#: of rows, and from how much work per feature on products outweigh that each row of a block is then merged by itself.
+#: From counts of instructions, not measured.
 MAX_FLAT_DEGREE, MIN_FLAT_WORK = 32, 32
 #: Most programs that hold weights or sums over edges, and most elements that they write for one parameter together.
 MAX_WORKERS, WORKER_ELEMENTS = 8448, 1 << 23

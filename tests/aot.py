@@ -21,7 +21,7 @@ from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource
 
 from pyg_fullgraph.autograd import EdgePhase
-from pyg_fullgraph.execution import kernel_of
+from pyg_fullgraph.execution import MIN_FLAT_WORK, kernel_of
 from pyg_fullgraph.saga.codegen import KernelSource
 from pyg_fullgraph.saga.ir import EdgeProgram
 from pyg_fullgraph.saga.passes import split
@@ -93,8 +93,14 @@ def main(names: list[str]) -> None:
             if not isinstance(kernel, KernelSource):
                 results[f"{name}/{k}"] = {"refused": kernel.reasons}
                 continue
-            for part in (kernel.name, *([kernel.merge_name] if kernel.has_merge else [])):
-                results[f"{name}/{k}/{part}"] = compile_kernel(kernel, part, dtype, index)
+            kernels = [kernel]
+            if kernel.product_work >= MIN_FLAT_WORK and not kernel.is_flat:
+                in_blocks = kernel_of(sweep, lanes, is_flat=True)
+                assert isinstance(in_blocks, KernelSource), in_blocks
+                kernels.append(in_blocks)
+            for kernel in kernels:
+                for part in (kernel.name, *([kernel.merge_name] if kernel.has_merge else [])):
+                    results[f"{name}/{k}/{part}"] = compile_kernel(kernel, part, dtype, index)
     print(json.dumps(results, indent=1))
 
 

@@ -32,9 +32,11 @@ GOLDEN = Path(__file__).parent / "golden"
 
 #: Bytes that ptxas may spill per kernel, and the cases that may spill more: many small values per edge, a Gaussian per
 #: pair of channels whose gradients all come out of one sweep, and the backward sweeps of wide products, where ptxas
-#: loads a whole matrix ahead and which take no longer for it on an H200 than forward.
+#: loads a whole matrix ahead and which take no longer for it on an H200 than forward. Blocks of edges of several rows
+#: spill up to 2050 bytes for 256 features and 2420 for CGConv's four outer products.
 MAX_SPILL_BYTES = 16
-MORE_SPILL_BYTES = {"gatv2": 64, "gmm-separate": 704, "edge-mlp-128": 4500, "edge-mlp-256": 9600}
+MORE_SPILL_BYTES = {"gatv2": 64, "gmm-separate": 704, "edge-mlp-128": 4500, "edge-mlp-256": 9600, "cg-64": 2500,
+                    "cg-64:bf16:i32": 600}
 #: Shared memory of a program on Hopper.
 SHARED_BYTES = 232_448
 

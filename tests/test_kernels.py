@@ -161,7 +161,7 @@ def test_ids_of_a_part(name, is_long, device, monkeypatch):
         return [*out, *gradients(out, tensors, [torch.ones_like(o) for o in out])]
 
     by_kernels, unnamed = results(graph), results(whole)
-    monkeypatch.setattr(execution, "_kernel_for", lambda sweep, like: None)
+    monkeypatch.setattr(execution, "_kernel_for", lambda *args: None)
     for got, want in zip(by_kernels, results(graph), strict=True):
         torch.testing.assert_close(got, want)
     assert ("dropout" in name) != all(torch.equal(a, b) for a, b in zip(by_kernels, unnamed, strict=True))

@@ -72,7 +72,7 @@ slot = tl.load(piece_slot_ptr + piece).to(tl.int64)
 '''
 
 LOOP = '''\
-for base in {range}({start}, {end}, {step}{stages}):
+for base in {range}({start}, {end}, {step}{options}):
     position = base + tl.arange(0, BLOCK_E)
     alive = position < {end}
     live = alive{lanes}

@@ -16,7 +16,7 @@ from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.emit import Buffer, Emitter
 from pyg_fullgraph.saga.ir import Domain
 from pyg_fullgraph.saga.plans import Sweep
-from pyg_fullgraph.saga.reducers import Carry, Outer, Reducer, Softmax, reducers_of
+from pyg_fullgraph.saga.reducers import ArgPeak, Carry, Outer, Peak, Reducer, Softmax, reducers_of
 from pyg_fullgraph.saga.tiles import MIN_DOT_SIZE, TILE_FEATURES, Lowering, Tile, next_power_of_2
 from triton_kernels import skeletons
 
@@ -24,9 +24,10 @@ __all__ = ["KernelSource", "generate", "needs_ids"]
 
 #: Values of the widest tile in flight per program, and per warp, by what the loop does: plain sums, sums over features
 #: or softmax (fewer warps mean fewer exchanges), many wide values at once (registers), and matrix products. Measured
-#: on an H200, but for matrix products of blocks of edges of several rows: what compiles for it without spilling.
+#: on an H200, but for matrix products of blocks of edges of several rows: fewest instructions and spills of what
+#: compiles for it. Extrema take 64 edges, from which on the weights need not be in registers.
 TILE_SHAPES = {"light": (2048, 512), "exchange": (2048, 1024), "heavy": (1024, 256), "dense": (1024, 256),
-               "blocks": (8192, 512)}
+               "blocks": (8192, 512), "blocks of extrema": (16384, 512)}
 #: Loaded and carried values per thread above which fewer edges are in flight: they would not fit the registers.
 MAX_HELD = 96
 #: Parameters of every kernel, and those of the ones that know about edges.
@@ -214,9 +215,13 @@ class _Generator:
         ahead, loads = self._prefetched("start", "end", "BLOCK_E")
         piece = _fill(skeletons.PIECE,
                       before=_indent(self.emitter.row_lines + self._starts(self.reducers, "BLOCK_E") + ahead, 0))
-        piece += _fill(skeletons.LOOP, range="range", stages="", start="start", end="end", step="BLOCK_E", lanes=self.tile.edge_slice,
-                       loop=_indent(loads + self.emitter.lines, 1))
+        piece += self._loop("range", "start", "end", "BLOCK_E", loads + self.emitter.lines)
         return piece + (self._result([]) if self.carries else "")
+
+    def _loop(self, kind: str, start: str, end: str, step: str, lines: Sequence[str], options: str = "") -> str:
+        """The loop over blocks of edges."""
+        return _fill(skeletons.LOOP, range=kind, start=start, end=end, step=step, options=options,
+                     lanes=self.tile.edge_slice, loop=_indent(lines, 1))
 
     def _blocks(self) -> str:
         """What a program does for all its blocks of edges."""
@@ -225,10 +230,8 @@ class _Generator:
         lines = self._starts(self.lanes, "BLOCK_E") + loads + self.emitter.lines
         if self.carries:
             lines += self._pieces_of_block()
-        return "".join(f"{line}\n" for line in ahead) + _fill(
-            skeletons.LOOP, range="tl.range", stages=", num_stages=1", start=span[0], end=span[1], step=span[2],
-            lanes=self.tile.edge_slice,
-            loop=_indent(lines, 1))
+        # Stages would hold several blocks of rows in shared memory, more than there is.
+        return "".join(f"{line}\n" for line in ahead) + self._loop("tl.range", *span, lines, ", num_stages=1")
 
     def _pieces_of_block(self) -> list[str]:
         """Lines that merge the lanes of each row of a block."""
@@ -366,15 +369,19 @@ class _Generator:
         elements, elements_per_warp = TILE_SHAPES[self._load_class(held)]
         fewest = MIN_DOT_SIZE if self.tile.has_products else 1
         most = max(min(elements // max(self.tile.width, 1), 64), fewest)
-        while most > 2 * fewest and sum(held) * most > MAX_HELD * 32 * _warps(self.tile.width * most,
-                                                                              elements_per_warp):
+        most_held = math.inf if self._load_class(held) == "blocks of extrema" else MAX_HELD
+        while most > 2 * fewest and sum(held) * most > most_held * 32 * _warps(self.tile.width * most,
+                                                                               elements_per_warp):
             most //= 2
         return most, fewest, elements_per_warp
+
+    def _block_class(self) -> str:
+        return "blocks of extrema" if any(isinstance(r, Peak | ArgPeak) for r in self.reducers) else "blocks"
 
     def _load_class(self, held: Sequence[int]) -> str:
         """Which row of :data:`TILE_SHAPES` the loop is like; ``held`` are features that are loaded or carried."""
         if self.tile.has_products:
-            return "blocks" if self.is_flat else "dense"
+            return self._block_class() if self.is_flat else "dense"
         if sum(2 * width > self.tile.width for width in held) > 2:
             return "heavy"
         exchanges = any(ir.OPS[n.op].kind == "reduce" for n in self.emitter.names) or any(

@@ -134,11 +134,8 @@ class Tile:
         self.has_products = bool(products)
         # Factors in half precision have no more digits than tf32 numbers. In float32 ordinary arithmetic was 1.4 times
         # as fast on an H200 for blocks of 16 edges as three products of tf32 numbers, but holds matrices in registers,
-        # and spills several. Of full blocks, three products are half as many instructions, except with extrema, where
-        # the compiler holds both parts of the weights in registers and spills them.
-        has_peaks = any(g.attr("kind") in ("max", "argmax") for _, g in gathers)
-        self.precision = "tf32" if lanes == 8 else "ieee" if len(products) == 1 and (has_peaks or not is_flat) \
-            else "tf32x3"
+        # and spills several. Of full blocks, three products are half as many instructions and fewer.
+        self.precision = "tf32" if lanes == 8 else "ieee" if len(products) == 1 and not is_flat else "tf32x3"
 
     def _reduced(self, nodes: Sequence[Node]) -> tuple[set[Axis], list[tuple[Axis, ...]]]:
         """Axes that one program must hold as a whole, and those of the weights of matrix products."""
