@@ -7,6 +7,7 @@ into the holes of the skeletons.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -104,12 +105,16 @@ def generate(sweep: Sweep, lanes: int = 4, tile: int = TILE_FEATURES, is_flat: b
         sweep: What to compute.
         lanes: Features per 16 bytes, the widest load of a thread.
         tile: Features that one program holds per edge before it splits them over programs.
-        is_flat: Whether programs take blocks of edges also where rows are reduced; where none are, they always do.
+        is_flat: Whether programs take blocks of edges also where rows are reduced; where none are, they always do if
+            values fit.
 
     Raises:
         NotFusable: A value does not fit a tile, or an operation has no rule; the sweep then runs in chunks.
     """
-    return _Generator(sweep, lanes, tile, is_flat or not reduces_rows(sweep)).generate()
+    if not is_flat and not reduces_rows(sweep):
+        with contextlib.suppress(NotFusable):  # weights take twice the room in blocks
+            return _Generator(sweep, lanes, tile, True).generate()
+    return _Generator(sweep, lanes, tile, is_flat).generate()
 
 
 def reduces_rows(sweep: Sweep) -> bool:
