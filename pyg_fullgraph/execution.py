@@ -179,7 +179,7 @@ def _kernel_for(sweep: Sweep, like: Tensor) -> codegen.KernelSource | None:
 
 
 @lru_cache(maxsize=4096)
-def kernel_of(sweep: Sweep, lanes: int = 4, tile: int = tiles.TILE_FEATURES) -> codegen.KernelSource | NotFusable:
+def kernel_of(sweep: Sweep, lanes: int = 4, tile: int | None = None) -> codegen.KernelSource | NotFusable:
     """The generated kernel of ``sweep`` (see :func:`codegen.generate`), or why there is none."""
     try:
         return codegen.generate(sweep, lanes, tile)

@@ -45,6 +45,7 @@ LAYERS = (
     "pyg_fullgraph.saga.recompute",
     "pyg_fullgraph.saga.passes",
     "pyg_fullgraph.saga.tiles",
+    "pyg_fullgraph.saga.idle",
     "pyg_fullgraph.saga.emit",
     "pyg_fullgraph.saga.reducers",
     "pyg_fullgraph.saga.codegen",

@@ -1,8 +1,9 @@
 """The kernel bodies, with holes for what the compiler generates.
 
 ``PIECE`` takes one piece of one row (a row is a vertex, a piece a bounded run of its edges) and one tile of its
-features. BLOCK_E edges are in flight; each lane of the tile keeps its own partial result, so the loop needs no
-communication, and lanes are merged once at the end (``RESULT``, unless only edge values are written). A piece that is a
+features. BLOCK_E edges are in flight. What a thread holds of them it adds up itself; lanes of the tile keep their own
+partial results, so the loop needs no communication, and are merged once at the end (``RESULT``, unless only edge values
+are written). A piece that is a
 whole row writes the result, a piece of a cut row writes its carry to a workspace slot.
 
 ``ONE_PIECE`` is a kernel with one program per piece. ``WORKERS`` has a fixed number of programs that take every
@@ -54,7 +55,7 @@ end = tl.load(piece_end_ptr + piece)
 slot = tl.load(piece_slot_ptr + piece).to(tl.int64)
 {before}
 for base in range(start, end, BLOCK_E):
-    position = base + tl.arange(0, BLOCK_E)
+    position = base + {edges}
     alive = position < end
     live = alive{lanes}
 {loop}

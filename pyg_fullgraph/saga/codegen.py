@@ -17,17 +17,16 @@ from pyg_fullgraph.saga.emit import Buffer, Emitter
 from pyg_fullgraph.saga.ir import Domain
 from pyg_fullgraph.saga.plans import Sweep
 from pyg_fullgraph.saga.reducers import Carry, Outer, Reducer, Softmax, reducers_of
-from pyg_fullgraph.saga.tiles import MIN_DOT_SIZE, TILE_FEATURES, Lowering, Tile, next_power_of_2
+from pyg_fullgraph.saga.tiles import MIN_DOT_SIZE, WARP, Edges, Lowering, Tile, next_power_of_2
 from triton_kernels import skeletons
 
 __all__ = ["KernelSource", "generate", "needs_ids"]
 
-#: Values of the widest tile in flight per program, and per warp, by what the loop does: plain sums, sums over features
-#: or softmax (fewer warps mean fewer exchanges), many wide values at once (registers), and matrix products. Measured
-#: on an H200.
-TILE_SHAPES = {"light": (2048, 512), "exchange": (2048, 1024), "heavy": (1024, 256), "dense": (1024, 256)}
-#: Loaded and carried values per thread above which fewer edges are in flight: they would not fit the registers.
-MAX_HELD = 96
+#: Values per thread that are loaded or carried for the edges in flight: more would not fit the registers, or leave too
+#: few programs on a multiprocessor.
+MAX_HELD = 72
+#: Values of the widest tile in flight per program, where there are matrix products.
+PRODUCT_VALUES = 1024
 #: Parameters of every kernel, and those of the ones that know about edges.
 _CONSTANTS = ["FLOAT: tl.constexpr", "ID: tl.constexpr", "UNSET: tl.constexpr"]
 _EDGE_CONSTANTS = ["BLOCK_E: tl.constexpr", "HAS_EID: tl.constexpr"]
@@ -47,7 +46,8 @@ class KernelSource:
         width: Features of the widest tile.
         block_e: Most edges in flight per program.
         min_block_e: Fewest.
-        elements_per_warp: Values of the widest tile per warp.
+        max_warps: Warps of a program with ``block_e`` edges.
+        edge_lanes: See :class:`Tile`.
         uses_eid: Whether the kernel needs edge ids, or the places of edges in edge tensors.
         uses_ids: Whether it needs both, so that a part of a graph gives it ids of the whole graph beside the places.
         has_workers: Whether it has a fixed number of programs, and takes that number after the number of pieces.
@@ -62,7 +62,8 @@ class KernelSource:
     width: int
     block_e: int
     min_block_e: int
-    elements_per_warp: int
+    max_warps: int
+    edge_lanes: int
     uses_eid: bool
     uses_ids: bool
     has_workers: bool
@@ -87,16 +88,16 @@ class KernelSource:
 
     def num_warps(self, block_e: int) -> int:
         """Warps of a program with ``block_e`` edges in flight."""
-        return _warps(self.width * block_e, self.elements_per_warp)
+        return self.max_warps if self.edge_lanes else max(self.max_warps * block_e // self.block_e, 1)
 
 
-def generate(sweep: Sweep, lanes: int = 4, tile: int = TILE_FEATURES) -> KernelSource:
+def generate(sweep: Sweep, lanes: int = 4, tile: int | None = None) -> KernelSource:
     """Generate the kernels of ``sweep``.
 
     Args:
         sweep: What to compute.
         lanes: Features per 16 bytes, the widest load of a thread.
-        tile: Features that one program holds per edge before it splits them over programs.
+        tile: Features that one program holds per edge before it splits them over programs; None for the usual number.
 
     Raises:
         NotFusable: A value does not fit a tile, or an operation has no rule; the sweep then runs in chunks.
@@ -114,7 +115,7 @@ def needs_ids(sweep: Sweep) -> bool:
 
 
 class _Generator:
-    def __init__(self, sweep: Sweep, lanes: int, max_width: int) -> None:
+    def __init__(self, sweep: Sweep, lanes: int, max_width: int | None) -> None:
         lowering = Lowering(sweep.operands, lanes)
         waiting = iter(lowering.roots)
         self.sweep = sweep
@@ -152,10 +153,11 @@ class _Generator:
         text += self._kernel()
         if self.carries:
             text += self._merge_kernel()
-        block_e, min_block_e, elements_per_warp = self._edges_in_flight()
+        block_e, min_block_e = self._edges_in_flight()
         widths = tuple((math.prod(a.size for a in self.tile.axes.axes(c.node)), c.integer) for c in self.carries)
         return KernelSource(text, self.name, tuple(self.emitter.inputs.values()), tuple(self.outputs.values()), widths,
-                            self.tile.num_programs, self.tile.width, block_e, min_block_e, elements_per_warp,
+                            self.tile.num_programs, self.tile.width, block_e, min_block_e,
+                            self.tile.num_warps(block_e), self.tile.edge_lanes,
                             self.emitter.uses_eid, self.emitter.uses_ids, self.has_workers)
 
     # --- kernels ----------------------------------------------------------------------------------------------------
@@ -164,11 +166,11 @@ class _Generator:
         """The kernel whose programs take pieces of rows."""
         emitter, tile = self.emitter, self.tile
         ahead, loads = self._prefetched()
-        starts = self._starts(self.reducers, "BLOCK_E")
-        piece = _fill(skeletons.PIECE, before=_indent(emitter.row_lines + starts + ahead, 0), lanes=tile.edge_slice,
-                      loop=_indent(loads + emitter.lines, 1))
+        starts = self._starts(self.reducers, is_merged=False)
+        piece = _fill(skeletons.PIECE, before=_indent(emitter.row_lines + starts + ahead, 0), edges=tile.edges,
+                      lanes=tile.edge_slice, loop=_indent(loads + emitter.lines, 1))
         if self.carries:
-            after = [line for r in self.reducers for line in r.merge_lanes()]
+            after = [line for r in self.reducers for line in r.merge_lanes(tile)]
             piece += _fill(skeletons.RESULT, after=_indent(after, 0), finish=_indent(self._row_stores(), 1),
                            spill=_indent(self._spills(), 1))
         ids = ["ids_ptr"] if emitter.uses_ids else []
@@ -180,12 +182,13 @@ class _Generator:
         has_ids = ["HAS_IDS: tl.constexpr"] if emitter.uses_ids else []
         params = ", ".join([*tables, *counts, *ins, *outs, *self._workspaces(), *_EDGE_CONSTANTS, *_CONSTANTS,
                             *has_ids])
+        totals = self._totals() if self.has_workers else []
         if not self.has_workers:
-            return _fill(skeletons.ONE_PIECE, name=self.name, params=params, tiles=_indent(tile.lines("num_pieces"), 1),
+            return _fill(skeletons.ONE_PIECE, name=self.name, params=params, tiles=_indent(tile.lines("num_pieces") + tile.flat_lines, 1),
                          once=_indent(emitter.once_lines, 1), piece=_indent(piece.splitlines(), 1))
-        once = emitter.once_lines + self._starts(self.totals, "BLOCK_E")
-        return _fill(skeletons.WORKERS, name=self.name, params=params, tiles=_indent(tile.lines("num_workers"), 1),
-                     once=_indent(once, 1), piece=_indent(piece.splitlines(), 2), totals=_indent(self._totals(), 1))
+        once = emitter.once_lines + self._starts(self.totals, is_merged=False)
+        return _fill(skeletons.WORKERS, name=self.name, params=params, tiles=_indent(tile.lines("num_workers") + tile.flat_lines, 1),
+                     once=_indent(once, 1), piece=_indent(piece.splitlines(), 2), totals=_indent(totals, 1))
 
     def _merge_kernel(self) -> str:
         """The kernel that merges the pieces of rows that were cut."""
@@ -197,8 +200,8 @@ class _Generator:
         rows = [f"{self.outputs[r].name}_ptr" for r, g in self.gathers if g.domain != Domain.PARAM]
         params = ["split_row_ptr", "split_ptr_ptr", "row_ptr_ptr", "num_split", *rows, *self._workspaces(), *_CONSTANTS]
         return _fill(skeletons.MERGE, name=f"merge_{self.name}", params=", ".join(params),
-                     tiles=_indent(self.tile.lines("num_split"), 1),
-                     before=_indent(self._starts(self.reducers, "1"), 1), loop=_indent(loop, 2),
+                     tiles=_indent(self.tile.lines("num_split") + self.tile.flat_lines, 1),
+                     before=_indent(self._starts(self.reducers, is_merged=True), 1), loop=_indent(loop, 2),
                      finish=_indent(self._row_stores(), 1))
 
     def _prefetched(self) -> tuple[list[str], list[str]]:
@@ -206,27 +209,35 @@ class _Generator:
 
         What they load belongs to edges: the other endpoint, and what was asked for of its place and its id.
         """
-        lanes = self.tile.edge_slice
-        ahead = ["ahead = start + tl.arange(0, BLOCK_E)"]
-        loads = []
-
-        def load(what: str, pointer: str) -> tuple[str, str]:
-            return (f"next_{what} = tl.load({pointer} + ahead, mask=ahead < end, other=0)",
-                    f"next_{what} = tl.load({pointer} + position + BLOCK_E, mask=position + BLOCK_E < end, other=0)")
-
-        first, following = load("other", "other_ptr")
-        ahead.append(first)
-        loads += [f"other = next_other.to(tl.int64){lanes}", following]
-        tables = [("HAS_EID", "eid", "eid", f"position{lanes}")] if self.emitter.uses_eid else []
-        tables += [("HAS_IDS", "id", "edge_id", "eid")] if self.emitter.uses_ids else []
-        for flag, what, name, otherwise in tables:
-            first, following = load(what, "ids_ptr" if what == "id" else "eid_ptr")
-            ahead += [f"if {flag}:", f"    {first}"]
-            loads += [f"if {flag}:", f"    {name} = next_{what}{lanes}", f"    {following}", "else:",
-                      f"    {name} = {otherwise}"]
+        ahead: list[str] = []
+        loads: list[str] = []
+        for is_flat in (False, True):
+            asked = {what for what, flat in self.emitter.indices if flat == is_flat}
+            form, edges, lanes = ("_flat", "tl.arange(0, BLOCK_E)", "") if is_flat else \
+                ("", self.tile.edges, self.tile.edge_slice)
+            if is_flat and asked:
+                loads += [f"position_flat = base + {edges}", "alive_flat = position_flat < end"]
+            if asked:
+                ahead.append(f"ahead{form} = start + {edges}")
+            for flag, what, name, otherwise in (("", "other", "other", ""),
+                                                ("HAS_EID", "eid", "eid", f"position{form}{lanes}"),
+                                                ("HAS_IDS", "ids", "edge_id", f"eid{form}")):
+                # Without ids of their own, edges are known by their places.
+                if name not in asked and not (name == "eid" and "edge_id" in asked):
+                    continue
+                following = f"position{form} + BLOCK_E"
+                first = f"next_{what}{form} = tl.load({what}_ptr + ahead{form}, mask=ahead{form} < end, other=0)"
+                here = f"{name}{form} = next_{what}{form}{'.to(tl.int64)' if not flag else ''}{lanes}"
+                then = f"next_{what}{form} = tl.load({what}_ptr + {following}, mask={following} < end, other=0)"
+                if not flag:
+                    ahead.append(first)
+                    loads += [here, then]
+                else:
+                    ahead += [f"if {flag}:", f"    {first}"]
+                    loads += [f"if {flag}:", f"    {here}", f"    {then}", "else:", f"    {name}{form} = {otherwise}"]
         return ahead, loads
 
-    def _starts(self, reducers: Iterable[Reducer], block: str) -> list[str]:
+    def _starts(self, reducers: Iterable[Reducer], is_merged: bool) -> list[str]:
         lines = []
         for reducer in reducers:
             if isinstance(reducer, Outer):
@@ -234,7 +245,8 @@ class _Generator:
                 shape = f"[{self.tile.padded(rows)}, {self.tile.padded(columns)}]"
                 lines.append(f"{reducer.name} = tl.full({shape}, 0.0, FLOAT)")
             else:
-                lines += [f"{c.name} = tl.full({self.tile.shape(c.node, block)}, {c.start}, "
+                edges = Edges.ONE if is_merged else reducer.held
+                lines += [f"{c.name} = tl.full({self.tile.shape(c.node, edges)}, {c.start}, "
                           f"{'ID' if c.integer else 'FLOAT'})" for c in reducer.carries]
         return lines
 
@@ -244,7 +256,7 @@ class _Generator:
         return [self._store(self.outputs[result], "row", text) for r in self.reducers for result, text in r.stores]
 
     def _totals(self) -> list[str]:
-        lines = [line for r in self.totals for line in r.merge_lanes()]
+        lines = [line for r in self.totals for line in r.merge_lanes(self.tile)]
         for r in self.totals:
             result, value = r.stores[0]
             buffer = self.outputs[result]
@@ -254,8 +266,14 @@ class _Generator:
 
     def _store(self, buffer: Buffer, row: str, value: str, *masks: str) -> str:
         node, tile = buffer.node, self.tile
-        mask = tile.mask(node, *masks, *tile.first(tile.axes.axes(node), len(tile.order) + 1))
-        shape = tile.shape(node, "BLOCK_E" if masks else "1")
+        shape = tile.shape(node, Edges.BLOCK if masks else Edges.ONE)
+        if not masks and tile.is_flat(node):
+            index, run = tile.flat(node), f"[{tile.padded(tile.axes.axes(node))}]"
+            mask = tile.mask(node, *tile.first(tile.axes.axes(node), 1), index=index)
+            where = f"{buffer.name}_ptr + {row} * {max(node.numel, 1)} + {tile.offset(node, index=index)}"
+            mask = f", mask=tl.broadcast_to({mask}, {run})" if mask else ""
+            return f"tl.store({where}, tl.reshape(tl.broadcast_to({value}, {shape}), {run}){mask})"
+        mask = tile.mask(node, *masks, *tile.first(tile.axes.axes(node)))
         where = f"{buffer.name}_ptr + {row} * {max(node.numel, 1)} + {tile.offset(node)}"
         mask = f", mask=tl.broadcast_to({mask}, {shape})" if mask else ""
         return f"tl.store(tl.broadcast_to({where}, {shape}), tl.broadcast_to({value}, {shape}){mask})"
@@ -285,40 +303,27 @@ class _Generator:
     def _spills(self) -> list[str]:
         lines = []
         for c in self.carries:
-            shape = self.tile.shape(c.node, "1")
-            mask = self.tile.mask(c.node, *self.tile.first(self.tile.axes.axes(c.node), len(self.tile.order) + 1))
+            shape = self.tile.shape(c.node, Edges.ONE)
+            mask = self.tile.mask(c.node, *self.tile.first(self.tile.axes.axes(c.node)))
             mask = f", mask=tl.broadcast_to({mask}, {shape})" if mask else ""
             lines.append(f"tl.store(tl.broadcast_to({self._workspace(c)}, {shape}), {c.name}{mask})")
         return lines
 
     # --- shape ------------------------------------------------------------------------------------------------------
 
-    def _edges_in_flight(self) -> tuple[int, int, int]:
-        """Most and fewest edges in flight per program, and values of the widest tile per warp."""
+    def _edges_in_flight(self) -> tuple[int, int]:
+        """Most and fewest edges in flight per program."""
+        tile = self.tile
+        if tile.has_products:
+            return max(min(PRODUCT_VALUES // max(tile.width, 1), 64), MIN_DOT_SIZE), MIN_DOT_SIZE
         loaded = [n for n in self.emitter.names
                   if n.op == "input" and n.domain not in (Domain.PARAM, self.sweep.rows)]
-        held = [self.tile.padded(self.tile.axes.axes(n)) for n in (*loaded, *(c.node for c in self.carries))]
-        elements, elements_per_warp = TILE_SHAPES[self._load_class(held)]
-        fewest = MIN_DOT_SIZE if self.tile.has_products else 1
-        most = max(min(elements // max(self.tile.width, 1), 64), fewest)
-        while most > 2 * fewest and sum(held) * most > MAX_HELD * 32 * _warps(self.tile.width * most,
-                                                                              elements_per_warp):
-            most //= 2
-        return most, fewest, elements_per_warp
-
-    def _load_class(self, held: Sequence[int]) -> str:
-        """Which row of :data:`TILE_SHAPES` the loop is like; ``held`` are features that are loaded or carried."""
-        if self.tile.has_products:
-            return "dense"
-        if sum(2 * width > self.tile.width for width in held) > 2:
-            return "heavy"
-        exchanges = any(ir.OPS[n.op].kind == "reduce" for n in self.emitter.names) or any(
-            isinstance(r, Softmax) for r in self.reducers)
-        return "exchange" if exchanges else "light"
-
-
-def _warps(elements: int, elements_per_warp: int) -> int:
-    return min(max(next_power_of_2(elements // elements_per_warp), 1), 8)
+        carried = [c.node for r in (*self.reducers, *self.totals) if r.held == Edges.BLOCK for c in r.carries]
+        held = sum(tile.padded(tile.axes.axes(n)) for n in (*loaded, *carried))
+        most = tile.edge_lanes
+        while 2 * most * max(held, 1) <= MAX_HELD * WARP * tile.num_warps(most) and most < 64:
+            most *= 2
+        return most, tile.edge_lanes
 
 
 def _indent(lines: Iterable[str], depth: int) -> str:
