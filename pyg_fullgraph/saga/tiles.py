@@ -155,7 +155,7 @@ class Tile:
         self.run = self.block[self.order[-1]] if self.order else 1
         rounds = self.width // (WARP * lanes * self.num_warps(1)) if self.edge_lanes else 1
         if self.edge_lanes == 1 and rounds > 1 and self.run < self.width:
-            self.run = max(self.run // rounds, lanes)
+            self.run = min(max(self.run // rounds, lanes), self.run)
         # Factors in half precision have no more digits than tf32 numbers. In float32 ordinary arithmetic was 1.4 times
         # as fast on an H200 as three products of tf32 numbers, but holds matrices in registers, and spills several.
         self.precision = "tf32" if lanes == 8 else "ieee" if len(products) == 1 else "tf32x3"
