@@ -8,7 +8,7 @@ into the holes of the skeletons.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pyg_fullgraph.errors import NotFusable
@@ -16,15 +16,15 @@ from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.emit import Buffer, Emitter
 from pyg_fullgraph.saga.ir import Domain
 from pyg_fullgraph.saga.plans import Sweep
-from pyg_fullgraph.saga.reducers import Carry, Outer, Reducer, Softmax, reducers_of
-from pyg_fullgraph.saga.tiles import MIN_DOT_SIZE, WARP, Edges, Lowering, Tile, next_power_of_2
+from pyg_fullgraph.saga.reducers import Carry, Outer, Reducer, Sum, reducers_of
+from pyg_fullgraph.saga.tiles import MIN_DOT_SIZE, WARP, Edges, Lowering, Tile
 from triton_kernels import skeletons
 
 __all__ = ["KernelSource", "generate", "needs_ids"]
 
-#: Values per thread that are loaded or carried for the edges in flight: more would not fit the registers, or leave too
-#: few programs on a multiprocessor.
-MAX_HELD = 72
+#: Values per thread that are held: loaded for the edges in flight, carried, and of the row; and the same while narrow
+#: values do not fill the lanes yet. More leaves too few programs on a multiprocessor. Measured on an H200.
+MAX_HELD, MAX_HELD_TO_FILL = 72, 96
 #: Values of the widest tile in flight per program, where there are matrix products.
 PRODUCT_VALUES = 1024
 #: Parameters of every kernel, and those of the ones that know about edges.
@@ -48,6 +48,7 @@ class KernelSource:
         min_block_e: Fewest.
         max_warps: Warps of a program with ``block_e`` edges.
         edge_lanes: See :class:`Tile`.
+        is_sliced_freely: Whether programs that share the features of a row repeat next to nothing.
         uses_eid: Whether the kernel needs edge ids, or the places of edges in edge tensors.
         uses_ids: Whether it needs both, so that a part of a graph gives it ids of the whole graph beside the places.
         has_workers: Whether it has a fixed number of programs, and takes that number after the number of pieces.
@@ -64,6 +65,7 @@ class KernelSource:
     min_block_e: int
     max_warps: int
     edge_lanes: int
+    is_sliced_freely: bool
     uses_eid: bool
     uses_ids: bool
     has_workers: bool
@@ -157,7 +159,7 @@ class _Generator:
         widths = tuple((math.prod(a.size for a in self.tile.axes.axes(c.node)), c.integer) for c in self.carries)
         return KernelSource(text, self.name, tuple(self.emitter.inputs.values()), tuple(self.outputs.values()), widths,
                             self.tile.num_programs, self.tile.width, block_e, min_block_e,
-                            self.tile.num_warps(block_e), self.tile.edge_lanes,
+                            self.tile.num_warps(block_e), self.tile.edge_lanes, self._is_sliced_freely,
                             self.emitter.uses_eid, self.emitter.uses_ids, self.has_workers)
 
     # --- kernels ----------------------------------------------------------------------------------------------------
@@ -316,14 +318,31 @@ class _Generator:
         tile = self.tile
         if tile.has_products:
             return max(min(PRODUCT_VALUES // max(tile.width, 1), 64), MIN_DOT_SIZE), MIN_DOT_SIZE
-        loaded = [n for n in self.emitter.names
-                  if n.op == "input" and n.domain not in (Domain.PARAM, self.sweep.rows)]
-        carried = [c.node for r in (*self.reducers, *self.totals) if r.held == Edges.BLOCK for c in r.carries]
-        held = sum(tile.padded(tile.axes.axes(n)) for n in (*loaded, *carried))
+        inputs = [n for n in self.emitter.names if n.op == "input"]
+        inside = (Domain.PARAM, self.sweep.rows)
+        gathered = [tile.padded(tile.axes.axes(n)) for n in inputs if n.domain not in inside]
+        carries = [(r.held, tile.padded(tile.axes.axes(c.node))) for r in (*self.reducers, *self.totals)
+                   for c in r.carries]
+        per_edge = sum(gathered) + sum(width for held, width in carries if held == Edges.BLOCK)
+        once = sum(tile.padded(tile.axes.axes(n)) for n in inputs if n.domain in inside)
+        once += sum(width * max(tile.edge_lanes, 1) for held, width in carries if held != Edges.BLOCK)
+        threads = WARP * tile.num_warps(1)
+        # Values of a head, say, are worked out by one lane each where a block has as many as lanes.
+        narrow = max((w for w in gathered if w * tile.edge_lanes < min(WARP, tile.width)), default=0)
         most = tile.edge_lanes
-        while 2 * most * max(held, 1) <= MAX_HELD * WARP * tile.num_warps(most) and most < 64:
+        while most < 64:
+            fills = narrow and most * narrow < threads
+            if 2 * most * per_edge + once > (MAX_HELD_TO_FILL if fills else MAX_HELD) * threads:
+                break
             most *= 2
         return most, tile.edge_lanes
+
+    @property
+    def _is_sliced_freely(self) -> bool:
+        """Whether programs that share the features of a row repeat next to nothing."""
+        return not (self.tile.has_products or self.totals or self.edges) and \
+            all(type(r) is Sum for r in self.reducers) and \
+            not any(ir.OPS[n.op].kind == "reduce" for n in self.emitter.names)
 
 
 def _indent(lines: Iterable[str], depth: int) -> str:

@@ -1,8 +1,8 @@
 """What the lanes of a block hold where there is no edge: sums must not see it.
 
-Tensors with a row per edge, or per vertex at its other end, are loaded as zeros there, so most sums need no mask, or one
-of the narrow factor of a product. Rows of the vertex itself and parameters count as finite: where they are not, a result
-that is infinite may be NaN instead.
+Tensors with a row per edge, or per vertex at its other end, are loaded as zeros there, so most sums need no mask, or
+one of the narrow factor of a product. Rows of the vertex itself and parameters count as finite: where they are not, a
+result that is infinite may be NaN instead.
 """
 
 from __future__ import annotations

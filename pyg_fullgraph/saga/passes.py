@@ -63,7 +63,7 @@ def _simplify(node: Node) -> Node | None:
 def _simplify_choice(node: Node) -> Node | None:
     """What gradients of rectifiers are made of, ``where(c, g, 0) + s where(c, 0, g)``, as one choice.
 
-    Between a value and a multiple of it, where the value is ``x w`` with a parameter ``w``: the choice is made of ``w``.
+    Between a value and a multiple of it, where that is ``x w`` with a parameter ``w``, the choice is made of ``w``.
     """
     args = node.args
     if node.op == "add" and args[0].op == args[1].op == "where" and args[0].args[0] is args[1].args[0]:

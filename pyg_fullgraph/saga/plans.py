@@ -37,8 +37,8 @@ class Target:
         return max(4 * node.numel, self.sector)
 
 
-#: Kernels read 32 bytes at least, and do three operations while a byte comes. Memory is what runs out on a GPU: a number
-#: per edge is kept where that saves a third of the time.
+#: Kernels read 32 bytes at least, and do three operations while a byte comes. Memory is what runs out on a GPU: numbers
+#: per edge are kept where that saves a third of the time.
 KERNELS = Target(dense=False, sector=32, write=2.0, operation=0.35, product=0.0625, gain=0.67)
 #: Every operation in a chunk is an array that is written and read again.
 CHUNKS = Target(dense=True, sector=4, write=1.0, operation=4.0, product=0.5, gain=1.0)
