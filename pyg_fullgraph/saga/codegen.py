@@ -185,12 +185,14 @@ class _Generator:
         params = ", ".join([*tables, *counts, *ins, *outs, *self._workspaces(), *_EDGE_CONSTANTS, *_CONSTANTS,
                             *has_ids])
         totals = self._totals() if self.has_workers else []
+        programs, once, depth = "num_pieces", emitter.once_lines, 1
+        if self.has_workers:
+            programs, once, depth = "num_workers", once + self._starts(self.totals, is_merged=False), 2
+        holes = {"name": self.name, "params": params, "tiles": _indent(tile.lines(programs) + tile.flat_lines, 1),
+                 "once": _indent(once, 1), "piece": _indent(piece.splitlines(), depth)}
         if not self.has_workers:
-            return _fill(skeletons.ONE_PIECE, name=self.name, params=params, tiles=_indent(tile.lines("num_pieces") + tile.flat_lines, 1),
-                         once=_indent(emitter.once_lines, 1), piece=_indent(piece.splitlines(), 1))
-        once = emitter.once_lines + self._starts(self.totals, is_merged=False)
-        return _fill(skeletons.WORKERS, name=self.name, params=params, tiles=_indent(tile.lines("num_workers") + tile.flat_lines, 1),
-                     once=_indent(once, 1), piece=_indent(piece.splitlines(), 2), totals=_indent(totals, 1))
+            return _fill(skeletons.ONE_PIECE, **holes)
+        return _fill(skeletons.WORKERS, **holes, totals=_indent(totals, 1))
 
     def _merge_kernel(self) -> str:
         """The kernel that merges the pieces of rows that were cut."""

@@ -55,8 +55,8 @@ class Emitter:
         inputs: Input -> its buffer, in the order of the kernel's parameters.
         names: Value -> the name of its tile.
         uses_ids: Whether edge ids and places of edges in edge tensors may differ.
-        indices: What was asked for of the edges of a block: the ``other`` end point, ``eid``, the place in edge tensors,
-            or ``edge_id``; and whether as a run of edges, not as a tile.
+        indices: What was asked for of the edges of a block: the ``other`` end point, ``eid``, the place in edge
+            tensors, or ``edge_id``; and whether as a run of edges, not as a tile.
     """
 
     def __init__(self, lowering: Lowering, tile: Tile, rows: Domain, lanes: int, uses_ids: bool) -> None:
