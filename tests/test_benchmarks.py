@@ -251,9 +251,8 @@ def test_gather_kernel_sums_rows():
 # --- epochs -----------------------------------------------------------------------------------------------------
 
 
-def epoch_rows(rank, size):
-    group = Group()
-    return epochs.run_case(epochs.CASES["gcn-tiny-2x16"], epochs.PROVIDERS, "cpu", group, budget_s=0.0)
+def epoch_rows(rank, size, matmul="fp32"):
+    return list(epochs.run_case(epochs.CASES["gcn-tiny-2x16"], epochs.PROVIDERS, "cpu", Group(), 0.0, matmul))
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -264,18 +263,26 @@ def test_epochs_of_all_providers_have_the_losses_of_pyg(size):
             assert row["ranks"] == size and row["check"]["against"] == "pyg float64"
             assert row["check"]["error"] < 1e-5
             assert 0 < row["p20_ms"] <= row["p50_ms"] <= row["p80_ms"] and row["repeats"] >= 5
+            assert ("hidden_share" in row) == (size > 1 and row["provider"] != "mg_gcn")
+            assert 0 <= row.get("hidden_share", 0) <= 1
     lines = table.epoch_lines(rows)
     assert len({len(line) for line in lines} | {len(table.EPOCH_COLUMNS)}) == 1
     assert table.markdown(rows).count("gcn-tiny-2x16") == len(rows)
 
 
-def test_an_epoch_of_wrong_losses_is_not_timed(monkeypatch):
+@pytest.mark.parametrize("matmul", ["fp32", "tf32"])
+def test_an_epoch_of_wrong_losses_is_not_timed(matmul, monkeypatch):
+    """Losses are compared in float32 first, and then in TF32, within what rounding explains."""
     right = epochs.Staged.forward
-    monkeypatch.setattr(epochs.Staged, "forward", lambda self, x: right(self, x) * 1.01)
-    wrong, ours = epochs.run_case(epochs.CASES["gcn-tiny-2x16"], ("mg_gcn", "ours-halo"), "cpu", Group(), budget_s=0.0)
+    is_wrong = {"fp32": "highest", "tf32": "high"}[matmul]
+    monkeypatch.setattr(epochs.Staged, "forward", lambda self, x: right(self, x) * (
+        1.3 if torch.get_float32_matmul_precision() == is_wrong else 1))
+    wrong, ours = epochs.run_case(epochs.CASES["gcn-tiny-2x16"], ("mg_gcn", "ours-halo"), "cpu", Group(), 0.0, matmul)
     assert "not timed" in wrong["error"] and "p50_ms" not in wrong
-    assert "p50_ms" in ours
+    assert "p50_ms" in ours and ours["matmul"] == matmul and ("tf32_error" in ours["check"]) == (matmul == "tf32")
     assert "not timed" in table.epoch_lines([wrong, ours])[0][3]
+    assert table.epoch_lines([ours])[0][1] == "ours-halo" + " (TF32)" * (matmul == "tf32")
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_epochs_refuse_unknown_names():
