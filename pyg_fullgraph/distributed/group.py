@@ -215,8 +215,9 @@ def under_torchrun(device: str, timeout: float = 60.0) -> Iterator[Group]:
         yield group
     except BaseException as error:
         give_up(group.process_group, f"{type(error).__name__}: {error}")
-        if is_cuda:  # else NCCL waits for transfers that the others do not take part in, and the error is not seen
-            group.process_group.abort()
+        if is_cuda:  # else the end waits for transfers that nobody else takes part in, and the error is not seen
+            dist.distributed_c10d._abort_process_group()
         raise
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
