@@ -189,7 +189,7 @@ class Staged(nn.Module):
         self.weights = nn.ParameterList(nn.Parameter(state[f"convs.{k}.lin.weight"].clone()) for k in convs)
         self.biases = nn.ParameterList(nn.Parameter(state[f"convs.{k}.bias"].clone()) for k in convs)
         self.to(problem.device)
-        loops, _ = add_remaining_self_loops(problem.edge_index, num_nodes=problem.num_nodes)
+        loops, _ = add_remaining_self_loops(problem.edge_index.to(problem.device), num_nodes=problem.num_nodes)
         shard = problem.shard(loops).shard
         scale = shard.incoming.rows.degree.to(torch.float32).rsqrt()
         widest = max(min(i, o) for i, o in zip(problem.case.widths, problem.case.widths[1:], strict=False))

@@ -31,7 +31,8 @@ def latest(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """The last row of each case, provider, device and way to run it; cases in the order they first came in."""
     found: dict[tuple[object, ...], dict[str, Any]] = {}
     for row in rows:
-        how = row.get("is_tuned", False), row.get("ranks", 1), row.get("reuses", True), row.get("matmul", "fp32")
+        reuses = row.get("reuses", True) or _is_step(row)  # of one layer or model there is one way to run it
+        how = row.get("is_tuned", False), row.get("ranks", 1), reuses, row.get("matmul", "fp32")
         found[row["device_name"], row["case"], row["provider"], how] = row
     return list(found.values())
 

@@ -18,6 +18,8 @@ from benchmarks import run as bench
 from benchmarks.cases import CASES, Case, CaseSkipped, Problem, select
 from benchmarks.checks import CheckFailed, check, compare, sampled_rows_exactly
 from benchmarks.workloads import Workload
+from pyg_fullgraph import reuse
+from pyg_fullgraph.autograd import EdgePhase
 from pyg_fullgraph.distributed import Group
 
 TINY = CASES["train-gat-tiny"]
@@ -111,6 +113,30 @@ def test_tiny_case_runs_and_writes_complete_rows(tmp_path):
     assert rows[1]["is_repeatable"] and rows[1]["check"]["error"] < 1e-5
     shown = CliRunner().invoke(_app(table.main), [str(file)])
     assert shown.exit_code == 0 and "| train-gat-tiny | ours |" in shown.output
+
+
+@pytest.mark.parametrize("name, is_kept", [("sum", False), ("gcn", False), ("gcn", True)])
+def test_only_models_keep_sums_of_constant_features(name, is_kept, monkeypatch):
+    """A step of a layer, or of an edge phase without gradients, computes what it is named after."""
+    case = Case("made-up", name, "tiny", "cpu", 8, 8, is_model=is_kept, num_classes=3, needs_grad_x=False,
+                direction="forward" if name == "sum" else "step")
+    ran, forward = [], EdgePhase.forward
+    monkeypatch.setattr(EdgePhase, "forward", lambda *args: ran.append(1) or forward(*args))
+    monkeypatch.setattr(bench, "check", lambda *_: {})
+    monkeypatch.setattr(bench, "is_repeatable", lambda *_: True)
+
+    def count(case, problem, ready, rows, budget_s):
+        """Edge phases of a step, once what is constant has been seen often enough."""
+        (workload, _) = ready["ours"]
+        for _ in range(3):
+            ran.clear()
+            workload.step()
+        rows["ours"]["p50_ms"] = len(ran)
+
+    monkeypatch.setattr(bench, "_time", count)
+    (row,) = bench.run_case(case, ["ours"])
+    assert row["reuses"] is is_kept and row["p50_ms"] == 1
+    assert reuse._enabled
 
 
 def test_first_use_in_processes_of_its_own(tmp_path, monkeypatch):
