@@ -71,6 +71,7 @@ def check_layers(rank: int, size: int, names: list[str], case_name: str, *kinds:
             dist.broadcast_object_list(found)
         cotangent, expected = found[0]
         for (way, uneven), part in parts.items():
+            module.to(part.device)
             try:
                 check_layer(layer, module, x, given, part, cotangent, expected)
             except Exception as error:
@@ -101,7 +102,7 @@ def check_layer(layer: Layer, module: torch.nn.Module, x: Any, given: Any, part:
     for kind, mine, all_rows in zip(kinds, got, expected[1:], strict=False):
         close(mine, part.take(all_rows, kind), tolerance, f"gradient per {kind}")
     for mine, total in zip(got[len(kinds):], expected[1 + len(kinds):], strict=True):
-        close(part.group.reduce(mine.clone()), total, tolerance, "gradient of a parameter")
+        close(part.group.reduce(mine.clone()), total.to(mine.device), tolerance, "gradient of a parameter")
 
 
 def cut(part: ShardedGraph, values: Any, place: Any) -> Any:
@@ -201,10 +202,16 @@ class Net(torch.nn.Module):
         return self.conv2(F.dropout(x, 0.5, self.training), edge_index)
 
 
+def device_of(rank: int) -> torch.device:
+    """Where tensors have to be for the backend of these processes."""
+    is_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
+    return torch.device("cuda", rank) if is_nccl else torch.device("cpu")
+
+
 def train(kind: str, graph: Graph, x: Tensor, y: Tensor, mask: Tensor) -> tuple[list[float], dict[str, Tensor]]:
     """Losses of ten steps and of an evaluation, and the parameters and buffers after them."""
     torch.manual_seed(3)
-    model = DistributedModel(Net(kind).double())
+    model = DistributedModel(Net(kind).to(x))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     torch.manual_seed(5)
     losses = []
@@ -228,7 +235,8 @@ def check_training(rank: int, size: int, kind: str, way: str) -> None:
     x = torch.randn(case.num_src, 6, generator=generator, dtype=torch.float64)
     y = torch.randint(4, (case.num_src,), generator=generator)
     mask = torch.rand(case.num_src, generator=generator) < 0.4
-    graph = Graph.from_edge_index(case.edge_index, case.num_src)
+    x, y, mask, edge_index = (t.to(device_of(rank)) for t in (x, y, mask, case.edge_index))
+    graph = Graph.from_edge_index(edge_index, case.num_src)
     with alone():
         losses, state = train(kind, graph, x, y, mask)
     for uneven in (False, True):
