@@ -209,6 +209,8 @@ def under_torchrun(device: str, timeout: float = 60.0) -> Iterator[Group]:
     gpu = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if is_cuda else None
     if gpu is not None:
         torch.cuda.set_device(gpu)
+        # A transfer on a stream of equal priority starts when the last block of a kernel that runs has started.
+        os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
     dist.init_process_group("nccl" if is_cuda else "gloo", timeout=timedelta(seconds=timeout), device_id=gpu)
     group = Group()
     try:
