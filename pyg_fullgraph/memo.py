@@ -3,8 +3,8 @@
 Changes are seen through the version counter, the address and the shape. One through ``.data``, NumPy memory or another
 device's view is not counted by PyTorch and cannot be seen.
 
-Everything that outlives a call is read and written through :func:`taken`, :func:`is_unchanged` and :func:`keep`, because
-a CUDA graph goes on reading what it found: :class:`Recording` holds that, and what it depends on.
+Everything that outlives a call is read and written through :func:`taken`, :func:`is_unchanged` and :func:`keep`,
+because a CUDA graph goes on reading what it found: :class:`Recording` holds that, and what it depends on.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ class Recording:
 
     Attributes:
         taken: What the graph reads and others might drop; alive with this object.
-        states: Tensors that something was derived from before, with their state then.
+        states: Tensors that something was derived from before, with their state then; by identity.
     """
 
     def __init__(self) -> None:
         self.taken: list[Any] = []
-        self.states: list[tuple[Tensor, tuple[Any, ...]]] = []
+        self.states: dict[int, tuple[Tensor, tuple[Any, ...]]] = {}
         self._undo: list[Callable[[], object]] = []
 
     @property
     def is_current(self) -> bool:
         """Whether what was derived from tensors is still what would be derived from them now."""
-        return all(state_of(tensor) == state for tensor, state in self.states)
+        return all(state_of(tensor) == state for tensor, state in self.states.values())
 
     def close(self) -> None:
         """Forget what was put into memos: it has no values before the graph runs, and the graph's memory."""
         while self._undo:
             self._undo.pop()()
         # What the step itself writes to was read as it came.
-        self.states = [(tensor, state) for tensor, state in self.states if state_of(tensor) == state]
+        self.states = {k: (tensor, state) for k, (tensor, state) in self.states.items() if state_of(tensor) == state}
 
 
 _recording: Recording | None = None
@@ -76,7 +76,7 @@ def is_unchanged(tensor: Tensor, state: tuple[Any, ...]) -> bool:
     it from then on."""
     is_same = state_of(tensor) == state
     if is_same and _recording is not None:
-        _recording.states.append((tensor, state))
+        _recording.states[id(tensor)] = tensor, state
     return is_same
 
 

@@ -42,8 +42,8 @@ class _Kept:
         self.versions: list[int] = []
 
     def holds_for(self, tensors: Sequence[Tensor]) -> bool:
-        return len(tensors) == len(self.refs) and all(
-            ref() is t and is_unchanged(t, state) for ref, state, t in zip(self.refs, self.states, tensors, strict=True))
+        known = zip(self.refs, self.states, tensors, strict=True)
+        return len(tensors) == len(self.refs) and all(ref() is t and is_unchanged(t, state) for ref, state, t in known)
 
 
 def constant_inputs(program: EdgeProgram, graph: Graph, env: Mapping[Node, Tensor]) -> frozenset[Node]:
