@@ -104,15 +104,18 @@ class CapturedStep:
                 self._restart(reason)
         if self._recorded is None:
             if self._num_run < _NUM_FIRST:
+                with _waiting_refused() if self._num_run == _NUM_FIRST - 1 else nullcontext():
+                    outputs = self._run()
                 self._num_run += 1
-                with _waiting_refused() if self._num_run == _NUM_FIRST else nullcontext():
-                    return self._run()
+                return outputs
             self._recorded = self._record()
             self.num_recordings += 1
         return self._recorded.replay()
 
     def reset(self) -> None:
         """Give the memory of the recording back; the next calls run the step as it is and record it anew."""
+        if self._recorded is not None:
+            torch.cuda.synchronize()  # the last replay may be under way
         self._recorded, self._num_run = None, 0
 
     def _restart(self, reason: str) -> None:
@@ -127,9 +130,11 @@ class CapturedStep:
         before = torch.cuda.current_stream()
         stream = self._side_stream()
         stream.wait_stream(before)
-        with torch.cuda.stream(stream), self._optimizers.prepared():
-            outputs = self.step()
-        before.wait_stream(stream)
+        try:
+            with torch.cuda.stream(stream), self._optimizers.prepared():
+                outputs = self.step()
+        finally:
+            before.wait_stream(stream)
         self._optimizers.check()
         _check_devices(outputs)
         return _without_history(outputs)

@@ -133,7 +133,8 @@ def cuda(monkeypatch) -> Calls:
             "stream": lambda s: contextlib.nullcontext(), "set_stream": lambda s: None,
             "default_generators": [generator], "CUDAGraph": calls.make_graph,
             "graph": lambda graph, **options: contextlib.nullcontext(),
-            "get_sync_debug_mode": lambda: 0, "set_sync_debug_mode": lambda mode: None}.items():
+            "synchronize": lambda: None, "get_sync_debug_mode": lambda: 0,
+            "set_sync_debug_mode": lambda mode: None}.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(replay, "_check_devices", lambda outputs: None)
     monkeypatch.setattr(replay._Optimizers, "check", lambda self: None)
