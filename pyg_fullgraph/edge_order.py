@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyg_fullgraph.memo import keep
 from triton_kernels import segment
 from triton_kernels.segment import RowSchedule
 
@@ -94,7 +95,7 @@ class EdgeOrder:
         if known is None or known[0]() is not order:
             assert order.inverse is not None
             places = order.inverse if self.eid is None else order.inverse.index_select(0, self.eid)
-            known = self._cache["places"] = (weakref.ref(order), places)
+            known = keep(self._cache, "places", (weakref.ref(order), places))
         return known[1]
 
     def heads(self, count: int) -> HeadOrder | None:
@@ -145,9 +146,7 @@ class EdgeOrder:
         return EdgeOrder(change(self.ptr), change(self.other), eid, self.num_rows, self.num_others, ids)
 
     def _cached(self, key: object, build: Callable[[], Any]) -> Any:
-        if key not in self._cache:
-            self._cache[key] = build()
-        return self._cache[key]
+        return self._cache[key] if key in self._cache else keep(self._cache, key, build())
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_cache": {}}

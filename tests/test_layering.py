@@ -57,6 +57,7 @@ LAYERS = (
     "pyg_fullgraph.reuse",
     "pyg_fullgraph.autograd",
     "pyg_fullgraph.debug",
+    "pyg_fullgraph.replay",
     "pyg_fullgraph.nn",
     "pyg_fullgraph.distributed",
     "pyg_fullgraph.model",
