@@ -114,6 +114,17 @@ def lane_peak(value):
 
 
 @triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, tl.PropagateNan.ALL)
+
+
+@triton.jit
+def peak(value, AXIS: tl.constexpr):
+    """Maximum along an axis; a NaN wins. Twin: ``torch.amax``."""
+    return tl.reduce(value, AXIS, _larger, keep_dims=True)
+
+
+@triton.jit
 def _times(a, b):
     return a * b
 

@@ -19,8 +19,10 @@ from pyg_fullgraph.saga.plans import Sweep
 from pyg_fullgraph.saga.reducers import Carry, Outer, Reducer, Softmax, reducers_of
 from pyg_fullgraph.saga.tiles import MIN_DOT_SIZE, TILE_FEATURES, Lowering, Tile, next_power_of_2
 from triton_kernels import skeletons
+from triton_kernels.skeletons import fill as _fill
+from triton_kernels.skeletons import indent as _indent
 
-__all__ = ["KernelSource", "generate", "needs_ids"]
+__all__ = ["KernelSource", "generate", "needs_ids", "pointers", "store"]
 
 #: Values of the widest tile in flight per program, and per warp, by what the loop does: plain sums, sums over features
 #: or softmax (fewer warps mean fewer exchanges), many wide values at once (registers), and matrix products. Measured
@@ -174,8 +176,7 @@ class _Generator:
         ids = ["ids_ptr"] if emitter.uses_ids else []
         tables = ["other_ptr", "eid_ptr", *ids, "piece_row_ptr", "piece_start_ptr", "piece_end_ptr", "piece_slot_ptr"]
         counts = ["num_pieces", *(["num_workers"] if self.has_workers else [])]
-        ins = [p for b in emitter.inputs.values()
-               for p in ([f"{b.name}_ptr"] + ([f"{b.name}_stride"] if b.node.is_row else []))]
+        ins = pointers(emitter.inputs.values())
         outs = [f"{b.name}_ptr" for b in self.outputs.values()]
         has_ids = ["HAS_IDS: tl.constexpr"] if emitter.uses_ids else []
         params = ", ".join([*tables, *counts, *ins, *outs, *self._workspaces(), *_EDGE_CONSTANTS, *_CONSTANTS,
@@ -253,12 +254,7 @@ class _Generator:
         return lines
 
     def _store(self, buffer: Buffer, row: str, value: str, *masks: str) -> str:
-        node, tile = buffer.node, self.tile
-        mask = tile.mask(node, *masks, *tile.first(tile.axes.axes(node), len(tile.order) + 1))
-        shape = tile.shape(node, "BLOCK_E" if masks else "1")
-        where = f"{buffer.name}_ptr + {row} * {max(node.numel, 1)} + {tile.offset(node)}"
-        mask = f", mask=tl.broadcast_to({mask}, {shape})" if mask else ""
-        return f"tl.store(tl.broadcast_to({where}, {shape}), tl.broadcast_to({value}, {shape}){mask})"
+        return store(self.tile, buffer, row, value, "BLOCK_E" if masks else "1", *masks)
 
     def _store_matrix(self, buffer: Buffer, row: str, value: str) -> list[str]:
         tile = self.tile
@@ -317,16 +313,23 @@ class _Generator:
         return "exchange" if exchanges else "light"
 
 
+# --- text of every kind of kernel -----------------------------------------------------------------------------------
+
+
+def store(tile: Tile, buffer: Buffer, row: str, value: str, rows: str, *masks: str) -> str:
+    """The line that writes ``value`` to ``row`` of ``buffer``, so many ``rows`` at once, where ``masks`` hold."""
+    node = buffer.node
+    mask = tile.mask(node, *masks, *tile.first(tile.axes.axes(node), len(tile.order) + 1))
+    shape = tile.shape(node, rows)
+    where = f"{buffer.name}_ptr + {row} * {max(node.numel, 1)} + {tile.offset(node)}"
+    mask = f", mask=tl.broadcast_to({mask}, {shape})" if mask else ""
+    return f"tl.store(tl.broadcast_to({where}, {shape}), tl.broadcast_to({value}, {shape}){mask})"
+
+
+def pointers(inputs: Iterable[Buffer]) -> list[str]:
+    """The parameters of input buffers: a pointer each, and the stride of rows."""
+    return [p for b in inputs for p in ([f"{b.name}_ptr"] + ([f"{b.name}_stride"] if b.node.is_row else []))]
+
+
 def _warps(elements: int, elements_per_warp: int) -> int:
     return min(max(next_power_of_2(elements // elements_per_warp), 1), 8)
-
-
-def _indent(lines: Iterable[str], depth: int) -> str:
-    return "\n".join("    " * depth + line for line in lines)
-
-
-def _fill(template: str, **fields: str) -> str:
-    """``template`` with its holes filled; no empty lines where there was nothing to put."""
-    text = template.format(**fields)
-    body = text.lstrip("\n")
-    return text[:len(text) - len(body)] + "".join(f"{line}\n" for line in body.splitlines() if line.strip())

@@ -184,7 +184,7 @@ class Emitter:
             k = self.tile.order.index(axis) + 1
             if self.tile.is_masked(axis):
                 value = f"tl.where({self.tile.index(axis)} < {axis.size}, {value}, {fill})"
-            value = f"tl.{'sum' if node.op == 'sum' else 'max'}({value}, axis={k}, keep_dims=True)"
+            value = f"tl.sum({value}, axis={k}, keep_dims=True)" if node.op == "sum" else f"device.peak({value}, {k})"
         if node.op == "sum" and repeated > 1:
             value = f"({value}) * {repeated}.0"
         lines.append(f"{name} = {value}")

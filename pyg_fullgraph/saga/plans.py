@@ -81,6 +81,10 @@ class Sweep:
         return "\n".join([f"sweep over {side}, inputs {', '.join(n.name for n in self.inputs)}", *body])
 
 
+#: A vertex step: its result, and the expression that makes it.
+Step = tuple[Node, Node]
+
+
 @dataclass(frozen=True)
 class Plan:
     """What is run, in order: vertex steps ``(result, expression)`` and sweeps; then ``outputs`` over their results.
@@ -88,7 +92,7 @@ class Plan:
     Results of sweeps in ``exact`` are kept in the dtype of the arithmetic, not of storage.
     """
 
-    steps: tuple[tuple[Node, Node] | Sweep, ...]
+    steps: tuple[Step | Sweep, ...]
     outputs: Mapping[str, Node]
     exact: frozenset[Node] = frozenset()
 
@@ -103,6 +107,25 @@ class Plan:
                     last[n] = k
         kept = set(ir.inputs_of(*self.outputs.values()))
         return tuple(tuple(n for n, at in last.items() if at == k and n not in kept) for k in range(len(self.steps)))
+
+    @cached_property
+    def batches(self) -> tuple[tuple[Sweep | tuple[Step, ...], tuple[Node, ...]], ...]:
+        """The steps in order, each with what nothing reads after it; vertex steps that need not wait are one."""
+        batches: list[tuple[Sweep | tuple[Step, ...], tuple[Node, ...]]] = []
+        for step, done in zip(self.steps, self.done, strict=True):
+            before, gone = batches[-1] if batches else ((), ())
+            if isinstance(step, Sweep):
+                batches.append((step, done))
+            elif isinstance(before, Sweep) or not batches or {r for r, _ in before} & set(ir.inputs_of(step[1])):
+                batches.append(((step,), done))
+            else:
+                batches[-1] = (*before, step), (*gone, *done)
+        return tuple(batches)
+
+    @cached_property
+    def last(self) -> tuple[Step, ...]:
+        """The outputs as steps."""
+        return tuple((ir.input(f"%output{k}", e.domain, e.shape), e) for k, e in enumerate(self.outputs.values()))
 
     @property
     def sweeps(self) -> tuple[Sweep, ...]:
