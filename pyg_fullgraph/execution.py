@@ -21,7 +21,7 @@ from pyg_fullgraph.edge_order import EdgeOrder
 from pyg_fullgraph.errors import NotFusable, TileRefusedError
 from pyg_fullgraph.saga import codegen, interpret, ir, tiles
 from pyg_fullgraph.saga.ir import Domain, Node
-from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, Plan, Step, Sweep, Target
+from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, Plan, Step, Sweep, Target, is_staged
 from pyg_fullgraph.saga.rows import RowsSource, num_passes
 from pyg_fullgraph.saga.rows import generate as generate_rows
 from triton_kernels import launch, segment, tune
@@ -87,14 +87,18 @@ def run_plan(plan: Plan, incoming: Order, outgoing: Order | None, tensors: Mappi
 
     # Vertex expressions cancel (softmax gradients do): they are computed in the dtype of the arithmetic.
     exact_like = like.to(stat_dtype)
+    orders = {Domain.DST: incoming, Domain.SRC: outgoing}
+    # Parts of a graph exchange edge values between sweeps, in the order that all edge tensors have there.
+    chosen = orders[plan.staging]
+    staging = chosen if isinstance(chosen, EdgeOrder) else None
     for step, done in plan.batches:
         if isinstance(step, Sweep):
-            order = incoming if step.rows == Domain.DST else outgoing
+            order = orders[step.rows]
             assert order is not None
             way = "whole" if isinstance(order, EdgeOrder) else order.way.name
             with events.sweep(step, way, like.device):
                 if isinstance(order, EdgeOrder):
-                    env.update(run_sweep(step, order, env.__getitem__, like, plan.exact))
+                    env.update(run_sweep(step, order, env.__getitem__, like, plan.exact, staging))
                 else:
                     env.update(order.run_sweep(step, env.__getitem__, like, plan.exact))
         else:
@@ -211,14 +215,21 @@ def _dtypes(roots: tuple[Node, ...], inputs: tuple[tuple[Node, torch.dtype], ...
 _TOO_LARGE: set[str] = set()
 
 
-def run_sweep(sweep: Sweep, order: EdgeOrder, leaf: chunks.Leaf, like: Tensor,
-              exact: Container[Node] = ()) -> dict[Node, Tensor]:
-    """One sweep by a generated kernel where there is one for it and for the device, else in chunks."""
+def run_sweep(sweep: Sweep, order: EdgeOrder, leaf: chunks.Leaf, like: Tensor, exact: Container[Node] = (),
+              staging: EdgeOrder | None = None) -> dict[Node, Any]:
+    """One sweep by a generated kernel where there is one for it and for the device, else in chunks.
+
+    Args:
+        sweep, order, leaf, like, exact: As for :func:`chunks.run_sweep`, whose results are returned.
+        staging: The order that a kernel puts the edge values in which it hands to other sweeps; the user's without one.
+    """
     kernel = _kernel_for(sweep, like)
     if kernel is not None:
         try:
             with events.stage(0, like.device):
-                return _launch_sweep(sweep, kernel, order, leaf, like, exact)
+                made = _launch_sweep(sweep, kernel, order, leaf, like, exact, staging)
+                return made if staging is None else \
+                    {r: chunks.Handed(t, staging) if is_staged(r) else t for r, t in made.items()}
         except OutOfResources as error:
             _refuse(kernel, error)
     return chunks.run_sweep(sweep, order, leaf, like, exact)
@@ -301,12 +312,12 @@ _MOST_VALUES, _MOST_VALUES_PER_THREAD = 16384, 128
 
 
 def _launch_sweep(sweep: Sweep, kernel: codegen.KernelSource, order: EdgeOrder, leaf: chunks.Leaf, like: Tensor,
-                  exact: Container[Node]) -> dict[Node, Tensor]:
+                  exact: Container[Node], staging: EdgeOrder | None) -> dict[Node, Tensor]:
     """Run ``kernel``, or the same sweep in another shape where that was found to be faster."""
     lanes = 16 // like.element_size()
     default = _default_shape(kernel, order)
     if not tune.is_enabled(like.device):
-        return _launch_in(default, sweep, kernel, order, leaf, like, exact)
+        return _launch_in(default, sweep, kernel, order, leaf, like, exact, staging)
 
     def kernel_in(shape: tune.Shape) -> codegen.KernelSource | NotFusable:
         return kernel if shape.tile == kernel.width else kernel_of(sweep, lanes, shape.tile)
@@ -323,7 +334,7 @@ def _launch_sweep(sweep: Sweep, kernel: codegen.KernelSource, order: EdgeOrder, 
     def run(shape: tune.Shape) -> dict[Node, Tensor]:
         chosen = kernel_in(shape)
         assert isinstance(chosen, codegen.KernelSource)
-        return _launch_in(shape, sweep, chosen, order, leaf, like, exact)
+        return _launch_in(shape, sweep, chosen, order, leaf, like, exact, staging)
 
     key = tune.key_of(kernel.source, like.dtype, order.num_rows, order.num_edges, like.device)
     shape = tune.choose(key, default, fits, run, tune.milliseconds)
@@ -343,8 +354,8 @@ def _default_shape(kernel: codegen.KernelSource, order: EdgeOrder) -> tune.Shape
 
 
 def _launch_in(shape: tune.Shape, sweep: Sweep, kernel: codegen.KernelSource, order: EdgeOrder, leaf: chunks.Leaf,
-               like: Tensor, exact: Container[Node]) -> dict[Node, Tensor]:
-    launched = _Launch(shape, sweep, kernel, order, [order], like, exact)
+               like: Tensor, exact: Container[Node], staging: EdgeOrder | None) -> dict[Node, Tensor]:
+    launched = _Launch(shape, sweep, kernel, order, [order], like, exact, staging)
     launched.take(0, leaf)
     return launched.finish()
 
@@ -353,7 +364,9 @@ class _Launch:
     """A sweep by a kernel: one launch per tile, and one to merge what is partial."""
 
     def __init__(self, shape: tune.Shape, sweep: Sweep, kernel: codegen.KernelSource, rows: EdgeOrder,
-                 tiles: Sequence[EdgeOrder], like: Tensor, exact: Container[Node]) -> None:
+                 tiles: Sequence[EdgeOrder], like: Tensor, exact: Container[Node],
+                 staging: EdgeOrder | None = None) -> None:
+        self.staging = staging
         self.shape, self.sweep, self.kernel, self.rows, self.tiles = shape, sweep, kernel, rows, tiles
         self.like, self.exact = like, exact
         self.stat_dtype = chunks.compute_dtype(like.dtype)
@@ -386,7 +399,9 @@ class _Launch:
         inputs: list[Any] = []
         for buffer in kernel.inputs:
             value = leaf(buffer.node)
-            if buffer.node.is_row:
+            if is_staged(buffer.node):
+                value = chunks.in_order(value, self.staging)
+            if buffer.has_stride:
                 value = _contiguous_rows(value, *buffer.run)
                 inputs += [value, value.stride(0)]
             else:
@@ -399,6 +414,10 @@ class _Launch:
         if kernel.uses_ids:
             tables.append(order.ptr if ids is None else ids)
             has["HAS_IDS"] = ids is not None
+        if kernel.uses_places:
+            places = order.eid if self.staging is None else order.places_in(self.staging)
+            tables.append(order.ptr if places is None else places)
+            has["HAS_PLACES"] = places is not None
         parameters = {b.node: self._result(b.node, num_workers) for b in kernel.totals}
         out = [parameters[b.node] if b.node in parameters else self.results[b.node] for b in kernel.outputs]
         workers = [num_workers] if kernel.has_workers else []

@@ -29,7 +29,7 @@ from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.codegen import KernelSource
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node
 from pyg_fullgraph.saga.passes import Stage, rewritten
-from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, STAGED, Plan, Sweep, Target
+from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, Plan, Sweep, Target, is_staged
 
 __all__ = ["Explanation", "LayerReport", "PhaseReport", "ProgramReport", "explain"]
 
@@ -457,7 +457,7 @@ def _describe_phase(part: ProgramReport, phase: PhaseReport, number: int) -> lis
     out.append(f"  recomputed in backward: {phase.recomputed()} edge expressions, none of which is kept from forward")
     for sweep in (s for p in (phase.forward(), backward) for s in p.sweeps):
         out += [f"  {_shape(r, part.graph)} is handed from one pass to the next" for r, _ in sweep.edges
-                if r.name.startswith(STAGED)]
+                if is_staged(r)]
     return out
 
 

@@ -26,7 +26,7 @@ from pyg_fullgraph.execution import kernel_of, row_kernels
 from pyg_fullgraph.saga.codegen import KernelSource
 from pyg_fullgraph.saga.ir import EdgeProgram
 from pyg_fullgraph.saga.passes import split
-from pyg_fullgraph.saga.plans import KERNELS, STAGED, Plan, Sweep
+from pyg_fullgraph.saga.plans import KERNELS, Plan, Sweep, is_staged
 from pyg_fullgraph.saga.rows import RowsSource, generate
 from tests.programs import CASES, MORE_CASES, ROW_CASES, WIDE_CASES
 from triton_kernels import launch
@@ -62,14 +62,14 @@ def compile_kernel(kernel: KernelSource, name: str, dtype: str = "fp32", index: 
             signature[arg] = "i32"
         elif buffer is not None:
             is_seed = buffer.integer and not buffer.node.is_row
-            kept = stat if buffer.node.name.startswith(STAGED) else dtype
+            kept = stat if is_staged(buffer.node) else dtype
             signature[arg] = "*i64" if is_seed else f"*{index}" if buffer.integer else f"*{kept}"
         elif arg.startswith("ws"):
             signature[arg] = f"*{index}" if kernel.carries[int(arg[2:-4])][1] else f"*{stat}"
         elif arg == "piece_slot_ptr" or arg.endswith("_ptr"):
             signature[arg] = "*i32" if arg == "piece_slot_ptr" else f"*{index}"
     constants: dict[str, Any] = {
-        "BLOCK_E": kernel.block_e, "HAS_EID": True, "HAS_IDS": True,
+        "BLOCK_E": kernel.block_e, "HAS_EID": True, "HAS_IDS": True, "HAS_PLACES": True,
         "FLOAT": tl.float64 if dtype == "fp64" else tl.float32,
         "ID": tl.int32 if index == "i32" else tl.int64, "UNSET": 2**31 - 1 if index == "i32" else 2**63 - 1}
     return _compile(function, signature, constants, kernel.num_warps(kernel.block_e))

@@ -89,7 +89,7 @@ def test_source_is_python_with_the_parameters_that_a_launch_passes(name, lanes):
         assert len(set(arguments)) == len(arguments)
         for buffer in kernel.inputs:
             assert f"{buffer.name}_ptr" in arguments
-            assert (f"{buffer.name}_stride" in arguments) == buffer.node.is_row
+            assert (f"{buffer.name}_stride" in arguments) == buffer.has_stride
         assert [a for a in arguments if a.startswith("out")] == [f"{b.name}_ptr" for b in kernel.outputs]
         assert len([a for a in arguments if a.startswith("ws")]) == len(kernel.carries)
         assert "atomic" not in kernel.source

@@ -15,7 +15,7 @@ from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.emit import Buffer, Emitter
 from pyg_fullgraph.saga.ir import Domain
-from pyg_fullgraph.saga.plans import Sweep
+from pyg_fullgraph.saga.plans import Sweep, is_staged
 from pyg_fullgraph.saga.reducers import Carry, Outer, Reducer, Softmax, reducers_of
 from pyg_fullgraph.saga.tiles import MIN_DOT_SIZE, TILE_FEATURES, Lowering, Tile, next_power_of_2
 from triton_kernels import skeletons
@@ -42,7 +42,7 @@ class KernelSource:
     Attributes:
         source: The text of the module.
         name: Of the kernel in it; the kernel that merges cut rows, where there is one, is ``merge_name``.
-        inputs: Input buffers; those with a row dimension are followed by a row stride parameter.
+        inputs: Input buffers; those with gaps between rows are followed by a row stride parameter.
         outputs: Results of gathers, then edge results. Those in domain ``PARAM`` get one row per program.
         carries: Features and integer-ness of each workspace buffer, ``[num_slots, features]``.
         num_tiles: Feature tiles per piece.
@@ -52,6 +52,7 @@ class KernelSource:
         elements_per_warp: Values of the widest tile per warp.
         uses_eid: Whether the kernel needs edge ids, or the places of edges in edge tensors.
         uses_ids: Whether it needs both, so that a part of a graph gives it ids of the whole graph beside the places.
+        uses_places: Whether it needs the places of edges among values on their way between sweeps.
         has_workers: Whether it has a fixed number of programs, and takes that number after the number of pieces.
     """
 
@@ -67,6 +68,7 @@ class KernelSource:
     elements_per_warp: int
     uses_eid: bool
     uses_ids: bool
+    uses_places: bool
     has_workers: bool
 
     @property
@@ -126,7 +128,8 @@ class _Generator:
             if g.attr("kind") in ("outer", "index_sum") and lanes <= 2:
                 raise NotFusable(["a parameter's gradient is a matrix product in float64"])
         self.tile = Tile(self.gathers, self.edges, lanes, max_width)
-        uses_ids = needs_ids(sweep) and (bool(sweep.edges) or any(n.domain == Domain.EDGE for n in sweep.inputs))
+        held = (*(r for r, _ in sweep.edges), *(n for n in sweep.inputs if n.domain == Domain.EDGE))
+        uses_ids = needs_ids(sweep) and not all(map(is_staged, held))
         self.emitter = Emitter(lowering, self.tile, sweep.rows, lanes, uses_ids)
         reducers = reducers_of(self.gathers, self.tile.precision)
         self.reducers = [r for r in reducers if r.stores[0][0].domain != Domain.PARAM]
@@ -146,8 +149,8 @@ class _Generator:
             self.emitter.lines += reducer.update(self.emitter)
         for result, e in self.edges:
             value = self.emitter.number(e)
-            place = f"{self.emitter.edge_places()}.to(tl.int64)"
-            self.emitter.lines.append(self._store(self.outputs[result], place, value, "live"))
+            place = self.emitter.staged_places() if is_staged(result) else self.emitter.edge_places()
+            self.emitter.lines.append(self._store(self.outputs[result], f"{place}.to(tl.int64)", value, "live"))
         text = skeletons.HEADER.format(title=f"Sweep {self.sweep.digest}: "
                                              + ", ".join(g.attr("kind") for _, g in self.gathers)
                                              + (" edge values" if self.edges else ""))
@@ -158,7 +161,7 @@ class _Generator:
         widths = tuple((math.prod(a.size for a in self.tile.axes.axes(c.node)), c.integer) for c in self.carries)
         return KernelSource(text, self.name, tuple(self.emitter.inputs.values()), tuple(self.outputs.values()), widths,
                             self.tile.num_programs, self.tile.width, block_e, min_block_e, elements_per_warp,
-                            self.emitter.uses_eid, self.emitter.uses_ids, self.has_workers)
+                            self.emitter.uses_eid, self.emitter.uses_ids, self.emitter.uses_places, self.has_workers)
 
     # --- kernels ----------------------------------------------------------------------------------------------------
 
@@ -173,12 +176,12 @@ class _Generator:
             after = [line for r in self.reducers for line in r.merge_lanes()]
             piece += _fill(skeletons.RESULT, after=_indent(after, 0), finish=_indent(self._row_stores(), 1),
                            spill=_indent(self._spills(), 1))
-        ids = ["ids_ptr"] if emitter.uses_ids else []
+        ids = ["ids_ptr"] * emitter.uses_ids + ["places_ptr"] * emitter.uses_places
         tables = ["other_ptr", "eid_ptr", *ids, "piece_row_ptr", "piece_start_ptr", "piece_end_ptr", "piece_slot_ptr"]
         counts = ["num_pieces", *(["num_workers"] if self.has_workers else [])]
         ins = pointers(emitter.inputs.values())
         outs = [f"{b.name}_ptr" for b in self.outputs.values()]
-        has_ids = ["HAS_IDS: tl.constexpr"] if emitter.uses_ids else []
+        has_ids = ["HAS_IDS: tl.constexpr"] * emitter.uses_ids + ["HAS_PLACES: tl.constexpr"] * emitter.uses_places
         params = ", ".join([*tables, *counts, *ins, *outs, *self._workspaces(), *_EDGE_CONSTANTS, *_CONSTANTS,
                             *has_ids])
         if not self.has_workers:
@@ -220,8 +223,9 @@ class _Generator:
         loads += [f"other = next_other.to(tl.int64){lanes}", following]
         tables = [("HAS_EID", "eid", "eid", f"position{lanes}")] if self.emitter.uses_eid else []
         tables += [("HAS_IDS", "id", "edge_id", "eid")] if self.emitter.uses_ids else []
+        tables += [("HAS_PLACES", "place", "place", f"position{lanes}")] if self.emitter.uses_places else []
         for flag, what, name, otherwise in tables:
-            first, following = load(what, "ids_ptr" if what == "id" else "eid_ptr")
+            first, following = load(what, {"id": "ids_ptr", "eid": "eid_ptr", "place": "places_ptr"}[what])
             ahead += [f"if {flag}:", f"    {first}"]
             loads += [f"if {flag}:", f"    {name} = next_{what}{lanes}", f"    {following}", "else:",
                       f"    {name} = {otherwise}"]
@@ -328,7 +332,7 @@ def store(tile: Tile, buffer: Buffer, row: str, value: str, rows: str, *masks: s
 
 def pointers(inputs: Iterable[Buffer]) -> list[str]:
     """The parameters of input buffers: a pointer each, and the stride of rows."""
-    return [p for b in inputs for p in ([f"{b.name}_ptr"] + ([f"{b.name}_stride"] if b.node.is_row else []))]
+    return [p for b in inputs for p in [f"{b.name}_ptr"] + [f"{b.name}_stride"] * b.has_stride]
 
 
 def _warps(elements: int, elements_per_warp: int) -> int:

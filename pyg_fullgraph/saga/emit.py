@@ -13,6 +13,7 @@ from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.axes import Axis
 from pyg_fullgraph.saga.ir import Domain, Node
+from pyg_fullgraph.saga.plans import is_staged
 from pyg_fullgraph.saga.tiles import MIN_DOT_SIZE, Lowering, Tile, next_power_of_2
 from triton_kernels.reference import dropout_threshold
 
@@ -44,6 +45,11 @@ class Buffer:
     integer: bool
     run: tuple[int, int] = (1, 1)
 
+    @property
+    def has_stride(self) -> bool:
+        """Whether its rows lie apart by a number that a launch passes: between sweeps values have no gaps."""
+        return self.node.is_row and not is_staged(self.node)
+
 
 class Emitter:
     """Writes the lines that compute values of a sweep.
@@ -54,6 +60,7 @@ class Emitter:
         names: Value -> the name of its tile.
         uses_eid: Whether edge ids or places of edges in edge tensors were asked for.
         uses_ids: Whether those two may differ.
+        uses_places: Whether the places of edges among values on their way between sweeps were asked for.
     """
 
     def __init__(self, lowering: Lowering, tile: Tile, rows: Domain, lanes: int, uses_ids: bool) -> None:
@@ -70,7 +77,7 @@ class Emitter:
         self.lines: list[str] = []
         self.inputs: dict[Node, Buffer] = {}
         self.names: dict[Node, str] = {}
-        self.uses_eid, self.uses_ids = False, uses_ids
+        self.uses_eid, self.uses_ids, self.uses_places = False, uses_ids, False
         # float, int or bool; the axes in which a tile is not 1 wide; tiles -> the same as matrices.
         self._types: dict[Node, str] = {}
         self._present: dict[Node, frozenset[Axis]] = {}
@@ -91,6 +98,11 @@ class Emitter:
         """The name of the places of the block's edges in edge tensors."""
         self.uses_eid = True
         return "eid"
+
+    def staged_places(self) -> str:
+        """The name of their places in tensors on their way between sweeps, which have an order of their own."""
+        self.uses_places = True
+        return "place"
 
     def number(self, root: Node) -> str:
         """The value of ``root`` as a floating point tile, after adding the lines that compute it."""
@@ -206,9 +218,11 @@ class Emitter:
             mask = self.tile.mask(node)
             place = f"{buffer.name}_ptr + row * {buffer.name}_stride + {offset}"
         else:
-            index = "other" if node.domain == self.others else self.edge_places()
+            index = "other" if node.domain == self.others else \
+                self.staged_places() if is_staged(node) else self.edge_places()
             mask = self.tile.mask(node, "live", pitch=run[1])
-            place = f"{buffer.name}_ptr + {index}.to(tl.int64) * {buffer.name}_stride + {offset}"
+            stride = f"{buffer.name}_stride" if buffer.has_stride else max(buffer.node.numel, 1)
+            place = f"{buffer.name}_ptr + {index}.to(tl.int64) * {stride} + {offset}"
         if offset == "0" and self.tile.order and node.domain in (Domain.PARAM, self.rows):
             return f"tl.load({place}){cast}"
         return f"tl.load({place}{f', mask={mask}, other=0' if mask else ''}){cast}"

@@ -13,6 +13,11 @@ from pyg_fullgraph.saga.ir import Domain, Node
 STAGED = "%staged."
 
 
+def is_staged(node: Node) -> bool:
+    """Whether ``node`` is an edge value on its way from one sweep to another, or a part of one."""
+    return node.name.startswith(STAGED)
+
+
 @dataclass(frozen=True)
 class Target:
     """What the executor can do in one pass, and what it pays for (bytes per edge, see :mod:`recompute`).
@@ -126,6 +131,22 @@ class Plan:
     def last(self) -> tuple[Step, ...]:
         """The outputs as steps."""
         return tuple((ir.input(f"%output{k}", e.domain, e.shape), e) for k, e in enumerate(self.outputs.values()))
+
+    @cached_property
+    def staging(self) -> Domain:
+        """By whose rows edge values are ordered on their way between sweeps.
+
+        The side along which most of them are written and read, which then is contiguous; the last reader's if both are
+        equal, as where one sweep writes and one of the other side reads: a sweep waits for what it reads.
+        """
+        moved = {Domain.SRC: 0, Domain.DST: 0}
+        last = Domain.DST
+        for sweep in self.sweeps:
+            read = sum(n.numel for n in sweep.inputs if is_staged(n))
+            moved[sweep.rows] += read + sum(r.numel for r, _ in sweep.edges if is_staged(r))
+            last = sweep.rows if read else last
+        other = Domain.EDGE & ~last
+        return other if moved[other] > moved[last] else last
 
     @property
     def sweeps(self) -> tuple[Sweep, ...]:
