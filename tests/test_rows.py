@@ -122,7 +122,26 @@ def test_sides_are_apart_and_products_with_matrices_stay_with_torch():
     steps = row_steps(twice, other, product, joined, ir.pointwise("add", twice, Y))
     groups = execution.row_kernels(steps, False)
     assert sorted([r.name for r, _ in group] for group, _ in groups) == [["%0"], ["%1"], ["%4"]]
-    assert execution.row_kernels(row_steps(ir.pointwise("exp", ir.pointwise("tan", X))), False) == ()
+    for left in (ir.pointwise("exp", ir.pointwise("tan", X)), ir.pointwise("exp", ir.pointwise(
+            "mul", X, ir.reduce_features("sum", ir.input("w", PARAM, (6, 9)), (1,))))):
+        assert execution.row_kernels(row_steps(left), False) == ()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_nothing_of_rows_by_features_in_between(dtype):
+    """Peak above the inputs: the results."""
+    steps = ROW_CASES["dots-64"]()
+    given = tensors_of(steps, 200_000, dtype, "cuda")
+    like = torch.empty((), device="cuda")
+    for _ in range(2):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        (made,) = execution.run_rows(steps, given.__getitem__, like, widen=True).values()
+        peak = torch.cuda.max_memory_allocated() - before
+    assert made.shape == (200_000, 4)
+    assert peak <= 2 * made.numel() * made.element_size()
 
 
 def test_blocks_of_rows():

@@ -68,12 +68,14 @@ def generate(steps: Sequence[Step]) -> RowsSource:
     """Generate the kernel of ``steps``, results and their expressions over the rows of one side.
 
     Raises:
-        NotFusable: An expression does not fit a tile, has an operation without a rule, or is a product with a matrix,
-            which is a matter of all rows at once. Torch computes the steps then.
+        NotFusable: An expression does not fit a tile, has an operation without a rule, or has a part that is better
+            computed for all rows at once. Torch computes the steps then.
     """
     roots = [e for _, e in steps]
     if any(n.op == "mm" for n in ir.walk(*roots)):
         raise NotFusable(["a product with a matrix is left to torch"])
+    if any(ir.OPS[n.op].kind == "reduce" and not n.is_row for n in ir.walk(*roots)):
+        raise NotFusable(["every program would reduce a parameter again"])
     if any(n.numel == 0 for n in ir.walk(*roots)):
         raise NotFusable(["a value without features"])
     lowering = Lowering(roots, lanes=4)
