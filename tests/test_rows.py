@@ -3,6 +3,7 @@
 import pytest
 import torch
 from test_kernels import GPU, INTERPRETER, PoisonedTorch
+from triton.runtime.errors import OutOfResources
 
 from oracle import error
 from programs import NUM_KINDS, ROW_CASES, SRC, row_steps
@@ -125,6 +126,41 @@ def test_sides_are_apart_and_products_with_matrices_stay_with_torch():
     for left in (ir.pointwise("exp", ir.pointwise("tan", X)), ir.pointwise("exp", ir.pointwise(
             "mul", X, ir.reduce_features("sum", ir.input("w", PARAM, (6, 9)), (1,))))):
         assert execution.row_kernels(row_steps(left), False) == ()
+
+
+def test_a_kernel_that_a_device_refuses_is_left_to_torch(monkeypatch):
+    """Said once, and not tried again."""
+    calls = []
+
+    def refuse(*args):
+        calls.append(args[1])
+        raise OutOfResources(300_000, 232_448, "shared memory")
+
+    monkeypatch.setattr(execution, "interpreted", lambda: True)
+    monkeypatch.setattr(execution, "_TOO_LARGE", set())
+    monkeypatch.setattr(launch, "launch", refuse)
+    steps = ROW_CASES["dots"]()
+    given = tensors_of(steps, 9, torch.float32, "cpu")
+    with pytest.warns(UserWarning, match="does not fit the device .* runs by torch"):
+        made = execution.run_rows(steps, given.__getitem__, torch.empty(()))
+    again = execution.run_rows(steps, given.__getitem__, torch.empty(()))
+    out, grad = given.values()
+    assert len(calls) == 1
+    for values in (made, again):
+        torch.testing.assert_close(*values.values(), (out * grad).sum(2))
+
+
+@pytest.mark.gpu
+def test_rows_beyond_two_billion_elements():
+    """Offsets are 64 bits wide: 2.56e9 features per input, 5 GB in half precision."""
+    steps = ROW_CASES["dots-64"]()
+    given = {n: torch.zeros(10_000_000, 4, 64, dtype=torch.float16, device="cuda") for n in ir.inputs_of(steps[0][1])}
+    for value in given.values():
+        value[-1000:] = torch.randn(1000, 4, 64, device="cuda").half()
+    (made,) = execution.run_rows(steps, given.__getitem__, torch.empty((), device="cuda"), widen=True).values()
+    out, grad = (t[-1000:].double() for t in given.values())
+    assert error(made[-1000:], (out * grad).sum(2)) < 1e-6
+    assert not made[:-1000].any()
 
 
 @pytest.mark.gpu
