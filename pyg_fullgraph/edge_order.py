@@ -89,12 +89,17 @@ class EdgeOrder:
             return None
         return self._cached("inverse", lambda: segment.scatter_by(self.positions, self.eid))
 
-    def places_in(self, order: EdgeOrder) -> Tensor:
-        """[E] where each position of this order is in ``order``, of the same edges; for small graphs."""
+    def places_in(self, order: EdgeOrder) -> Tensor | None:
+        """[E] where each position of this order is in ``order``, of the same edges; None where it is at the same.
+
+        Cost: one index per edge, kept for the ``order`` asked for last, unless that is the user's: it is ``eid`` then.
+        """
+        if order is self or order.eid is None:
+            return None if order is self else self.eid
         known = self._cache.get("places")
         if known is None or known[0]() is not order:
-            assert order.inverse is not None
-            places = order.inverse if self.eid is None else order.inverse.index_select(0, self.eid)
+            inverse = segment.scatter_by(order.positions, order.eid) if order.inverse is None else order.inverse
+            places = inverse if self.eid is None else inverse.index_select(0, self.eid)
             known = keep(self._cache, "places", (weakref.ref(order), places))
         return known[1]
 

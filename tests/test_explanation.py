@@ -160,6 +160,7 @@ def test_source(backward):
     report = explain(gat(v2=True), features(), GRAPH)
     source = report.source("convs.0", backward)
     assert source.count("@triton.jit") >= 1 + backward
+    assert ("def rows_of_dst" in source) == backward
     compile(source, "generated", "exec")
     assert source == report.source("convs.0", backward)
     with pytest.raises(InputError, match=r"fused layers \['convs.0', 'convs.1', 'convs.2'\] \(got 'conv1'\)"):

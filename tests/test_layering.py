@@ -49,6 +49,7 @@ LAYERS = (
     "pyg_fullgraph.saga.emit",
     "pyg_fullgraph.saga.reducers",
     "pyg_fullgraph.saga.codegen",
+    "pyg_fullgraph.saga.rows",
     "pyg_fullgraph.saga",
     "pyg_fullgraph.events",
     "pyg_fullgraph.recipe",

@@ -105,12 +105,14 @@ def lane_max(value, ids, UNSET: tl.constexpr, AXIS: tl.constexpr):
 
 
 @triton.jit
-def lane_peak(value, AXIS: tl.constexpr):
-    """Maximum along an axis of lanes; a NaN wins, as in torch."""
-    is_nan = value != value
-    has_nan = tl.max(is_nan.to(tl.int32), axis=AXIS, keep_dims=True) > 0
-    peak = tl.max(tl.where(is_nan, float("-inf"), value), axis=AXIS, keep_dims=True)
-    return tl.where(has_nan, float("nan"), peak)
+def _larger(a, b):
+    return tl.maximum(a, b, tl.PropagateNan.ALL)
+
+
+@triton.jit
+def peak(value, AXIS: tl.constexpr):
+    """Maximum along an axis; a NaN wins. Twin: ``torch.amax``."""
+    return tl.reduce(value, AXIS, _larger, keep_dims=True)
 
 
 @triton.jit

@@ -13,8 +13,12 @@ as one row per program.
 ``MERGE``: one program takes one cut row and merges its slots in edge order, so results do not depend on timing. The
 number of cut rows may be an upper bound; what is beyond has no slots.
 
+``ROWS`` is the body of vertex steps: a block of rows, loaded, computed and stored at their own places.
+
 Vertex-balanced mapping for reductions and per-edge work alike (SAGA-opt 5), with rows bounded as in RoDe-style splits.
 """
+
+from collections.abc import Iterable
 
 HEADER = '''"""{title}"""
 
@@ -88,3 +92,27 @@ def {name}({params}):
 {loop}
 {finish}
 '''
+
+ROWS = '''
+
+@triton.jit
+def {name}({params}):
+    pid = tl.program_id(0).to(tl.int64)
+    block = pid % num_blocks
+{tiles}
+    row = (block * BLOCK_E + tl.arange(0, BLOCK_E)){lanes}
+    live = row < num_rows
+{lines}
+'''
+
+
+def indent(lines: Iterable[str], depth: int) -> str:
+    """``lines`` as text."""
+    return "\n".join("    " * depth + line for line in lines)
+
+
+def fill(template: str, **fields: str) -> str:
+    """``template`` with its holes filled; no empty lines where there was nothing to put."""
+    text = template.format(**fields)
+    body = text.lstrip("\n")
+    return text[:len(text) - len(body)] + "".join(f"{line}\n" for line in body.splitlines() if line.strip())

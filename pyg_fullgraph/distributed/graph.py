@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_fullgraph.chunks import Handed, Leaf
+from pyg_fullgraph.chunks import Leaf, in_order
 from pyg_fullgraph.distributed.broadcast import Broadcast
 from pyg_fullgraph.distributed.feature_split import FeatureSplit
 from pyg_fullgraph.distributed.group import Group
@@ -68,9 +68,7 @@ class ShardedOrder:
         results = self.way.run_sweep(sweep, self.side, self.group, lambda n: edges[n] if n in edges else leaf(n), like,
                                      exact)
         for result, _ in sweep.edges:
-            value = results[result]
-            if isinstance(value, Handed):  # other sweeps have other edges
-                value = segment.scatter_by(value.value, value.order.eid)
+            value = in_order(results[result])  # other sweeps have other edges
             results[result] = value if self.is_home else self.to_home(value)
         return results
 

@@ -15,12 +15,14 @@ from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.emit import Buffer, Emitter
 from pyg_fullgraph.saga.ir import Domain
-from pyg_fullgraph.saga.plans import Sweep
+from pyg_fullgraph.saga.plans import Sweep, is_staged
 from pyg_fullgraph.saga.reducers import Carry, Outer, Reducer, Sum, reducers_of
 from pyg_fullgraph.saga.tiles import MIN_DOT_SIZE, WARP, Edges, Lowering, Tile
 from triton_kernels import skeletons
+from triton_kernels.skeletons import fill as _fill
+from triton_kernels.skeletons import indent as _indent
 
-__all__ = ["KernelSource", "generate", "needs_ids"]
+__all__ = ["KernelSource", "generate", "needs_ids", "pointers", "store"]
 
 #: Values per thread that are held: loaded for the edges in flight, carried, and of the row; and the same while narrow
 #: values do not fill the lanes yet. More leaves too few programs on a multiprocessor. Measured on an H200.
@@ -51,6 +53,7 @@ class KernelSource:
         is_sliced_freely: Whether programs that share the features of a row repeat next to nothing.
         uses_eid: Whether the kernel needs edge ids, or the places of edges in edge tensors.
         uses_ids: Whether it needs both, so that a part of a graph gives it ids of the whole graph beside the places.
+        uses_places: Whether it needs the places of edges among values on their way between sweeps.
         has_workers: Whether it has a fixed number of programs, and takes that number after the number of pieces.
     """
 
@@ -68,6 +71,7 @@ class KernelSource:
     is_sliced_freely: bool
     uses_eid: bool
     uses_ids: bool
+    uses_places: bool
     has_workers: bool
 
     @property
@@ -127,7 +131,8 @@ class _Generator:
             if g.attr("kind") in ("outer", "index_sum") and lanes <= 2:
                 raise NotFusable(["a parameter's gradient is a matrix product in float64"])
         self.tile = Tile(self.gathers, self.edges, lanes, max_width)
-        uses_ids = needs_ids(sweep) and (bool(sweep.edges) or any(n.domain == Domain.EDGE for n in sweep.inputs))
+        held = (*(r for r, _ in sweep.edges), *(n for n in sweep.inputs if n.domain == Domain.EDGE))
+        uses_ids = needs_ids(sweep) and not all(map(is_staged, held))
         self.emitter = Emitter(lowering, self.tile, sweep.rows, lanes, uses_ids)
         reducers = reducers_of(self.gathers, self.tile.precision)
         self.reducers = [r for r in reducers if r.stores[0][0].domain != Domain.PARAM]
@@ -147,8 +152,8 @@ class _Generator:
             self.emitter.lines += reducer.update(self.emitter)
         for result, e in self.edges:
             value = self.emitter.number(e)
-            place = f"{self.emitter.edge_places()}.to(tl.int64)"
-            self.emitter.lines.append(self._store(self.outputs[result], place, value, "live"))
+            place = self.emitter.staged_places() if is_staged(result) else self.emitter.edge_places()
+            self.emitter.lines.append(self._store(self.outputs[result], f"{place}.to(tl.int64)", value, "live"))
         text = skeletons.HEADER.format(title=f"Sweep {self.sweep.digest}: "
                                              + ", ".join(g.attr("kind") for _, g in self.gathers)
                                              + (" edge values" if self.edges else ""))
@@ -160,7 +165,7 @@ class _Generator:
         return KernelSource(text, self.name, tuple(self.emitter.inputs.values()), tuple(self.outputs.values()), widths,
                             self.tile.num_programs, self.tile.width, block_e, min_block_e,
                             self.tile.num_warps(block_e), self.tile.edge_lanes, self._is_sliced_freely,
-                            self.emitter.uses_eid, self.emitter.uses_ids, self.has_workers)
+                            self.emitter.uses_eid, self.emitter.uses_ids, self.emitter.uses_places, self.has_workers)
 
     # --- kernels ----------------------------------------------------------------------------------------------------
 
@@ -175,13 +180,12 @@ class _Generator:
             after = [line for r in self.reducers for line in r.merge_lanes(tile)]
             piece += _fill(skeletons.RESULT, after=_indent(after, 0), finish=_indent(self._row_stores(), 1),
                            spill=_indent(self._spills(), 1))
-        ids = ["ids_ptr"] if emitter.uses_ids else []
+        ids = ["ids_ptr"] * emitter.uses_ids + ["places_ptr"] * emitter.uses_places
         tables = ["other_ptr", "eid_ptr", *ids, "piece_row_ptr", "piece_start_ptr", "piece_end_ptr", "piece_slot_ptr"]
         counts = ["num_pieces", *(["num_workers"] if self.has_workers else [])]
-        ins = [p for b in emitter.inputs.values()
-               for p in ([f"{b.name}_ptr"] + ([f"{b.name}_stride"] if b.node.is_row else []))]
+        ins = pointers(emitter.inputs.values())
         outs = [f"{b.name}_ptr" for b in self.outputs.values()]
-        has_ids = ["HAS_IDS: tl.constexpr"] if emitter.uses_ids else []
+        has_ids = ["HAS_IDS: tl.constexpr"] * emitter.uses_ids + ["HAS_PLACES: tl.constexpr"] * emitter.uses_places
         params = ", ".join([*tables, *counts, *ins, *outs, *self._workspaces(), *_EDGE_CONSTANTS, *_CONSTANTS,
                             *has_ids])
         totals = self._totals() if self.has_workers else []
@@ -225,7 +229,8 @@ class _Generator:
                 ahead.append(f"ahead{form} = start + {edges}")
             for flag, what, name, otherwise in (("", "other", "other", ""),
                                                 ("HAS_EID", "eid", "eid", f"position{form}{lanes}"),
-                                                ("HAS_IDS", "ids", "edge_id", f"eid{form}")):
+                                                ("HAS_IDS", "ids", "edge_id", f"eid{form}"),
+                                                ("HAS_PLACES", "places", "place", f"position{form}{lanes}")):
                 # Without ids of their own, edges are known by their places.
                 if name not in asked and not (name == "eid" and "edge_id" in asked):
                     continue
@@ -269,18 +274,7 @@ class _Generator:
         return lines
 
     def _store(self, buffer: Buffer, row: str, value: str, *masks: str) -> str:
-        node, tile = buffer.node, self.tile
-        shape = tile.shape(node, Edges.BLOCK if masks else Edges.ONE)
-        if not masks and tile.is_flat(node):
-            index, run = tile.flat(node), f"[{tile.padded(tile.axes.axes(node))}]"
-            mask = tile.mask(node, *tile.first(tile.axes.axes(node), 1), index=index)
-            where = f"{buffer.name}_ptr + {row} * {max(node.numel, 1)} + {tile.offset(node, index=index)}"
-            mask = f", mask=tl.broadcast_to({mask}, {run})" if mask else ""
-            return f"tl.store({where}, tl.reshape(tl.broadcast_to({value}, {shape}), {run}){mask})"
-        mask = tile.mask(node, *masks, *tile.first(tile.axes.axes(node)))
-        where = f"{buffer.name}_ptr + {row} * {max(node.numel, 1)} + {tile.offset(node)}"
-        mask = f", mask=tl.broadcast_to({mask}, {shape})" if mask else ""
-        return f"tl.store(tl.broadcast_to({where}, {shape}), tl.broadcast_to({value}, {shape}){mask})"
+        return store(self.tile, buffer, row, value, *masks)
 
     def _store_matrix(self, buffer: Buffer, row: str, value: str) -> list[str]:
         tile = self.tile
@@ -347,12 +341,25 @@ class _Generator:
             not any(ir.OPS[n.op].kind == "reduce" for n in self.emitter.names)
 
 
-def _indent(lines: Iterable[str], depth: int) -> str:
-    return "\n".join("    " * depth + line for line in lines)
+# --- text of every kind of kernel -----------------------------------------------------------------------------------
 
 
-def _fill(template: str, **fields: str) -> str:
-    """``template`` with its holes filled; no empty lines where there was nothing to put."""
-    text = template.format(**fields)
-    body = text.lstrip("\n")
-    return text[:len(text) - len(body)] + "".join(f"{line}\n" for line in body.splitlines() if line.strip())
+def store(tile: Tile, buffer: Buffer, row: str, value: str, *masks: str) -> str:
+    """The line that writes ``value`` to ``row`` of ``buffer``; given ``masks``, to a row per edge of a block."""
+    node = buffer.node
+    shape = tile.shape(node, Edges.BLOCK if masks else Edges.ONE)
+    if not masks and tile.is_flat(node):
+        index, run = tile.flat(node), f"[{tile.padded(tile.axes.axes(node))}]"
+        mask = tile.mask(node, *tile.first(tile.axes.axes(node), 1), index=index)
+        where = f"{buffer.name}_ptr + {row} * {max(node.numel, 1)} + {tile.offset(node, index=index)}"
+        mask = f", mask=tl.broadcast_to({mask}, {run})" if mask else ""
+        return f"tl.store({where}, tl.reshape(tl.broadcast_to({value}, {shape}), {run}){mask})"
+    mask = tile.mask(node, *masks, *tile.first(tile.axes.axes(node)))
+    where = f"{buffer.name}_ptr + {row} * {max(node.numel, 1)} + {tile.offset(node)}"
+    mask = f", mask=tl.broadcast_to({mask}, {shape})" if mask else ""
+    return f"tl.store(tl.broadcast_to({where}, {shape}), tl.broadcast_to({value}, {shape}){mask})"
+
+
+def pointers(inputs: Iterable[Buffer]) -> list[str]:
+    """The parameters of input buffers: a pointer each, and the stride of rows."""
+    return [p for b in inputs for p in [f"{b.name}_ptr"] + [f"{b.name}_stride"] * b.has_stride]

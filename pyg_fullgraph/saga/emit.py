@@ -14,6 +14,7 @@ from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.axes import Axis
 from pyg_fullgraph.saga.idle import Idle, IdleLanes
 from pyg_fullgraph.saga.ir import Domain, Node
+from pyg_fullgraph.saga.plans import is_staged
 from pyg_fullgraph.saga.tiles import MIN_DOT_SIZE, Edges, Lowering, Tile, next_power_of_2
 from triton_kernels.reference import dropout_threshold
 
@@ -45,6 +46,11 @@ class Buffer:
     integer: bool
     run: tuple[int, int] = (1, 1)
 
+    @property
+    def has_stride(self) -> bool:
+        """Whether its rows lie apart by a number that a launch passes: between sweeps values have no gaps."""
+        return self.node.is_row and not is_staged(self.node)
+
 
 class Emitter:
     """Writes the lines that compute values of a sweep.
@@ -56,7 +62,8 @@ class Emitter:
         names: Value -> the name of its tile.
         uses_ids: Whether edge ids and places of edges in edge tensors may differ.
         indices: What was asked for of the edges of a block: the ``other`` end point, ``eid``, the place in edge
-            tensors, or ``edge_id``; and whether as a run of edges, not as a tile.
+            tensors, ``edge_id``, or the ``place`` among values on their way between sweeps; and whether as a run of
+            edges, not as a tile.
     """
 
     def __init__(self, lowering: Lowering, tile: Tile, rows: Domain, lanes: int, uses_ids: bool) -> None:
@@ -90,7 +97,12 @@ class Emitter:
     @property
     def uses_eid(self) -> bool:
         """Whether edge ids or places of edges in edge tensors were asked for."""
-        return any(what != "other" for what, _ in self.indices)
+        return any(what in ("eid", "edge_id") for what, _ in self.indices)
+
+    @property
+    def uses_places(self) -> bool:
+        """Whether the places of edges among values on their way between sweeps were asked for."""
+        return any(what == "place" for what, _ in self.indices)
 
     def edge_ids(self) -> str:
         """The name of the edge ids of the block, shaped as a tile."""
@@ -102,6 +114,11 @@ class Emitter:
         """The name of the places of the block's edges in edge tensors, shaped as a tile or as a run of edges."""
         self.indices.add(("eid", is_flat))
         return "eid_flat" if is_flat else "eid"
+
+    def staged_places(self, is_flat: bool = False) -> str:
+        """The name of their places in tensors on their way between sweeps, which have an order of their own."""
+        self.indices.add(("place", is_flat))
+        return "place_flat" if is_flat else "place"
 
     def other(self, is_flat: bool) -> str:
         """The name of the other end points of the block's edges."""
@@ -214,7 +231,8 @@ class Emitter:
             if self.tile.is_masked(axis):
                 value = f"tl.where({self.tile.index(axis)} < {axis.size}, {value}, {fill})"
             for dim in self.tile.dims(axis):
-                value = f"tl.{'sum' if node.op == 'sum' else 'max'}({value}, axis={dim}, keep_dims=True)"
+                value = f"tl.sum({value}, axis={dim}, keep_dims=True)" if node.op == "sum" else \
+                    f"device.peak({value}, {dim})"
         if node.op == "sum" and repeated > 1:
             value = f"({value}) * {repeated}.0"
         lines.append(f"{name} = {value}")
@@ -239,8 +257,10 @@ class Emitter:
         else:
             edges = "_flat" if is_flat else ""
             across = "[:, None]" if is_flat else ""
-            what = self.other(is_flat) if node.domain == self.others else self.edge_places(is_flat)
-            place += f" + {what}.to(tl.int64){across} * {buffer.name}_stride"
+            find = self.other if node.domain == self.others else \
+                self.staged_places if is_staged(node) else self.edge_places
+            stride = f"{buffer.name}_stride" if buffer.has_stride else max(buffer.node.numel, 1)
+            place += f" + {find(is_flat)}.to(tl.int64){across} * {stride}"
             live = f"alive{edges}{across}" if is_flat else "live"
             if is_flat:
                 offset, mask = f"({offset})[None, :]", f"({mask})[None, :]" if mask else ""

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, Node
-from pyg_fullgraph.saga.plans import STAGED, Sweep, Target
+from pyg_fullgraph.saga.plans import STAGED, Sweep, Target, is_staged
 
 __all__ = ["Steps", "cheapest", "orders", "price"]
 
@@ -98,7 +98,7 @@ def _read_back(steps: Steps) -> dict[Node, Node]:
     known: dict[Node, Node] = {}
     for step in steps:
         if isinstance(step, Sweep):
-            known.update({r: ir.substitute(e, known) for r, e in step.edges if r.name.startswith(STAGED)})
+            known.update({r: ir.substitute(e, known) for r, e in step.edges if is_staged(r)})
     return known
 
 

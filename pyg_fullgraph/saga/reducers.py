@@ -122,7 +122,7 @@ class Peak(Reducer):
         return [f"{self.name} = tl.maximum({self.name}, {value}, tl.PropagateNan.ALL)"]
 
     def merge_lanes(self, tile: Tile) -> list[str]:
-        return tile.over_lanes(self.name, f"device.lane_peak({self.name}, {{axis}})", self.held)
+        return tile.over_lanes(self.name, f"device.peak({self.name}, {{axis}})", self.held)
 
     def merge_piece(self) -> list[str]:
         return [f"{self.name} = tl.maximum({self.name}, new_{self.name}, tl.PropagateNan.ALL)"]

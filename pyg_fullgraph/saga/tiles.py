@@ -117,13 +117,14 @@ class Tile:
     """
 
     def __init__(self, gathers: Sequence[tuple[Node, Node]], edges: Sequence[tuple[Node, Node]], lanes: int,
-                 max_width: int | None) -> None:
+                 max_width: int | None, has_lanes: bool = True) -> None:
         """Choose a tile.
 
         Args:
             gathers, edges: Results of the sweep with what they are, lowered.
             lanes: Features per 16 bytes.
             max_width: Features per edge above which axes are split; None for the usual number.
+            has_lanes: Whether the edges of a block may be two dimensions.
 
         Raises:
             NotFusable: What cannot be split is too wide.
@@ -151,7 +152,9 @@ class Tile:
         self._fit([self.axes.axes(n) for n in nodes], products, reduced,
                   max_width or (PRODUCT_FEATURES if products else TILE_FEATURES))
         self.has_products = bool(products)
-        self.edge_lanes = 0 if self.has_products else min(max(WARP * lanes // max(self.width, 1), 1), WARP)
+        self.edge_lanes = 0
+        if has_lanes and not self.has_products:
+            self.edge_lanes = min(max(WARP * lanes // max(self.width, 1), 1), WARP)
         self.run = self.block[self.order[-1]] if self.order else 1
         rounds = self.width // (WARP * lanes * self.num_warps(1)) if self.edge_lanes else 1
         if self.edge_lanes == 1 and rounds > 1 and self.run < self.width:

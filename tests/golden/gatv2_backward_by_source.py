@@ -7,7 +7,7 @@ from triton_kernels import device
 
 
 @triton.jit
-def sum_by_dst_cb4d1a(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_end_ptr, piece_slot_ptr, num_pieces, in0_ptr, in0_stride, in1_ptr, in1_stride, in2_ptr, in2_stride, in3_ptr, out0_ptr, ws0_ptr, BLOCK_E: tl.constexpr, HAS_EID: tl.constexpr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr):
+def sum_by_dst_cb4d1a(other_ptr, eid_ptr, places_ptr, piece_row_ptr, piece_start_ptr, piece_end_ptr, piece_slot_ptr, num_pieces, in0_ptr, in0_stride, in1_ptr, in1_stride, in2_ptr, in3_ptr, out0_ptr, ws0_ptr, BLOCK_E: tl.constexpr, HAS_EID: tl.constexpr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr, HAS_PLACES: tl.constexpr):
     pid = tl.program_id(0).to(tl.int64)
     piece = pid % num_pieces
     f0 = (tl.arange(0, 4))[None, :, None]
@@ -23,23 +23,23 @@ def sum_by_dst_cb4d1a(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_
     sum0 = tl.full([BLOCK_E, 4, 8], 0.0, FLOAT)
     ahead = start + tl.arange(0, BLOCK_E)
     next_other = tl.load(other_ptr + ahead, mask=ahead < end, other=0)
-    if HAS_EID:
-        next_eid = tl.load(eid_ptr + ahead, mask=ahead < end, other=0)
+    if HAS_PLACES:
+        next_place = tl.load(places_ptr + ahead, mask=ahead < end, other=0)
     for base in range(start, end, BLOCK_E):
         position = base + tl.arange(0, BLOCK_E)
         alive = position < end
         live = alive[:, None, None]
         other = next_other.to(tl.int64)[:, None, None]
         next_other = tl.load(other_ptr + position + BLOCK_E, mask=position + BLOCK_E < end, other=0)
-        if HAS_EID:
-            eid = next_eid[:, None, None]
-            next_eid = tl.load(eid_ptr + position + BLOCK_E, mask=position + BLOCK_E < end, other=0)
+        if HAS_PLACES:
+            place = next_place[:, None, None]
+            next_place = tl.load(places_ptr + position + BLOCK_E, mask=position + BLOCK_E < end, other=0)
         else:
-            eid = position[:, None, None]
+            place = position[:, None, None]
         v1 = tl.load(in1_ptr + other.to(tl.int64) * in1_stride + f0 * 8 + f1, mask=live & (f0 < 3), other=0).to(FLOAT)
         v2 = (v0 + v1)
         v4 = (v2 > v3)
-        v5 = tl.load(in2_ptr + eid.to(tl.int64) * in2_stride + f0, mask=live & (f0 < 3), other=0).to(FLOAT)
+        v5 = tl.load(in2_ptr + place.to(tl.int64) * 3 + f0, mask=live & (f0 < 3), other=0).to(FLOAT)
         v7 = (v5 * v6)
         v8 = tl.where(v4, v7, v3)
         v9 = tl.where(v4, v3, v7)
