@@ -10,10 +10,13 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
+from layers import SQUARE
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch_geometric.data import Data
 
 import pyg_fullgraph as pfg
+from oracle import random_case
 from pyg_fullgraph import memo, replay
 from pyg_fullgraph.config import TrainConfig
 from pyg_fullgraph.data import generate
@@ -104,6 +107,44 @@ def test_what_is_new_in_every_step_is_not_relied_on():
         conv(x, edge_index)
     x.add_(1)
     assert seen.is_current and id(edge_index) in seen.states
+
+
+class Waits(TorchDispatchMode):
+    """Collects operations whose result the host has to wait for on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func, kinds, args=(), kwargs=None):
+        name = str(func)
+        index = next((a for a in args if isinstance(a, (list, tuple))), ()) if name.startswith("aten.index") else ()
+        waits = name.split(".")[1] in ("_local_scalar_dense", "equal", "masked_select", "nonzero", "_unique2")
+        if waits or any(isinstance(i, Tensor) and i.dtype == torch.bool for i in index):
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("name", ["gat_edge", "gcn_weight", "sage_max", "gatv2", "edge_conv", "gmm"])
+def test_from_the_third_step_on_layers_wait_for_nothing(name):
+    (layer,) = (entry for entry in SQUARE if entry.name == name)
+    conv, case = layer.build(pfg.nn).float(), random_case(11, 11, 31)
+    x, edge = layer.inputs(case, 0)
+    x = x.float()
+    edge = {k: t.float() if t.is_floating_point() else t for k, t in edge.items()}
+
+    def step() -> None:
+        conv(x, case.edge_index, **edge).sum().backward()
+
+    step()
+    step()
+    with Waits() as waits:
+        step()
+    assert waits.found == []
+    with waits:
+        x.sum().item()
+    assert waits.found == ["aten._local_scalar_dense.default"]
 
 
 # --- when a recording is given up -------------------------------------------------------------------------------
