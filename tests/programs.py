@@ -63,11 +63,11 @@ class Layer:
         return ir.substitute(program, {n: other for n, other in same.items() if n is not other})
 
 
-def gat(kind: str = "sum", weights: bool = False, **options: Any) -> Layer:
+def gat(kind: str = "sum", weights: bool = False, width: int = WIDTH, **options: Any) -> Layer:
     update = dict(alpha_j=spec(SRC, HEADS), alpha_i=spec(DST, HEADS), index=INDEX, ptr=None, dim_size=SIZE_I,
                   edge_attr=spec(EDGE, options["edge_dim"]) if "edge_dim" in options else None)
-    return Layer(lambda: pyg.GATConv(4, WIDTH, heads=HEADS, **options), kind,
-                 dict(x_j=spec(SRC, HEADS, WIDTH), alpha=spec(EDGE, HEADS)), update, weights)
+    return Layer(lambda: pyg.GATConv(4, width, heads=HEADS, **options), kind,
+                 dict(x_j=spec(SRC, HEADS, width), alpha=spec(EDGE, HEADS)), update, weights)
 
 
 def gatv2(**options: Any) -> Layer:
@@ -180,6 +180,7 @@ LAYERS: dict[str, Layer] = {
     "gat-max": gat("max"),
     "gat-dropout": gat(dropout=0.4),
     "gat-edge": gat(edge_dim=2),
+    "gat-wide": gat(width=32),
     "gatv2": gatv2(),
     "gatv2-edge-dropout": gatv2(edge_dim=2, dropout=0.3),
     **{f"edge-{k}": edge_conv(k, lambda: nn.Linear(8, WIDTH)) for k in ("max", "sum")},
