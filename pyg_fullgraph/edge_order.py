@@ -69,7 +69,7 @@ class EdgeOrder:
         return self._cached(("inv_degree", dtype), lambda: self.degree.clamp(min=1).to(dtype).reciprocal())
 
     def schedule(self, max_piece: int = 1024) -> RowSchedule:
-        """Rows cut into pieces of at most ``max_piece`` edges, longest first by power of two; cached per bound."""
+        """Rows cut into pieces of at most ``max_piece`` edges, long ones first; cached per bound."""
         return self._cached(("schedule", max_piece), lambda: segment.schedule_rows(self.ptr, max_piece, self.num_edges))
 
     @property

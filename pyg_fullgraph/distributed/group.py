@@ -111,8 +111,10 @@ class Group:
         return Transfer(buffer, work)
 
     def reduce(self, value: Tensor, op: str = "sum") -> Tensor:
-        """``value`` reduced over all ranks (``sum``, ``max``, ``min``), in place."""
-        if self.size > 1:
+        """``value`` reduced over all ranks (``sum``, ``max``, ``min``), in place; NCCL sends what has no gaps."""
+        if self.size > 1 and not value.is_contiguous():
+            value.copy_(self.reduce(value.contiguous(), op))
+        elif self.size > 1:
             kind = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
             work = self._start("reduce", value, lambda: dist.all_reduce(
                 value, kind, group=self.process_group, async_op=True))
