@@ -49,6 +49,7 @@ class Case:
         needs_grad_x: Whether the features of a single layer get a gradient, as they do inside a model.
         needs_grad_edges: Whether the features of edges do.
         is_sampled: Plain PyG does not fit: check sampled rows, and gradients on a small graph.
+        dropout: On the input of each layer of a model and on its attention, where it has one.
         gathers: Source rows read per edge in one step, at least, in elements of a row; None where that says little.
     """
 
@@ -69,6 +70,7 @@ class Case:
     needs_grad_x: bool = True
     needs_grad_edges: bool = False
     is_sampled: bool = False
+    dropout: float = 0.0
     gathers: int | None = None
 
     @property
@@ -156,6 +158,7 @@ SHARED = ("cora", "citeseer", "amazon_computers", "coauthor_cs", "tolokers")
 CASES: dict[str, Case] = {c.name: c for c in [
     Case("train-gat-reddit", "gat", "reddit", num_in=602, width=256, heads=4, is_model=True, last_heads=4,
          num_classes=41, is_sampled=True, gathers=2 * 256 + 2 * 4 * 41),
+    Case("train-gat-cora", "gat", "cora", width=64, heads=8, is_model=True, dropout=0.6),  # as GAT's paper has it
     Case("train-gat-tiny", "gat", "tiny", "cpu", num_in=12, width=16, heads=4, is_model=True, last_heads=4,
          num_classes=5),
     Case("gcn-tiny", "gcn", "tiny", "cpu", num_in=12, width=16),
@@ -215,12 +218,17 @@ class Net(nn.Module):
         if case.is_model:
             convs.append(make(layers, case.width, num_classes, case.last_heads, True))
         self.convs = nn.ModuleList(convs)
+        self.dropout = case.dropout
+        for conv in convs if case.dropout else ():
+            conv.dropout = case.dropout
         self.activation = F.elu if case.layer in _ATTENTION else F.relu
 
     def forward(self, x: Tensor, graph: Any, *data: Tensor) -> Tensor:
         """Scores ``[N, width]`` from ``x`` ``[N, in]``; ``data`` has a row per node or edge."""
         for k, conv in enumerate(self.convs):
-            x = conv(self.activation(x) if k else x, graph, *data)
+            x = self.activation(x) if k else x
+            x = F.dropout(x, self.dropout, self.training) if self.dropout else x
+            x = conv(x, graph, *data)
         return x
 
 
@@ -255,7 +263,7 @@ class Problem:
                 self.y = torch.randint(num_classes, (count,), generator=generator, device=device)
                 self.mask = torch.rand(count, generator=generator, device=device) < 0.66
         else:
-            data = _shared_dataset(name)
+            data = _shared_dataset(name).to(device)
             num_classes, self.edge_index, self.x = data.num_classes, data.edge_index, data.x.to(dtype)
             self.y, self.mask = data.y, data.train_mask
         self.num_classes = num_classes

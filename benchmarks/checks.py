@@ -167,10 +167,13 @@ def _layer(problem: Problem, k: int, num_in: int) -> torch.nn.Module:
 
 
 def is_repeatable(problem: Problem, provider: str, graph: Any, steps: int = 3) -> bool:
-    """Whether two runs of ``steps`` training steps from the same weights agree in every bit of losses and weights."""
+    """Whether two runs of ``steps`` training steps from the same weights and seed agree in every bit of losses and
+    weights; ``steps`` replays, if steps are captured."""
     runs = []
     for _ in range(2):
+        torch.manual_seed(0)
         workload = Workload(problem, provider, graph)
-        losses = [workload.step() for _ in range(steps)]
+        workload.settle()
+        losses = [workload.step().clone() for _ in range(steps)]
         runs.append([*losses, *(p.detach() for p in workload.net.parameters())])
     return all(torch.equal(a, b) for a, b in zip(*runs, strict=True))

@@ -4,14 +4,16 @@ Providers are ours by each way of fetching rows, and MG-GCN's schedule (its pape
 with torch's sparse products: blocks of the adjacency, a broadcast per block into one of two buffers while the block
 before is multiplied, products before or after the sum by the widths, weights on every rank. All run in the same
 processes, on the same partition of the same graph, from the same weights. One whose first losses differ from PyG's, or
-from those of the first provider where PyG does not fit, is not timed. Without torchrun it is one process.
+from those of the first provider where PyG does not fit, is not timed. ``--tf32`` times all with dense products in TF32.
+Without torchrun it is one process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,8 +39,9 @@ from pyg_fullgraph.partition import ShardOrder, partition
 
 #: Edges up to which losses are compared with plain PyG's in float64.
 MAX_PYG_EDGES = 3_000_000
-#: Relative difference of a loss that rounding in float32 explains.
-TOLERANCE = 1e-4
+#: Relative difference of a loss that rounding explains: in float32, and where factors of dense products are rounded to
+#: the 10 bits of TF32, which is 5e-4 each.
+TOLERANCE, TF32_TOLERANCE = 1e-4, 1e-3
 NUM_CHECKED = 3
 LEARNING_RATE = 0.01
 
@@ -82,20 +85,24 @@ class Problem:
         self.case, self.device, self.ranks = case, device, ranks
         size = graphs.SIZES[case.graph]
         self.num_nodes = graphs.num_nodes(size)
-        # A GPU draws another graph than a CPU, and does so quickly.
-        self.edge_index = graphs.draw(size, device, seed).cpu()
+        # A GPU draws another graph than a CPU, and does so quickly; its sums of floats differ from run to run, and with
+        # them the place of an edge.
+        self.edge_index = ranks.broadcast(graphs.draw(size, device, seed), 0).wait().cpu()
         generator = torch.Generator().manual_seed(seed)
         self.x = torch.randn(self.num_nodes, case.num_in, generator=generator)
         self.y = torch.randint(case.num_classes, (self.num_nodes,), generator=generator)
         self.train = torch.rand(self.num_nodes, generator=generator) < 0.66
-        whole = pfg.Graph.from_edge_index(self.edge_index, self.num_nodes)
+        whole = self._graph(self.edge_index)
         self.partition = partition(whole, ranks.size, "random", seed)
         torch.manual_seed(seed)
         self.state = Net(pyg_nn, case).state_dict()
 
     def shard(self, edge_index: Tensor, way: str = "halo") -> ShardedGraph:
         """This rank's part of ``edge_index``."""
-        return pfg.shard(pfg.Graph.from_edge_index(edge_index, self.num_nodes), way, self.partition, device=self.device)
+        return pfg.shard(self._graph(edge_index), way, self.partition)
+
+    def _graph(self, edge_index: Tensor) -> pfg.Graph:
+        return pfg.Graph.from_edge_index(edge_index.to(self.device), self.num_nodes)
 
     def take(self, value: Tensor) -> Tensor:
         """This rank's rows of a whole tensor."""
@@ -182,7 +189,7 @@ class Staged(nn.Module):
         self.weights = nn.ParameterList(nn.Parameter(state[f"convs.{k}.lin.weight"].clone()) for k in convs)
         self.biases = nn.ParameterList(nn.Parameter(state[f"convs.{k}.bias"].clone()) for k in convs)
         self.to(problem.device)
-        loops, _ = add_remaining_self_loops(problem.edge_index, num_nodes=problem.num_nodes)
+        loops, _ = add_remaining_self_loops(problem.edge_index.to(problem.device), num_nodes=problem.num_nodes)
         shard = problem.shard(loops).shard
         scale = shard.incoming.rows.degree.to(torch.float32).rsqrt()
         widest = max(min(i, o) for i, o in zip(problem.case.widths, problem.case.widths[1:], strict=False))
@@ -223,6 +230,14 @@ class Epoch:
             net.load_state_dict(problem.state)
             self.module = DistributedModel(net.to(problem.device))
             self.graph = problem.shard(problem.edge_index, provider.removeprefix("ours-"))
+        self._first = [p.detach().clone() for p in self.module.parameters()]
+        self.restart()
+
+    def restart(self) -> None:
+        """Go back to the first weights."""
+        with torch.no_grad():
+            for p, first in zip(self.module.parameters(), self._first, strict=True):
+                p.copy_(first)
         self.optimizer = torch.optim.Adam(self.module.parameters(), lr=LEARNING_RATE)
 
     def step(self) -> Tensor:
@@ -261,40 +276,87 @@ def reference_losses(problem: Problem) -> list[float] | None:
     return losses
 
 
-def run_case(case: EpochCase, providers: Sequence[str], device: str, ranks: Group,
-             budget_s: float = 3.0) -> list[dict[str, Any]]:
+@contextlib.contextmanager
+def _matmul(precision: str) -> Iterator[None]:
+    """Dense products of float32 by ``precision`` within the block, ``fp32`` or ``tf32``, whoever asks for them."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision({"fp32": "highest", "tf32": "high"}[precision])
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def run_case(case: EpochCase, providers: Sequence[str], device: str, ranks: Group, budget_s: float = 3.0,
+             matmul: str = "fp32", folder: Path | None = None) -> Iterator[dict[str, Any]]:
     """Check and time one case on all ranks; times and peaks are those of the slowest and the largest.
 
-    Returns: one row per provider, the same on every rank; without times where losses were wrong.
+    Args:
+        case, providers, device, ranks: What to run, and where.
+        budget_s: About how long to time each.
+        matmul: ``fp32``, or ``tf32`` for dense products of that precision while it is timed. Losses are compared in
+            float32 first, then those of TF32 by a wider bound.
+        folder: Where a timeline of one epoch of each provider goes, if anywhere.
+
+    Returns: one row per provider, the same on every rank, as they come; without times where losses were wrong.
     """
     problem = Problem(case, device, ranks)
     expected, known = reference_losses(problem), "pyg float64"
-    rows = []
     for provider in providers:
         row = {"case": case.name, "provider": provider, "kind": "epoch", "ranks": ranks.size, "graph": case.graph,
                "num_nodes": problem.num_nodes, "num_edges": problem.edge_index.shape[1], "num_in": case.num_in,
-               "width": case.width, "layers": case.layers, "dtype": "float32"}
+               "width": case.width, "layers": case.layers, "dtype": "float32", "matmul": matmul}
         epoch = Epoch(problem, provider)
         memory = measure.PeakMemory(device)
-        losses = epoch.losses(NUM_CHECKED)
+        with _matmul("fp32"):
+            losses = epoch.losses(NUM_CHECKED)
         if expected is None:
             expected, known = losses, provider
-        error = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
-        row["check"] = {"against": known, "error": error}
-        if error <= TOLERANCE and math.isfinite(error):
-            times = _times(epoch, device, ranks, budget_s)
-            row.update(measure.percentiles(times), repeats=len(times))
-            memory.restart()
-            epoch.step()
-            peak = torch.tensor([memory.peak_bytes() or 0], device=device)
-            row["peak_bytes"] = int(ranks.reduce(peak, "max"))
-        else:
-            row["error"] = f"losses {losses} are not those of {known}, {expected}; not timed"
-        rows.append({**row, **measure.environment(device)})
+        error = _difference(losses, expected)
+        row["check"], bound = {"against": known, "error": error}, TOLERANCE
+        with _matmul(matmul):
+            if matmul != "fp32" and error <= bound:
+                epoch.restart()
+                losses, bound = epoch.losses(NUM_CHECKED), TF32_TOLERANCE
+                row["check"][f"{matmul}_error"] = error = _difference(losses, expected)
+            if error <= bound:
+                row.update(_measured(epoch, memory, device, ranks, budget_s))
+                if ranks.size > 1 and provider != "mg_gcn":
+                    row.update(_hidden(epoch, folder / f"{case.name}-{provider}" if folder else None))
+            else:
+                row["error"] = f"losses {losses} are not those of {known}, {expected}; not timed"
+        yield {**row, **measure.environment(device)}
         del epoch
         if device == "cuda":
             torch.cuda.empty_cache()
-    return rows
+
+
+def _difference(losses: Sequence[float], expected: Sequence[float]) -> float:
+    """The largest relative one; infinite if a loss is not finite."""
+    if not all(map(math.isfinite, losses)):
+        return math.inf
+    return max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
+
+
+def _measured(epoch: Epoch, memory: measure.PeakMemory, device: str, ranks: Group, budget_s: float) -> dict[str, Any]:
+    """Times, and memory: above what was there before the first epoch, and on a GPU all that this process holds."""
+    times = _times(epoch, device, ranks, budget_s)
+    memory.restart()
+    epoch.step()
+    found = [memory.peak_bytes() or 0, torch.cuda.max_memory_allocated() if device == "cuda" else 0]
+    peak, total = ranks.reduce(torch.tensor(found, device=device), "max").tolist()
+    return {**measure.percentiles(times), "repeats": len(times), "peak_bytes": peak,
+            **({"total_bytes": total} if device == "cuda" else {})}
+
+
+def _hidden(epoch: Epoch, folder: Path | None) -> dict[str, float]:
+    """How much of one epoch's communication and computation, within sweeps and summed over ranks, was at once."""
+    with pfg.timeline(folder) as found:
+        epoch.step()
+    overlap = found.overlap
+    named = {"hidden_share": overlap.share, "communication_ms": overlap.communication_ms,
+             "computation_ms": overlap.computation_ms, "hidden_ms": overlap.hidden_ms}
+    return {name: round(value, 4) for name, value in named.items()}
 
 
 def _times(epoch: Epoch, device: str, ranks: Group, budget_s: float) -> list[tuple[float, float]]:
@@ -315,6 +377,8 @@ def main(
     save: Annotated[bool, typer.Option(help="Append rows to benchmarks/results.")] = True,
     budget_s: Annotated[float, typer.Option(help="Seconds of timing per case and provider.")] = 3.0,
     reuse: Annotated[bool, typer.Option(help="Let ours compute what is constant once, as it does by default.")] = True,
+    tf32: Annotated[bool, typer.Option(help="Time with dense products in TF32, of all providers.")] = False,
+    timeline: Annotated[Path | None, typer.Option(help="A folder for a timeline of an epoch of each of ours.")] = None,
 ) -> None:
     """Time training epochs."""
     for option, given, known in (("case", case, CASES), ("providers", providers, PROVIDERS)):
@@ -325,7 +389,8 @@ def main(
     rows = []
     with under_torchrun(device) as ranks:
         for name in case.split(","):
-            for row in run_case(CASES[name], providers.split(","), device, ranks, budget_s):
+            for row in run_case(CASES[name], providers.split(","), device, ranks, budget_s, "tf32" if tf32 else "fp32",
+                                timeline):
                 row = row if reuse else {**row, "reuses": False}
                 rows.append(row)
                 if ranks.rank == 0:

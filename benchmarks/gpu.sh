@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The GPU rows of docs/performance.md: `benchmarks/gpu.sh layers`, `phases` and `orders`, each within ten minutes of one
-# H200 by its deadlines, and `epochs` on all GPUs there are; a short table comes last. Rows go to benchmarks/results, and
-# to $OUT/rows.jsonl where OUT is set.
+# The GPU rows of docs/performance.md: `benchmarks/gpu.sh layers`, `phases`, `orders` and `captured`, each within ten
+# minutes of one H200 by its deadlines, and `epochs` on all GPUs there are; a short table comes last. Rows go to
+# benchmarks/results, and to $OUT/rows.jsonl where OUT is set.
 # BENCH_ARGS: options for every run.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -37,6 +37,11 @@ orders)
             --providers ours --budget-s 0.5 --deadline-s 190
     done
     ;;
+captured)
+    layers="$(printf '%s-arxiv,' gcn sage sage-max gat gatv2 transformer edgeconv pna)"
+    run --case "train-gat-cora,edgeconv-points,$layers" --providers pyg,ours,ours_captured --budget-s 1 \
+        --deadline-s 300
+    ;;
 epochs)
     # NVLink multicast stays off.
     export NCCL_NVLS_ENABLE=0
@@ -45,7 +50,7 @@ epochs)
         ${BENCH_ARGS:-} --case gcn-products-3x256,gcn-reddit-2x512,gcn-reddit-2x16 >>"$out/log.txt" 2>&1 || status=1
     ;;
 *)
-    echo "Expected layers, phases, orders or epochs (got $1)" >&2
+    echo "Expected layers, phases, orders, captured or epochs (got $1)" >&2
     exit 2
     ;;
 esac

@@ -17,7 +17,7 @@ RESULTS = Path(__file__).parent / "results"
 COLUMNS = ("case", "provider", "p50 ms (p20-p80)", "CPU ms", "against PyG (CPU)", "peak MB", "first call s", "kernels",
            "gather GB/s (share)", "largest error")
 EPOCH_COLUMNS = ("epoch of", "provider", "processes", "p50 ms (p20-p80)", "against mg_gcn", "against one process",
-                 "peak MB", "largest error of a loss")
+                 "hidden", "peak MB (with graph and features)", "largest error of a loss")
 FIRST_USE_COLUMNS = ("first step of", "cold ms", "warm ms (least)", "warm CPU ms", "later step ms",
                      "start of the process ms")
 
@@ -31,7 +31,8 @@ def latest(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """The last row of each case, provider, device and way to run it; cases in the order they first came in."""
     found: dict[tuple[object, ...], dict[str, Any]] = {}
     for row in rows:
-        how = row.get("is_tuned", False), row.get("ranks", 1), row.get("reuses", True)
+        reuses = row.get("reuses", True) or _is_step(row)  # of one layer or model there is one way to run it
+        how = row.get("is_tuned", False), row.get("ranks", 1), reuses, row.get("matmul", "fp32")
         found[row["device_name"], row["case"], row["provider"], how] = row
     return list(found.values())
 
@@ -69,7 +70,8 @@ def epoch_lines(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
     """The columns of rows of ``benchmarks.epochs``."""
 
     def key(row: dict[str, Any], provider: str, ranks: int) -> tuple[object, ...]:
-        return row["device_name"], row["case"], provider, ranks, row.get("reuses", True) or provider == "mg_gcn"
+        reuses, matmul = row.get("reuses", True) or provider == "mg_gcn", row.get("matmul", "fp32")
+        return row["device_name"], row["case"], provider, ranks, reuses, matmul
 
     times = {key(r, r["provider"], r["ranks"]): r["p50_ms"] for r in rows if "p50_ms" in r}
 
@@ -80,15 +82,21 @@ def epoch_lines(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
 
     lines = []
     for row in rows:
-        provider = row["provider"] + " (nothing kept)" * (not row.get("reuses", True))
+        provider = row["provider"] + " (nothing kept)" * (not row.get("reuses", True)) + \
+            " (TF32)" * (row.get("matmul") == "tf32")
         if "error" in row:
             lines.append([row["case"], provider, str(row["ranks"]), row["error"], *[""] * (len(EPOCH_COLUMNS) - 4)])
             continue
         lines.append([row["case"], provider, str(row["ranks"]),
                       f"{row['p50_ms']:.2f} ({row['p20_ms']:.2f}-{row['p80_ms']:.2f})",
                       against(row, "mg_gcn", row["ranks"]), against(row, row["provider"], 1),
-                      f"{row['peak_bytes'] / 1e6:.0f}", f"{row['check']['error']:.1e} ({row['check']['against']})"])
+                      f"{row['hidden_share']:.0%}" if "hidden_share" in row else "", _peaks(row),
+                      f"{row['check']['error']:.1e} ({row['check']['against']})"])
     return lines
+
+
+def _peaks(row: dict[str, Any]) -> str:
+    return f"{row['peak_bytes'] / 1e6:.0f}" + (f" ({row['total_bytes'] / 1e6:.0f})" if "total_bytes" in row else "")
 
 
 def _is_step(row: dict[str, Any]) -> bool:

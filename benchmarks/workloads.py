@@ -1,5 +1,5 @@
 """Providers side by side: the same problem as a step of plain PyG, of PyG under ``torch.compile``, of kernels of others
-(:mod:`benchmarks.peers`), and of ours.
+(:mod:`benchmarks.peers`), of ours, and of ours replayed as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import torch_geometric.nn as pyg_nn
 from torch import Tensor
 
+import pyg_fullgraph as pfg
 import pyg_fullgraph.nn as fullgraph_nn
 from benchmarks import peers
 from benchmarks.cases import Problem
@@ -23,11 +24,12 @@ from pyg_fullgraph.graph import Graph
 
 @dataclass(frozen=True)
 class Provider:
-    """Where layers come from, what becomes of ``edge_index``, and what of the module."""
+    """Where layers come from, what becomes of ``edge_index``, what of the module, and whether steps are captured."""
 
     layers: SimpleNamespace
     prepare: Callable[[Problem], Any]
     wrap: Callable[[Any], Any] = lambda module: module
+    is_captured: bool = False
 
 
 def _both_orders(problem: Problem) -> Graph:
@@ -39,6 +41,7 @@ def _both_orders(problem: Problem) -> Graph:
 PROVIDERS = {
     "pyg": Provider(edge_phases(pyg_nn), lambda problem: problem.edge_index),
     "ours": Provider(edge_phases(fullgraph_nn), _both_orders),
+    "ours_captured": Provider(edge_phases(fullgraph_nn), _both_orders, is_captured=True),
     "torch_compile": Provider(edge_phases(pyg_nn), lambda problem: problem.edge_index, torch.compile),
     "cusparse": Provider(peers.CUSPARSE, lambda p: peers.csr_pair(p.edge_index, p.num_nodes, p.case.torch_dtype)),
     "turbo_gnn": Provider(peers.TURBO, lambda p: peers.turbo_graph(p.edge_index, p.num_nodes)),
@@ -51,6 +54,7 @@ class Workload:
     Attributes:
         graph: What the layers get: an ``edge_index`` or a prepared graph.
         net: The module, not wrapped.
+        captured: The step as a CUDA graph, of a provider that replays it.
     """
 
     def __init__(self, problem: Problem, provider: str, graph: Any = None) -> None:
@@ -63,7 +67,11 @@ class Workload:
         self.inputs = [t.detach().requires_grad_(is_trained and case.needs_grad_x)
                        for t in (problem.x, *problem.node_data)]
         self.inputs += [t.detach().requires_grad_(is_trained and case.needs_grad_edges) for t in problem.edge_data]
-        self.optimizer = torch.optim.Adam(self.net.parameters(), lr=1e-3) if case.is_model else None
+        self.optimizer = None
+        if case.is_model:
+            self.rows = problem.mask.nonzero().view(-1)  # an index that nobody has to wait for
+            self.optimizer = torch.optim.Adam(self.net.parameters(), lr=1e-3, fused=case.device == "cuda" or None)
+        self.captured = pfg.capture(self.plain_step) if how.is_captured else None
 
     def forward(self) -> Tensor:
         """Scores."""
@@ -77,7 +85,7 @@ class Workload:
         self.net.zero_grad(set_to_none=True)
         out, problem = self.forward(), self.problem
         if problem.case.is_model:
-            out = F.cross_entropy(out[problem.mask], problem.y[problem.mask])
+            out = F.cross_entropy(out[self.rows], problem.y[self.rows])
             out.backward()
         else:
             out.backward(problem.grad)
@@ -85,6 +93,15 @@ class Workload:
 
     def step(self) -> Tensor:
         """What is timed."""
+        return self.plain_step() if self.captured is None else self.captured()
+
+    def settle(self) -> None:
+        """Take the steps that come before all others are alike."""
+        while self.captured is not None and not self.captured.is_recorded:
+            self.captured()
+
+    def plain_step(self) -> Tensor:
+        """A step, launched kernel by kernel."""
         if self.problem.case.direction == "forward":
             with torch.no_grad():
                 return self.forward()
@@ -94,10 +111,27 @@ class Workload:
         return out
 
     def results(self) -> dict[str, Tensor]:
-        """Output and gradients of one step without an update, by name."""
+        """Output and gradients of one step without an update and without dropout, by name; of a replay, if steps are
+        captured."""
+        self.net.eval()
+        if self.captured is None:
+            return self._found(self._without_update())
+        captured = pfg.capture(self._without_update)
+        for _ in range(10):
+            found = self._found(captured())
+            if captured.is_recorded:
+                break
+        for tensor in found.values():
+            tensor.fill_(float("nan"))
+        return self._found(captured())
+
+    def _without_update(self) -> Tensor:
+        return self.plain_step() if self.problem.case.direction == "forward" else self.backward()
+
+    def _found(self, out: Tensor) -> dict[str, Tensor]:
         if self.problem.case.direction == "forward":
-            return {"out": self.step()}
-        found = {"out": self.backward(), "grad x": self.inputs[0].grad}
+            return {"out": out}
+        found = {"out": out, "grad x": self.inputs[0].grad}
         found.update({f"grad of input {k}": t.grad for k, t in enumerate(self.inputs[1:], start=1)})
         found.update({f"grad {n}": p.grad for n, p in self.net.named_parameters()})
         return {k: v for k, v in found.items() if v is not None}

@@ -26,6 +26,7 @@ from pyg_fullgraph.edge_order import EdgeOrder
 from pyg_fullgraph.errors import DoubleBackwardError, ForwardModeError, FunctionTransformError, InputError
 from pyg_fullgraph.execution import run_plan, target_of
 from pyg_fullgraph.graph import Graph
+from pyg_fullgraph.memo import taken
 from pyg_fullgraph.saga import interpret, ir
 from pyg_fullgraph.saga.adjoint import Adjoint, grad_input
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node
@@ -436,6 +437,7 @@ def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tu
     Cost: saves what backward reads of the inputs and outputs, and one statistic per destination, feature group or head.
     """
     check_derivatives(tensors.values())
+    taken(graph)
     asked, program = program, _merge_inputs(program, tensors)
     env = _bind(program, graph, tensors)
     unchanged = reuse.constant_inputs(program, graph, env)

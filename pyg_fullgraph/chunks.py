@@ -21,7 +21,7 @@ from pyg_fullgraph.edge_order import EdgeOrder, HeadOrder
 from pyg_fullgraph.recipe import ONE_HOT_ROWS, Step, recipe_of
 from pyg_fullgraph.saga import interpret
 from pyg_fullgraph.saga.ir import Domain, Node
-from pyg_fullgraph.saga.plans import STAGED, Sweep
+from pyg_fullgraph.saga.plans import Sweep, is_staged
 from triton_kernels import reference, segment
 
 #: Elements that the values of one chunk have together: about the last-level cache on a CPU; on a GPU enough to fill it,
@@ -38,10 +38,19 @@ Leaf = Callable[[Node], Tensor]
 
 @dataclass(frozen=True)
 class Handed:
-    """Edge values on their way to a later sweep, in the order of the sweep that made them."""
+    """Edge values on their way to a later sweep, in another order than the user's."""
 
     value: Tensor
     order: EdgeOrder
+
+
+def in_order(value: Tensor | Handed, order: EdgeOrder | None = None) -> Tensor:
+    """Edge values [E, ...] in ``order``, or in the user's."""
+    if order is None:
+        return segment.scatter_by(value.value, value.order.eid) if isinstance(value, Handed) else value
+    places = order.places_in(value.order) if isinstance(value, Handed) else order.eid
+    tensor = value.value if isinstance(value, Handed) else value
+    return tensor if places is None else tensor.index_select(0, places)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -341,7 +350,8 @@ class _Chunk:
         value = self.sweep.leaf(step.node)
         if isinstance(value, Handed):
             places = self.order.places_in(value.order)
-            value = value.value.index_select(0, places[self.first:self.first + self.count])
+            here = slice(self.first, self.first + self.count)
+            value = value.value[here] if places is None else value.value.index_select(0, places[here])
         elif not self.is_in_order:
             value = value.index_select(0, self.eid)
         elif not self.is_whole:
@@ -415,7 +425,7 @@ class _Chunk:
         """Put one row per edge where it belongs in the user's order."""
         order = self.order
         if self.is_whole and order.inverse is not None:
-            if result.name.startswith(STAGED):
+            if is_staged(result):
                 results[result] = Handed(value, order)
             else:
                 results[result] = value if self.is_in_order else value.index_select(0, order.inverse)

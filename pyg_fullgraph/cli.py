@@ -73,6 +73,7 @@ def train(
     out: Annotated[Path, typer.Option(help="Folder for metrics.json, curves.png and checkpoints.")] = Path("runs"),
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoints in --out.")] = False,
     timeline: Annotated[Path | None, typer.Option(help="Folder for the timeline of one epoch, per process.")] = None,
+    capture: Annotated[bool, typer.Option("--capture", help="Replay training steps as a CUDA graph.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds after which a process that hangs ends the others.")] = 60.0,
 ) -> None:
     """Train a node classifier on a whole graph and write metrics, plot and checkpoints to --out.
@@ -100,6 +101,7 @@ def train(
         out=str(out),
         resume=resume,
         timeline=None if timeline is None else str(timeline),
+        capture=capture,
     )
     with under_torchrun(config.device, timeout) as group:
         console.quiet = group.rank != 0

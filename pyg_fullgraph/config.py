@@ -48,6 +48,7 @@ class TrainConfig:
         out: folder for checkpoints, metrics and plot; None writes nothing.
         resume: continue from the checkpoints in `out`.
         timeline: folder for the timeline of one epoch of the first seed, see `pyg_fullgraph.timeline`; None makes none.
+        capture: replay the training step of the fused layers as a CUDA graph, see `pyg_fullgraph.capture`.
     Raises: InputError for a value out of range, or cuda where there is none.
     """
 
@@ -71,6 +72,7 @@ class TrainConfig:
     out: str | None = None
     resume: bool = False
     timeline: str | None = None
+    capture: bool = False
 
     def __post_init__(self) -> None:
         _require("model", self.model in MODELS, f"to be one of {', '.join(MODELS)}", self.model)
@@ -90,6 +92,9 @@ class TrainConfig:
         _require("device", has_cuda or self.device != "cuda", "to be on this machine", "cuda; see the command 'info'")
         if self.device == "auto":
             object.__setattr__(self, "device", "cuda" if has_cuda else "cpu")
+        _require("capture", not self.capture or self.device == "cuda", "to come with a CUDA device", self.device)
+        # The scale of a loss is decided on the host.
+        _require("capture", not self.capture or self.dtype != "float16", "to come with another dtype", self.dtype)
 
     @classmethod
     def preset(cls, dataset: str = "generated", model: str = "gat", **options: Any) -> TrainConfig:

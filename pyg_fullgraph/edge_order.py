@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyg_fullgraph.memo import keep
 from triton_kernels import segment
 from triton_kernels.segment import RowSchedule
 
@@ -73,7 +74,7 @@ class EdgeOrder:
         return self._cached(("inv_degree", dtype), lambda: self.degree.clamp(min=1).to(dtype).reciprocal())
 
     def schedule(self, max_piece: int = 1024) -> RowSchedule:
-        """Rows cut into pieces of at most ``max_piece`` edges, longest first by power of two; cached per bound."""
+        """Rows cut into pieces of at most ``max_piece`` edges, long ones first; cached per bound."""
         return self._cached(("schedule", max_piece), lambda: segment.schedule_rows(self.ptr, max_piece, self.num_edges))
 
     def blocks(self, size: int) -> RowSchedule:
@@ -97,13 +98,18 @@ class EdgeOrder:
             return None
         return self._cached("inverse", lambda: segment.scatter_by(self.positions, self.eid))
 
-    def places_in(self, order: EdgeOrder) -> Tensor:
-        """[E] where each position of this order is in ``order``, of the same edges; for small graphs."""
+    def places_in(self, order: EdgeOrder) -> Tensor | None:
+        """[E] where each position of this order is in ``order``, of the same edges; None where it is at the same.
+
+        Cost: one index per edge, kept for the ``order`` asked for last, unless that is the user's: it is ``eid`` then.
+        """
+        if order is self or order.eid is None:
+            return None if order is self else self.eid
         known = self._cache.get("places")
         if known is None or known[0]() is not order:
-            assert order.inverse is not None
-            places = order.inverse if self.eid is None else order.inverse.index_select(0, self.eid)
-            known = self._cache["places"] = (weakref.ref(order), places)
+            inverse = segment.scatter_by(order.positions, order.eid) if order.inverse is None else order.inverse
+            places = inverse if self.eid is None else inverse.index_select(0, self.eid)
+            known = keep(self._cache, "places", (weakref.ref(order), places))
         return known[1]
 
     def heads(self, count: int) -> HeadOrder | None:
@@ -154,9 +160,7 @@ class EdgeOrder:
         return EdgeOrder(change(self.ptr), change(self.other), eid, self.num_rows, self.num_others, ids)
 
     def _cached(self, key: object, build: Callable[[], Any]) -> Any:
-        if key not in self._cache:
-            self._cache[key] = build()
-        return self._cache[key]
+        return self._cache[key] if key in self._cache else keep(self._cache, key, build())
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_cache": {}}

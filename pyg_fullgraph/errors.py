@@ -239,6 +239,13 @@ class TileRefusedError(PygFullgraphError, RuntimeError):
                          f"tile {tile}, when others were done); repeat the step, in which it runs in chunks")
 
 
+class CaptureError(PygFullgraphError, RuntimeError):
+    """A training step cannot be recorded into a CUDA graph."""
+
+    def __init__(self, expected: str, got: str) -> None:
+        super().__init__(f"Expected {expected} (got {got})")
+
+
 class DoubleBackwardError(PygFullgraphError, NotImplementedError):
     """A gradient of a fused layer was to be differentiated."""
 

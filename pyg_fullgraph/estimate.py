@@ -16,7 +16,7 @@ from pyg_fullgraph.chunks import compute_dtype
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node
-from pyg_fullgraph.saga.plans import Plan, Sweep, Target
+from pyg_fullgraph.saga.plans import Plan, Sweep, Target, is_staged
 
 #: How inputs are called whose product with a weight was kept open (see :mod:`pyg_fullgraph.nn.order`).
 FEATURES = ".features"
@@ -107,7 +107,7 @@ def plan_work(plan: Plan, sizes: Sizes, dtypes: Mapping[Node, torch.dtype]) -> W
             for result in (*kinds, *(r for r, _ in step.edges)):
                 is_exact = kinds.get(result) == "lse" or result.domain == Domain.PARAM or result in plan.exact
                 made[result] = sizes.id if result.is_integer else sizes.exact if is_exact else sizes.value
-            total += _sweep_work(step, sizes, width)
+            total += _sweep_work(step, sizes, width, plan.staging)
         else:
             made[step[0]] = sizes.exact
             total += _step_work(step[0], step[1], sizes, width)
@@ -123,15 +123,17 @@ def _step_work(result: Node, value: Node, sizes: Sizes, width: Callable[[Node], 
                 _expression_flops([value], lambda n: sizes.rows(n.domain)))
 
 
-def _sweep_work(sweep: Sweep, sizes: Sizes, width: Callable[[Node], int]) -> Work:
+def _sweep_work(sweep: Sweep, sizes: Sizes, width: Callable[[Node], int], staging: Domain) -> Work:
     edges, own = sizes.num_edges, sizes.rows(sweep.rows)
 
     def rows(node: Node) -> int:
         return own if node.domain == sweep.rows else 1 if node.domain == Domain.PARAM else edges
 
-    uses_eid = bool(sweep.edges) or any(n.op in ("eid", "dropout") or (n.op == "input" and n.domain == Domain.EDGE)
-                                        for n in ir.walk(*sweep.operands))
-    read = sum(width(n) * rows(n) for n in sweep.inputs) + edges * sizes.id * (1 + uses_eid) + (own + 1) * sizes.id
+    held = (*(r for r, _ in sweep.edges), *(n for n in sweep.inputs if n.domain == Domain.EDGE))
+    uses_eid = not all(map(is_staged, held)) or any(n.op in ("eid", "dropout") for n in ir.walk(*sweep.operands))
+    uses_places = sweep.rows != staging and any(map(is_staged, held))
+    indices = edges * (1 + uses_eid + uses_places) + own + 1
+    read = sum(width(n) * rows(n) for n in sweep.inputs) + indices * sizes.id
     results = [*(r for r, _ in sweep.gathers), *(r for r, _ in sweep.edges)]
     reduced = sum(_gather_cost(g) * edges for _, g in sweep.gathers)
     return Work(read, sum(width(r) * sizes.rows(r.domain) for r in results),

@@ -21,7 +21,7 @@ from pyg_fullgraph.errors import InputError
 from pyg_fullgraph.saga.ir import Domain
 from pyg_fullgraph.saga.plans import Sweep
 
-__all__ = ["Event", "Overlap", "Recorder", "overlap", "stage", "sweep", "transfer"]
+__all__ = ["Event", "Overlap", "Recorder", "is_recording", "overlap", "stage", "sweep", "transfer"]
 
 #: A moment: seconds of the clock, or an event on a stream.
 Mark = Any
@@ -195,6 +195,11 @@ def _mark(device: torch.device) -> Mark:
 def _describe(sweep: Sweep) -> str:
     kinds = dict.fromkeys(str(gather.attr("kind")) for _, gather in sweep.gathers)
     return f"{', '.join(kinds) or 'edge values'} by {'destination' if sweep.rows == Domain.DST else 'source'}"
+
+
+def is_recording() -> bool:
+    """Whether a recorder is on."""
+    return _active is not None
 
 
 def sweep(sweep: Sweep, way: str, device: torch.device) -> AbstractContextManager[None]:

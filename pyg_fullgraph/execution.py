@@ -1,4 +1,4 @@
-"""Running plans: vertex steps through torch, sweeps through kernels where there is one, else in chunks."""
+"""Running plans: sweeps and vertex steps through kernels where there is one, else in chunks or through torch."""
 
 from __future__ import annotations
 
@@ -21,15 +21,20 @@ from pyg_fullgraph.edge_order import EdgeOrder
 from pyg_fullgraph.errors import NotFusable, TileRefusedError
 from pyg_fullgraph.saga import codegen, interpret, ir, tiles
 from pyg_fullgraph.saga.ir import Domain, Node
-from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, Plan, Sweep, Target
+from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, Plan, Step, Sweep, Target, is_staged
+from pyg_fullgraph.saga.rows import RowsSource, num_passes
+from pyg_fullgraph.saga.rows import generate as generate_rows
 from triton_kernels import launch, segment, tune
 
 #: Most edges of one piece of a row.
-MAX_PIECE = 1024
+MAX_PIECE = 512
+#: Mean degree -> bytes of a row that one program sums at a time: of long rows, slices meet in the cache of a
+#: multiprocessor. Measured on an H200.
+SLICES = ((256, 128), (32, 256))
 #: Rows of how many edges on average leave lanes of matrix products idle, so that sweeps take blocks of edges in place
 #: of rows, and from how much work per feature on products outweigh that each row of a block is then merged by itself.
 #: From counts of instructions, not measured.
-MAX_FLAT_DEGREE, MIN_FLAT_WORK = 32, 32
+MAX_BLOCK_DEGREE, MIN_BLOCK_WORK = 32, 32
 #: Most programs that hold weights or sums over edges, and most elements that they write for one parameter together.
 MAX_WORKERS, WORKER_ELEMENTS = 8448, 1 << 23
 
@@ -87,43 +92,152 @@ def run_plan(plan: Plan, incoming: Order, outgoing: Order | None, tensors: Mappi
     if ir.DEGREE in plan.inputs:
         env[ir.DEGREE] = incoming.degree.to(stat_dtype)
 
-    def exact_leaf(node: Node, args: list[Tensor]) -> Tensor:
-        value = env[node]
-        return value.to(stat_dtype) if node.is_row and value.is_floating_point() else value
-
     # Vertex expressions cancel (softmax gradients do): they are computed in the dtype of the arithmetic.
     exact_like = like.to(stat_dtype)
-    for step, done in zip(plan.steps, plan.done, strict=True):
+    orders = {Domain.DST: incoming, Domain.SRC: outgoing}
+    # Parts of a graph exchange edge values between sweeps, in the order that all edge tensors have there.
+    chosen = orders[plan.staging]
+    staging = chosen if isinstance(chosen, EdgeOrder) else None
+    for step, done in plan.batches:
         if isinstance(step, Sweep):
-            order = incoming if step.rows == Domain.DST else outgoing
+            order = orders[step.rows]
             assert order is not None
             way = "whole" if isinstance(order, EdgeOrder) else order.way.name
             with events.sweep(step, way, like.device):
                 if isinstance(order, EdgeOrder):
-                    env.update(run_sweep(step, order, env.__getitem__, like, plan.exact))
+                    env.update(run_sweep(step, order, env.__getitem__, like, plan.exact, staging))
                 else:
                     env.update(order.run_sweep(step, env.__getitem__, like, plan.exact))
         else:
-            env[step[0]] = interpret.evaluate((step[1],), exact_leaf, exact_like)[0]
+            env.update(run_rows(step, env.__getitem__, exact_like, widen=True))
         for node in done:
             del env[node]
-    return interpret.evaluate(tuple(plan.outputs.values()), lambda n, a: env[n], like)
+    made = run_rows(plan.last, env.__getitem__, like)
+    return [made[r] for r, _ in plan.last]
+
+
+# --- vertex steps ---------------------------------------------------------------------------------------------------
+
+
+def run_rows(steps: tuple[Step, ...], leaf: chunks.Leaf, like: Tensor, widen: bool = False) -> dict[Node, Tensor]:
+    """Compute vertex steps: by a generated kernel those that torch would take several passes for, the others by torch.
+
+    Args:
+        steps: Results and their expressions, none of which reads another's result.
+        leaf: Gives the tensor of an input.
+        like: A tensor whose dtype constants take and whose device is used.
+        widen: Whether vertex values are computed with in the dtype of ``like``, which inputs may be narrower than.
+
+    Returns:
+        The results, in the dtypes that :func:`interpret.evaluate` has for them.
+    """
+    made: dict[Node, Tensor] = {}
+    if like.device.type == "cuda" or interpreted():
+        is_narrow = widen and any(leaf(n).dtype.itemsize < like.dtype.itemsize for n in _real_inputs(steps))
+        for group, kernel in row_kernels(steps, is_narrow):
+            if kernel.source not in _TOO_LARGE:
+                made.update(_launch_rows(group, kernel, leaf, like, widen))
+
+    def read(node: Node, args: list[Tensor]) -> Tensor:
+        value = leaf(node)
+        return value.to(like.dtype) if widen and node.is_row and value.is_floating_point() else value
+
+    rest = [(r, e) for r, e in steps if r not in made]
+    made.update(zip([r for r, _ in rest], interpret.evaluate(tuple(e for _, e in rest), read, like), strict=True))
+    return made
+
+
+@lru_cache(maxsize=4096)
+def _real_inputs(steps: tuple[Step, ...]) -> tuple[Node, ...]:
+    return tuple(n for n in ir.inputs_of(*(e for _, e in steps)) if n.is_row and not n.is_integer)
+
+
+@lru_cache(maxsize=4096)
+def row_kernels(steps: tuple[Step, ...], is_narrow: bool) -> tuple[tuple[tuple[Step, ...], RowsSource], ...]:
+    """Groups of ``steps`` that a kernel is worth it for, with the kernel; torch computes what is in none.
+
+    The steps of one side are a group where one kernel holds them all, otherwise each is one.
+
+    Args:
+        steps: Results and their expressions.
+        is_narrow: Whether torch would have to widen their inputs first, in passes of their own.
+    """
+    found: list[tuple[tuple[Step, ...], RowsSource]] = []
+    waiting = [tuple(s for s in steps if s[1].domain == side and num_passes([s[1]], is_narrow))
+               for side in (Domain.DST, Domain.SRC)]
+    while waiting:
+        group = waiting.pop(0)
+        if num_passes([e for _, e in group], is_narrow) < 2:
+            continue
+        try:
+            found.append((group, generate_rows(group)))
+        except NotFusable:
+            waiting += [(s,) for s in group] if len(group) > 1 else []
+    return tuple(found)
+
+
+def _launch_rows(steps: tuple[Step, ...], kernel: RowsSource, leaf: chunks.Leaf, like: Tensor,
+                 widen: bool) -> dict[Node, Tensor]:
+    """The results of ``kernel``, or nothing where torch has to compute them."""
+    tensors = {b.node: leaf(b.node) for b in kernel.inputs}
+    read = tuple((n, like.dtype if widen and n.is_row and t.is_floating_point() else t.dtype)
+                 for n, t in tensors.items())
+    dtypes = _dtypes(tuple(e for _, e in steps), read, like.dtype)
+    num_rows = next(t.shape[0] for n, t in tensors.items() if n.is_row)
+    num_blocks = -(-num_rows // kernel.block_r)
+    results = {r: torch.empty((num_rows, *r.shape), dtype=dtype, device=like.device)
+               for (r, _), dtype in zip(steps, dtypes, strict=True)}
+    inputs: list[Any] = []
+    for node, value in tensors.items():
+        if node.is_row:
+            value = _contiguous_rows(value, 1, 1)
+            inputs += [value, value.stride(0)]
+        else:
+            inputs.append(value.contiguous())
+    is_double = torch.float64 in (*dtypes, *(dtype for _, dtype in read))
+    try:
+        launch.launch(kernel.source, kernel.name, num_blocks * kernel.num_tiles,
+                      [num_rows, num_blocks, *inputs, *results.values()],
+                      {"BLOCK_E": kernel.block_r, "FLOAT": tl.float64 if is_double else tl.float32}, kernel.num_warps,
+                      like.device)
+    except OutOfResources as error:
+        _refuse(kernel, error, "by torch")
+        return {}
+    return results
+
+
+@lru_cache(maxsize=4096)
+def _dtypes(roots: tuple[Node, ...], inputs: tuple[tuple[Node, torch.dtype], ...],
+            like: torch.dtype) -> tuple[torch.dtype, ...]:
+    """The dtypes that torch gives ``roots``, computed without data."""
+    given = {n: torch.empty((*(1,) * n.is_row, *n.shape), dtype=dtype, device="meta") for n, dtype in inputs}
+    made = interpret.evaluate(roots, lambda n, args: given[n], torch.empty((), dtype=like, device="meta"))
+    return tuple(value.dtype for value in made)
+
+
+# --- sweeps ---------------------------------------------------------------------------------------------------------
 
 
 #: Sources of kernels that a device refused: they ask for more shared memory than it has.
 _TOO_LARGE: set[str] = set()
 
 
-def run_sweep(sweep: Sweep, order: EdgeOrder, leaf: chunks.Leaf, like: Tensor,
-              exact: Container[Node] = ()) -> dict[Node, Tensor]:
-    """One sweep by a generated kernel where there is one for it and for the device, else in chunks."""
-    kernel = _kernel_for(sweep, like, order)
-    if kernel is not None:
+def run_sweep(sweep: Sweep, order: EdgeOrder, leaf: chunks.Leaf, like: Tensor, exact: Container[Node] = (),
+              staging: EdgeOrder | None = None) -> dict[Node, Any]:
+    """One sweep by a generated kernel where there is one for it and for the device, else in chunks.
+
+    Args:
+        sweep, order, leaf, like, exact: As for :func:`chunks.run_sweep`, whose results are returned.
+        staging: The order that a kernel puts the edge values in which it hands to other sweeps; the user's without one.
+    """
+    while (kernel := _kernel_for(sweep, like, order)) is not None:
         try:
             with events.stage(0, like.device):
-                return _launch_sweep(sweep, kernel, order, leaf, like, exact)
+                made = _launch_sweep(sweep, kernel, order, leaf, like, exact, staging)
+                return made if staging is None else \
+                    {r: chunks.Handed(t, staging) if is_staged(r) else t for r, t in made.items()}
         except OutOfResources as error:
-            _refuse(kernel, error)
+            _refuse(kernel, error, "by rows" if kernel.takes_blocks else "in chunks")
     return chunks.run_sweep(sweep, order, leaf, like, exact)
 
 
@@ -144,7 +258,7 @@ def run_tiles(sweep: Sweep, rows: EdgeOrder, tiles: Sequence[EdgeOrder], leaves:
 
     Raises: TileRefusedError (RuntimeError) if the device refuses the kernel after it ran on a tile.
     """
-    kernel = _kernel_for(sweep, like)
+    kernel = _kernel_for(sweep, like, rows, is_whole=False)
     waiting = iter(tiles)
     if kernel is not None:
         launched = _Launch(_default_shape(kernel, rows), sweep, kernel, rows, tiles, like, exact)
@@ -165,9 +279,9 @@ def run_tiles(sweep: Sweep, rows: EdgeOrder, tiles: Sequence[EdgeOrder], leaves:
     return chunks.run_tiles(sweep, rows, zip(waiting, leaves, strict=True), like, exact)
 
 
-def _refuse(kernel: codegen.KernelSource, error: Exception) -> None:
+def _refuse(kernel: codegen.KernelSource | RowsSource, error: Exception, otherwise: str = "in chunks") -> None:
     _TOO_LARGE.add(kernel.source)
-    warnings.warn(f"Kernel {kernel.name} does not fit the device ({error}); runs in chunks", stacklevel=3)
+    warnings.warn(f"Kernel {kernel.name} does not fit the device ({error}); runs {otherwise}", stacklevel=3)
 
 
 def has_kernel(sweep: Sweep, like: Tensor) -> bool:
@@ -175,36 +289,51 @@ def has_kernel(sweep: Sweep, like: Tensor) -> bool:
     return _kernel_for(sweep, like) is not None
 
 
-def _kernel_for(sweep: Sweep, like: Tensor, order: EdgeOrder | None = None) -> codegen.KernelSource | None:
-    """The kernel that runs ``sweep``, over all edges of ``order`` or over edges in tiles, if there is one."""
+def _kernel_for(sweep: Sweep, like: Tensor, order: EdgeOrder | None = None,
+                is_whole: bool = True) -> codegen.KernelSource | None:
+    """The kernel that runs ``sweep`` over ``order``, at once or, if not ``is_whole``, in tiles; None without one."""
     if like.device.type != "cuda" and not interpreted():
         return None
     lanes = 16 // like.element_size()
-    kernels = [kernel_of(sweep, lanes)]
-    if order is not None and _prefers_blocks(kernels[0], order):
-        kernels.insert(0, kernel_of(sweep, lanes, is_flat=True))
+    kernel = _fitting(sweep, lanes)
+    if order is not None and isinstance(kernel, codegen.KernelSource) and kernel.is_sliced_freely:
+        degree = order.num_edges / max(order.num_rows, 1)
+        slices = (size // like.element_size() for least, size in SLICES if degree >= least)
+        features = next(slices, kernel.width)
+        if features < kernel.width:
+            kernel = kernel_of(sweep, lanes, features)
+    kernels = [kernel]
+    if is_whole and order is not None and _prefers_blocks(kernel, order):
+        kernels.insert(0, kernel_of(sweep, lanes, takes_blocks=True))
     return next((k for k in kernels if isinstance(k, codegen.KernelSource) and k.source not in _TOO_LARGE), None)
 
 
 def _prefers_blocks(kernel: codegen.KernelSource | NotFusable, order: EdgeOrder) -> bool:
     """Whether rows are so short that blocks of edges of several rows fill the matrix products of ``kernel`` better."""
-    return isinstance(kernel, codegen.KernelSource) and not kernel.is_flat \
-        and kernel.product_work >= MIN_FLAT_WORK and order.num_edges <= MAX_FLAT_DEGREE * order.num_rows
+    return isinstance(kernel, codegen.KernelSource) and not kernel.takes_blocks \
+        and kernel.product_work >= MIN_BLOCK_WORK and order.num_edges <= MAX_BLOCK_DEGREE * order.num_rows
 
 
 @lru_cache(maxsize=4096)
-def kernel_of(sweep: Sweep, lanes: int = 4, tile: int = tiles.TILE_FEATURES,
-              is_flat: bool = False) -> codegen.KernelSource | NotFusable:
+def kernel_of(sweep: Sweep, lanes: int = 4, tile: int | None = None,
+              takes_blocks: bool | None = None) -> codegen.KernelSource | NotFusable:
     """The generated kernel of ``sweep`` (see :func:`codegen.generate`), or why there is none."""
     try:
-        return codegen.generate(sweep, lanes, tile, is_flat)
+        return codegen.generate(sweep, lanes, tile, takes_blocks)
     except NotFusable as reason:
         return reason
 
 
+def _fitting(sweep: Sweep, lanes: int) -> codegen.KernelSource | NotFusable:
+    """The generated kernel, the one by rows where that by blocks was refused."""
+    kernel = kernel_of(sweep, lanes)
+    is_refused = isinstance(kernel, codegen.KernelSource) and kernel.takes_blocks and kernel.source in _TOO_LARGE
+    return kernel_of(sweep, lanes, takes_blocks=False) if is_refused else kernel
+
+
 def chunk_reasons(sweep: Sweep, lanes: int = 4) -> tuple[str, ...]:
     """Why ``sweep`` runs in chunks on a GPU; empty if it has a kernel that, as far as was tried, fits the device."""
-    kernel = kernel_of(sweep, lanes)
+    kernel = _fitting(sweep, lanes)
     if isinstance(kernel, NotFusable):
         return kernel.reasons
     return ("its kernel does not fit the device",) if kernel.source in _TOO_LARGE else ()
@@ -215,31 +344,32 @@ _MOST_VALUES, _MOST_VALUES_PER_THREAD = 16384, 128
 
 
 def _launch_sweep(sweep: Sweep, kernel: codegen.KernelSource, order: EdgeOrder, leaf: chunks.Leaf, like: Tensor,
-                  exact: Container[Node]) -> dict[Node, Tensor]:
+                  exact: Container[Node], staging: EdgeOrder | None) -> dict[Node, Tensor]:
     """Run ``kernel``, or the same sweep in another shape where that was found to be faster."""
     lanes = 16 // like.element_size()
     default = _default_shape(kernel, order)
     if not tune.is_enabled(like.device):
-        return _launch_in(default, sweep, kernel, order, leaf, like, exact)
+        return _launch_in(default, sweep, kernel, order, leaf, like, exact, staging)
 
     def kernel_in(shape: tune.Shape) -> codegen.KernelSource | NotFusable:
-        return kernel if shape.tile == kernel.width else kernel_of(sweep, lanes, shape.tile, kernel.is_flat)
+        return kernel if shape.tile == kernel.width else \
+            kernel_of(sweep, lanes, shape.tile, kernel.takes_blocks)
 
     def fits(shape: tune.Shape) -> bool:
         values = shape.tile * shape.block_e
         if not (shape.tile >= min(32, kernel.width) and 1 <= shape.num_warps <= 16 and 128 <= shape.max_piece <= 8192
                 and values <= min(_MOST_VALUES, 32 * shape.num_warps * _MOST_VALUES_PER_THREAD)):
             return shape == default
-        chosen = kernel_in(shape)
-        if kernel.is_flat and shape.max_piece != default.max_piece:
+        if kernel.takes_blocks and shape.max_piece != default.max_piece:
             return False
+        chosen = kernel_in(shape)
         return (isinstance(chosen, codegen.KernelSource) and chosen.width == shape.tile
                 and chosen.source not in _TOO_LARGE and chosen.min_block_e <= shape.block_e <= 128)
 
     def run(shape: tune.Shape) -> dict[Node, Tensor]:
         chosen = kernel_in(shape)
         assert isinstance(chosen, codegen.KernelSource)
-        return _launch_in(shape, sweep, chosen, order, leaf, like, exact)
+        return _launch_in(shape, sweep, chosen, order, leaf, like, exact, staging)
 
     key = tune.key_of(kernel.source, like.dtype, order.num_rows, order.num_edges, like.device)
     shape = tune.choose(key, default, fits, run, tune.milliseconds)
@@ -254,14 +384,14 @@ def _launch_sweep(sweep: Sweep, kernel: codegen.KernelSource, order: EdgeOrder, 
 def _default_shape(kernel: codegen.KernelSource, order: EdgeOrder) -> tune.Shape:
     """Measured on an H200 for each kind of loop; rows of few edges leave no lanes idle."""
     mean_degree = order.num_edges / max(order.num_rows, 1)
-    filled = kernel.block_e if kernel.is_flat else tiles.next_power_of_2(max(math.ceil(mean_degree), 4))
+    filled = kernel.block_e if kernel.takes_blocks else tiles.next_power_of_2(max(math.ceil(mean_degree), 4))
     block_e = max(min(kernel.block_e, filled), kernel.min_block_e)
     return tune.Shape(kernel.width, block_e, kernel.num_warps(block_e), MAX_PIECE)
 
 
 def _launch_in(shape: tune.Shape, sweep: Sweep, kernel: codegen.KernelSource, order: EdgeOrder, leaf: chunks.Leaf,
-               like: Tensor, exact: Container[Node]) -> dict[Node, Tensor]:
-    launched = _Launch(shape, sweep, kernel, order, [order], like, exact)
+               like: Tensor, exact: Container[Node], staging: EdgeOrder | None) -> dict[Node, Tensor]:
+    launched = _Launch(shape, sweep, kernel, order, [order], like, exact, staging)
     launched.take(0, leaf)
     return launched.finish()
 
@@ -270,7 +400,9 @@ class _Launch:
     """A sweep by a kernel: one launch per tile, and one to merge what is partial."""
 
     def __init__(self, shape: tune.Shape, sweep: Sweep, kernel: codegen.KernelSource, rows: EdgeOrder,
-                 tiles: Sequence[EdgeOrder], like: Tensor, exact: Container[Node]) -> None:
+                 tiles: Sequence[EdgeOrder], like: Tensor, exact: Container[Node],
+                 staging: EdgeOrder | None = None) -> None:
+        self.staging = staging
         self.shape, self.sweep, self.kernel, self.rows, self.tiles = shape, sweep, kernel, rows, tiles
         self.like, self.exact = like, exact
         self.stat_dtype = chunks.compute_dtype(like.dtype)
@@ -288,7 +420,7 @@ class _Launch:
 
     def _schedules(self) -> list[segment.RowSchedule]:
         """Pieces for each tile; none are needed where no rows are reduced."""
-        if not self.kernel.is_flat:
+        if not self.kernel.takes_blocks:
             return [self.rows.schedule(self.shape.max_piece)] if len(self.tiles) == 1 else \
                 schedule_tiles(self.rows, self.tiles, self.shape.max_piece)
         assert len(self.tiles) == 1 or not self.kernel.has_merge
@@ -298,7 +430,7 @@ class _Launch:
         rows = {Domain.EDGE: self.rows.num_edges, Domain.PARAM: num_workers}.get(node.domain, self.rows.num_rows)
         is_statistic = self.kinds.get(node) == "lse" or node.domain == Domain.PARAM or node in self.exact
         dtype = self.rows.id_dtype if node.is_integer else self.stat_dtype if is_statistic else self.like.dtype
-        if self.kernel.is_flat and node.domain in (Domain.SRC, Domain.DST):  # no block has the rows without edges
+        if self.kernel.takes_blocks and node.domain in (Domain.SRC, Domain.DST):  # no block has the rows without edges
             empty = {"argmax": -1, "mul": 1}.get(self.kinds[node], 0)
             return torch.full((rows, *node.shape), empty, dtype=dtype, device=self.like.device)
         return torch.empty((rows, *node.shape), dtype=dtype, device=self.like.device)
@@ -307,7 +439,7 @@ class _Launch:
         """Launch the kernel on tile ``k``."""
         kernel, order = self.kernel, self.tiles[k]
         schedule = self.schedules[k] if self.schedules else None
-        num_pieces = -(-order.num_edges // self.shape.block_e) if schedule is None or kernel.is_flat else \
+        num_pieces = -(-order.num_edges // self.shape.block_e) if schedule is None or kernel.takes_blocks else \
             schedule.num_pieces
         num_workers = _num_workers(kernel, num_pieces)
         if num_workers == 0 and len(self.tiles) > 1:
@@ -315,7 +447,9 @@ class _Launch:
         inputs: list[Any] = []
         for buffer in kernel.inputs:
             value = leaf(buffer.node)
-            if buffer.node.is_row:
+            if is_staged(buffer.node):
+                value = chunks.in_order(value, self.staging)
+            if buffer.has_stride:
                 value = _contiguous_rows(value, *buffer.run)
                 inputs += [value, value.stride(0)]
             else:
@@ -328,13 +462,17 @@ class _Launch:
         if kernel.uses_ids:
             tables.append(order.ptr if ids is None else ids)
             has["HAS_IDS"] = ids is not None
+        if kernel.uses_places:
+            places = order.eid if self.staging is None else order.places_in(self.staging)
+            tables.append(order.ptr if places is None else places)
+            has["HAS_PLACES"] = places is not None
         parameters = {b.node: self._result(b.node, num_workers) for b in kernel.totals}
         out = [parameters[b.node] if b.node in parameters else self.results[b.node] for b in kernel.outputs]
-        tables += [order.kept_row] if kernel.is_flat else []
+        tables += [order.kept_row] if kernel.takes_blocks else []
         if schedule is not None:
             tables += [] if schedule.block_ptr is None else [schedule.block_ptr]
             tables += [schedule.piece_row, schedule.piece_start, schedule.piece_end, schedule.piece_slot]
-        counts = [order.num_edges if kernel.is_flat else num_pieces, *([num_workers] if kernel.has_workers else [])]
+        counts = [order.num_edges if kernel.takes_blocks else num_pieces, *([num_workers] * kernel.has_workers)]
         launch.launch(kernel.source, kernel.name, num_workers * kernel.num_tiles,
                       [*tables, *counts, *inputs, *out, *self.workspace],
                       {"BLOCK_E": self.shape.block_e, **has, **self.constants}, self.shape.num_warps, self.like.device)

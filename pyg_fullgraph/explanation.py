@@ -20,7 +20,7 @@ from pyg_fullgraph import debug, picture
 from pyg_fullgraph.autograd import EdgePhase, Run, observing
 from pyg_fullgraph.errors import InputError
 from pyg_fullgraph.estimate import Saved, Sizes, Unfused, Work, plan_work, saved_by, unfused, vertex_work
-from pyg_fullgraph.execution import chunk_reasons, kernel_of, target_of
+from pyg_fullgraph.execution import chunk_reasons, kernel_of, row_kernels, target_of
 from pyg_fullgraph.formula import formulas, short_names
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn.propagation import FusedMixin
@@ -29,7 +29,7 @@ from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.codegen import KernelSource
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node
 from pyg_fullgraph.saga.passes import Stage, rewritten
-from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, STAGED, Plan, Target
+from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, Plan, Sweep, Target, is_staged
 
 __all__ = ["Explanation", "LayerReport", "PhaseReport", "ProgramReport", "explain"]
 
@@ -311,8 +311,11 @@ class Explanation:
         parts = []
         for phase in (p for part in self._fused(name).parts for p in part.phases):
             plan = phase.backward(KERNELS) if backward else phase.forward(KERNELS)
-            for sweep in plan.sweeps if plan is not None else ():
-                kernel = kernel_of(sweep)
+            for batch in (*(b for b, _ in plan.batches), plan.last) if plan is not None else ():
+                if not isinstance(batch, Sweep):
+                    parts += [kernel.source for _, kernel in row_kernels(batch, False)]
+                    continue
+                kernel = kernel_of(batch)
                 parts.append(kernel.source if isinstance(kernel, KernelSource)
                              else f"# Runs in chunks: {'; '.join(kernel.reasons)}\n")
         return "\n\n".join(parts)
@@ -454,7 +457,7 @@ def _describe_phase(part: ProgramReport, phase: PhaseReport, number: int) -> lis
     out.append(f"  recomputed in backward: {phase.recomputed()} edge expressions, none of which is kept from forward")
     for sweep in (s for p in (phase.forward(), backward) for s in p.sweeps):
         out += [f"  {_shape(r, part.graph)} is handed from one pass to the next" for r, _ in sweep.edges
-                if r.name.startswith(STAGED)]
+                if is_staged(r)]
     return out
 
 

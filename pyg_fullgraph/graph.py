@@ -18,7 +18,7 @@ from torch_geometric import EdgeIndex
 
 from pyg_fullgraph import errors
 from pyg_fullgraph.edge_order import EdgeOrder
-from pyg_fullgraph.memo import Memo, state_of
+from pyg_fullgraph.memo import Memo, is_unchanged, keep, keep_by, state_of, taken
 from triton_kernels import segment
 
 __all__ = ["Graph", "graph_of", "is_part"]
@@ -224,9 +224,13 @@ class Graph(Tensor):
 
     @property
     def outgoing(self) -> EdgeOrder:
-        if self._outgoing is None:
-            self._outgoing = self._incoming.transpose()
-        return self._outgoing
+        if self._outgoing is not None:
+            return self._outgoing
+        made = self._incoming.transpose()
+        return keep_by(made, lambda: self._set_outgoing(made), lambda: self._set_outgoing(None))
+
+    def _set_outgoing(self, order: EdgeOrder | None) -> None:
+        self._outgoing = order
 
     in_ptr = property(lambda self: self.incoming.ptr)
     in_src = property(lambda self: self.incoming.other)
@@ -253,9 +257,8 @@ class Graph(Tensor):
 
         Shares all index memory; remembered, so that its memo lasts as long as this graph.
         """
-        if "reverse" not in self.memo:
-            self.memo["reverse"] = Graph(self.outgoing, self._incoming)
-        return self.memo["reverse"]
+        known = self.memo.get("reverse")
+        return keep(self.memo, "reverse", Graph(self.outgoing, self._incoming)) if known is None else known
 
     def rewired(self, kept: Tensor | None, num_loops: int) -> Tensor:
         """The edges at the positions ``kept`` (None for all) and, after them, a loop at each of the first nodes.
@@ -511,16 +514,16 @@ def graph_of(edge_index: Tensor, size: int | Size | None = None) -> Graph:
     if isinstance(edge_index, Graph) or not isinstance(edge_index, Tensor):
         return cast(Graph, Graph.from_any(edge_index, size))
     graphs = _remembered.of(edge_index)
-    if wanted not in graphs:
-        graphs[wanted] = Graph.from_any(edge_index, None if wanted == (None, None) else wanted)
-    return graphs[wanted]
+    if wanted in graphs:
+        return taken(graphs[wanted])
+    return keep(graphs, wanted, Graph.from_any(edge_index, None if wanted == (None, None) else wanted))
 
 
 def _graph_of_sparse_tensor(matrix: Any, wanted: Size) -> Graph:
     ptr, col = matrix.storage.rowptr(), matrix.storage.col()
     graphs, size = _remembered.of(col), matrix.sparse_sizes()
     known = graphs.get(size)
-    if known is None or known[0]() is not ptr or known[1] != state_of(ptr):
-        known = graphs[size] = (weakref.ref(ptr), state_of(ptr), Graph.from_any(matrix))
+    if known is None or known[0]() is not ptr or not is_unchanged(ptr, known[1]):
+        known = keep(graphs, size, (weakref.ref(ptr), state_of(ptr), Graph.from_any(matrix)))
     _check_size(known[2], wanted)
-    return known[2]
+    return taken(known[2])

@@ -2,18 +2,98 @@
 
 Changes are seen through the version counter, the address and the shape. One through ``.data``, NumPy memory or another
 device's view is not counted by PyTorch and cannot be seen.
+
+Everything that outlives a call is read and written through :func:`taken`, :func:`is_unchanged` and :func:`keep`,
+because a CUDA graph goes on reading what it found: :class:`Recording` holds that, and what it depends on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from typing import Any
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch_geometric import EdgeIndex
 
-__all__ = ["Memo", "state_of"]
+__all__ = ["Memo", "Recording", "is_unchanged", "keep", "keep_by", "recording", "state_of", "taken"]
+
+T = TypeVar("T")
+
+
+class Recording:
+    """What was taken from and put into memos while a step was recorded into a CUDA graph.
+
+    Attributes:
+        taken: What the graph reads and others might drop; alive with this object.
+        states: Tensors that something was derived from before, with their state then; by identity.
+    """
+
+    def __init__(self) -> None:
+        self.taken: list[Any] = []
+        self.states: dict[int, tuple[Tensor, tuple[Any, ...]]] = {}
+        self._undo: list[Callable[[], object]] = []
+
+    @property
+    def is_current(self) -> bool:
+        """Whether what was derived from tensors is still what would be derived from them now."""
+        return all(state_of(tensor) == state for tensor, state in self.states.values())
+
+    def close(self) -> None:
+        """Forget what was put into memos: it has no values before the graph runs, and the graph's memory."""
+        while self._undo:
+            self._undo.pop()()
+        # What the step itself writes to was read as it came.
+        self.states = {k: (tensor, state) for k, (tensor, state) in self.states.items() if state_of(tensor) == state}
+
+
+_recording: Recording | None = None
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Recording]:
+    """Around a step that is recorded into a CUDA graph, backward on other threads included."""
+    global _recording
+    _recording = made = Recording()
+    try:
+        yield made
+    finally:
+        _recording = None
+        made.close()
+
+
+def taken(value: T) -> T:
+    """``value``, which was found in a memo; a graph that is recorded keeps it alive."""
+    if _recording is not None:
+        _recording.taken.append(value)
+    return value
+
+
+def is_unchanged(tensor: Tensor, state: tuple[Any, ...]) -> bool:
+    """Whether what was derived from ``tensor`` when :func:`state_of` gave ``state`` holds; a recorded graph relies on
+    it from then on."""
+    is_same = state_of(tensor) == state
+    if is_same and _recording is not None:
+        _recording.states[id(tensor)] = tensor, state
+    return is_same
+
+
+def keep(memo: MutableMapping[Any, Any], key: Any, value: T) -> T:
+    """Put ``value`` into ``memo``, for the time of the recording only if one is under way."""
+    return keep_by(value, lambda: memo.__setitem__(key, value), lambda: memo.pop(key, None))
+
+
+def keep_by(value: T, put: Callable[[], object], drop: Callable[[], object]) -> T:
+    """As :func:`keep`, by functions that put ``value`` somewhere and take it away again."""
+    if _recording is not None:
+        _recording._undo.append(drop)
+    elif torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return value  # a graph of somebody else's, of whose end nobody tells
+    put()
+    return value
+
 
 
 class Memo:
@@ -28,7 +108,7 @@ class Memo:
             return {}
         key, state = id(tensor), state_of(tensor)
         entry = self.entries.get(key)
-        if entry is None or entry[0]() is not tensor or entry[1] != state:
+        if entry is None or entry[0]() is not tensor or not is_unchanged(tensor, entry[1]):
             entries = weakref.ref(self)  # what is remembered must not wait for the garbage collector
             entry = (weakref.ref(tensor, lambda _: _forget(entries(), key)), state, {})
             self.entries[key] = entry

@@ -367,7 +367,7 @@ class Shard:
 
     @staticmethod
     def of(graph: Graph, src: Partition, dst: Partition, rank: int) -> Shard:
-        """The shard of ``rank`` from a whole graph.
+        """The shard of ``rank`` from a whole graph, made where that is.
 
         Args:
             graph: the whole graph.
@@ -380,12 +380,15 @@ class Shard:
                 raise InputError("partition", f"to divide the {count} {name} vertices of the graph", part.num_vertices)
         if src.num_parts != dst.num_parts or not 0 <= rank < src.num_parts:
             raise InputError("rank", f"to be a part of both partitions, {src.num_parts} and {dst.num_parts}", rank)
-        index = graph.to_edge_index().cpu()
-        home = (dst.owner(index[1]) == rank).nonzero().view(-1)
-        away = (src.owner(index[0]) == rank).nonzero().view(-1)
-        ends = [Edges(src.place[index[0, e]], dst.place[index[1, e]], e) for e in (home, away)]
-        ids = src.part(rank)
-        return Shard.build(ends[0], ends[1], src.bounds, dst.bounds, rank, ids, ids if src is dst else dst.part(rank),
+        index = graph.to_edge_index()
+        src_place = src.place.to(index.device)
+        dst_place = src_place if src is dst else dst.place.to(index.device)
+        home = (owner_of(dst_place[index[1]], dst.bounds) == rank).nonzero().view(-1)
+        away = (owner_of(src_place[index[0]], src.bounds) == rank).nonzero().view(-1)
+        ends = [Edges(src_place[index[0, e]], dst_place[index[1, e]], e) for e in (home, away)]
+        src_ids = src.part(rank).to(index.device)
+        dst_ids = src_ids if src is dst else dst.part(rank).to(index.device)
+        return Shard.build(ends[0], ends[1], src.bounds, dst.bounds, rank, src_ids, dst_ids,
                            (graph.num_src, graph.num_dst, graph.num_edges))
 
     @staticmethod

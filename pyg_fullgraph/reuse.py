@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pyg_fullgraph.graph import Graph
-from pyg_fullgraph.memo import state_of
+from pyg_fullgraph.memo import is_unchanged, keep, state_of, taken
 from pyg_fullgraph.saga.ir import EdgeProgram, Node
 
 __all__ = ["constant_inputs", "kept", "reuse_constants", "was_seen"]
@@ -42,8 +42,8 @@ class _Kept:
         self.versions: list[int] = []
 
     def holds_for(self, tensors: Sequence[Tensor]) -> bool:
-        return len(tensors) == len(self.refs) and all(
-            ref() is t and state == state_of(t) for ref, state, t in zip(self.refs, self.states, tensors, strict=True))
+        known = zip(self.refs, self.states, tensors, strict=True)
+        return len(tensors) == len(self.refs) and all(ref() is t and is_unchanged(t, state) for ref, state, t in known)
 
 
 def constant_inputs(program: EdgeProgram, graph: Graph, env: Mapping[Node, Tensor]) -> frozenset[Node]:
@@ -77,5 +77,5 @@ def kept(graph: Graph, key: object, tensors: Sequence[Tensor],
             results = list(make())
         known = _Kept(tensors, lambda: memo.pop(place, None))
         known.results, known.versions = results, [t._version for t in results]
-        memo[place] = known
-    return known.results
+        keep(memo, place, known)
+    return taken(known.results)

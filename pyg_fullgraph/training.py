@@ -34,6 +34,7 @@ from pyg_fullgraph.data import Dataset, generate
 from pyg_fullgraph.distributed import DistributedModel, Group, ShardedGraph, Timeline, shard, timeline
 from pyg_fullgraph.errors import CheckpointError, DivergedError, InputError, OutOfMemoryError
 from pyg_fullgraph.graph import Graph
+from pyg_fullgraph.replay import capture
 from pyg_fullgraph.report import describe_device, plot, versions
 
 
@@ -70,7 +71,9 @@ class _Optimization:
             {"params": self.masters[:num_decayed], "weight_decay": config.weight_decay},
             {"params": self.masters[num_decayed:], "weight_decay": 0.0},
         ]
-        self.adam = torch.optim.Adam([group for group in groups if group["params"]], lr=config.lr)
+        # One kernel for all parameters is what a captured step is left waiting for; its sums round differently.
+        self.is_fused = config.capture or None
+        self.adam = torch.optim.Adam([g for g in groups if g["params"]], lr=config.lr, fused=self.is_fused)
         self.scaler = torch.amp.GradScaler(config.device, enabled=config.dtype == "float16")
 
     def step(self, loss: Tensor) -> None:
@@ -93,6 +96,10 @@ class _Optimization:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.adam.load_state_dict(state["adam"])
+        for group in self.adam.param_groups:  # as a captured step left it, which this one need not be
+            group["capturable"], group["fused"] = False, self.is_fused
+        for of_parameter in self.adam.state.values():
+            of_parameter["step"] = of_parameter["step"].cpu()
         self.scaler.load_state_dict(state["scaler"])
         with torch.no_grad():
             for master, saved in zip(self.masters, state["masters"], strict=False):
@@ -246,6 +253,10 @@ class _Run:
         if initial_state is not None:
             self.model.load_state_dict(initial_state)
         self.optimization = _Optimization(self.model, config)
+        # Rows rather than masks, whose number the host would have to wait for.
+        self.train_rows = self.dataset.train_mask.nonzero().view(-1)
+        is_captured = config.capture and provider == "fused"
+        self.step: Callable[[], Tensor] = capture(self._step) if is_captured else self._step
         self.history = History()
         self.is_consistent = True
         self.saved_at = time.monotonic()
@@ -288,7 +299,7 @@ class _Run:
             self._synchronize()
             with self._recorded():
                 start = time.perf_counter()
-                loss = self._step()
+                loss = self.step().item()
                 self._synchronize()
                 step_ms = (time.perf_counter() - start) * 1e3
             if not math.isfinite(loss):
@@ -315,13 +326,12 @@ class _Run:
         with timeline(self.config.timeline) as self.timeline:
             yield
 
-    def _step(self) -> float:
+    def _step(self) -> Tensor:
         self.model.train()
         data = self.dataset
-        scores = self._scores()
-        loss = self._mean(_loss(scores, data.y, data.train_mask), data.train_mask)
+        loss = self._mean(_loss(self._scores(), data.y, self.train_rows), data.train_mask)
         self.optimization.step(loss)
-        return loss.item()
+        return loss.detach()
 
     def _scores(self) -> Tensor:
         return (self.sharded or self.model)(self.dataset.x, self.graph)
@@ -394,15 +404,16 @@ class _Run:
         return f"{done}; saved to {self.path}, continue with --resume"
 
 
-def _loss(scores: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+def _loss(scores: Tensor, y: Tensor, rows: Tensor) -> Tensor:
+    """The loss over some nodes, by position or by mask."""
     # float32 at least: a 16-bit logarithm of the sum over classes loses the digits that the loss curve shows.
-    selected = scores[mask]
-    return F.cross_entropy(selected if selected.dtype == torch.float64 else selected.float(), y[mask])
+    selected = scores[rows]
+    return F.cross_entropy(selected if selected.dtype == torch.float64 else selected.float(), y[rows])
 
 
 def _job(config: TrainConfig, provider: str, seed: int) -> dict[str, Any]:
     """What a checkpoint must agree on; the rest of the configuration may change between start and resume."""
-    free = {"epochs", "patience", "seeds", "device", "compare", "out", "resume", "timeline"}
+    free = {"epochs", "patience", "seeds", "device", "compare", "out", "resume", "timeline", "capture"}
     job = {key: value for key, value in config.asdict().items() if key not in free}
     return dict(provider=provider, seed=seed, **job)
 
@@ -476,6 +487,8 @@ def train(
     group = Group()
     if config.compare and dist.is_initialized():
         raise InputError("compare", "to be left out with several processes: PyG has no sharded graphs", config.compare)
+    if config.capture and group.size > 1:
+        raise InputError("capture", "to be left out with several processes", f"{group.size} processes")
     folder = None if config.out is None else prepare_folder(config.out)
     dataset = config.load_dataset() if dataset is None else dataset.validate()
     if config.resume and folder is not None:

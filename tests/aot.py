@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from typing import Any
 
 import triton
@@ -21,21 +22,32 @@ from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource
 
 from pyg_fullgraph.autograd import EdgePhase
-from pyg_fullgraph.execution import MIN_FLAT_WORK, kernel_of
+from pyg_fullgraph.execution import MIN_BLOCK_WORK, kernel_of, row_kernels
 from pyg_fullgraph.saga.codegen import KernelSource
 from pyg_fullgraph.saga.ir import EdgeProgram
 from pyg_fullgraph.saga.passes import split
-from pyg_fullgraph.saga.plans import KERNELS, STAGED, Sweep
-from tests.programs import CASES, MORE_CASES, WIDE_CASES
+from pyg_fullgraph.saga.plans import KERNELS, Plan, Sweep, is_staged
+from pyg_fullgraph.saga.rows import RowsSource, generate
+from tests.programs import CASES, MORE_CASES, ROW_CASES, WIDE_CASES
 from triton_kernels import launch
 
 
-def sweeps_of(program: EdgeProgram) -> list[Sweep]:
-    """Every sweep of a training step of ``program``."""
+def plans_of(program: EdgeProgram) -> list[Plan]:
+    """The plans of a training step of ``program``."""
     phase = EdgePhase(split(program).stages[0].core)
     needs = tuple(not n.is_integer for n in phase.inputs)
-    plans = [phase.forward_plan(KERNELS, False), phase.forward_plan(KERNELS, True), phase.backward_plan(KERNELS, needs)]
+    return [phase.forward_plan(KERNELS, False), phase.forward_plan(KERNELS, True), phase.backward_plan(KERNELS, needs)]
+
+
+def sweeps_of(plans: list[Plan]) -> list[Sweep]:
+    """Every sweep of ``plans``."""
     return list({s.digest: s for plan in plans for s in plan.sweeps}.values())
+
+
+def rows_of(plans: list[Plan], is_narrow: bool) -> list[RowsSource]:
+    """Every kernel of vertex steps of ``plans``."""
+    found = [k for p in plans for b, _ in p.batches if not isinstance(b, Sweep) for _, k in row_kernels(b, is_narrow)]
+    return list({k.source: k for k in (*found, *(k for p in plans for _, k in row_kernels(p.last, False)))}.values())
 
 
 def compile_kernel(kernel: KernelSource, name: str, dtype: str = "fp32", index: str = "i32") -> dict[str, int]:
@@ -50,22 +62,39 @@ def compile_kernel(kernel: KernelSource, name: str, dtype: str = "fp32", index: 
             signature[arg] = "i32"
         elif buffer is not None:
             is_seed = buffer.integer and not buffer.node.is_row
-            kept = stat if buffer.node.name.startswith(STAGED) else dtype
+            kept = stat if is_staged(buffer.node) else dtype
             signature[arg] = "*i64" if is_seed else f"*{index}" if buffer.integer else f"*{kept}"
         elif arg.startswith("ws"):
             signature[arg] = f"*{index}" if kernel.carries[int(arg[2:-4])][1] else f"*{stat}"
         elif arg == "piece_slot_ptr" or arg.endswith("_ptr"):
             signature[arg] = "*i32" if arg == "piece_slot_ptr" else f"*{index}"
     constants: dict[str, Any] = {
-        "BLOCK_E": kernel.block_e, "HAS_EID": True, "HAS_IDS": True,
+        "BLOCK_E": kernel.block_e, "HAS_EID": True, "HAS_IDS": True, "HAS_PLACES": True,
         "FLOAT": tl.float64 if dtype == "fp64" else tl.float32,
         "ID": tl.int32 if index == "i32" else tl.int64, "UNSET": 2**31 - 1 if index == "i32" else 2**63 - 1}
+    return _compile(function, signature, constants, kernel.num_warps(kernel.block_e))
+
+
+def compile_rows(kernel: RowsSource, dtype: str = "fp32", index: str = "i32") -> dict[str, int]:
+    """The same of a kernel of vertex steps, whose inputs are all stored in ``dtype``."""
+    function = getattr(launch.load(kernel.source), kernel.name)
+    stat = "fp64" if dtype == "fp64" else "fp32"
+    signature = {"num_rows": "i32", "num_blocks": "i32", **{f"{b.name}_stride": "i32" for b in kernel.inputs},
+                 **{f"{b.name}_ptr": f"*{index if b.integer else dtype}" for b in kernel.inputs},
+                 **{f"{b.name}_ptr": f"*{stat}" for b in kernel.outputs}}
+    floats = tl.float64 if dtype == "fp64" else tl.float32
+    even = [f"{b.name}_stride" for b in kernel.inputs if b.node.numel % 16 == 0]  # Triton sees it at a launch
+    return _compile(function, signature, {"BLOCK_E": kernel.block_r, "FLOAT": floats}, kernel.num_warps, even)
+
+
+def _compile(function: Any, signature: dict[str, str], constants: dict[str, Any], num_warps: int,
+             even: Sequence[str] = ()) -> dict[str, int]:
     constants = {k: v for k, v in constants.items() if k in function.arg_names}
     names = function.arg_names
     source = ASTSource(fn=function, signature={a: "constexpr" if a in constants else signature[a] for a in names},
                        constexprs={(names.index(k),): v for k, v in constants.items()},
-                       attrs={(names.index(a),): [["tt.divisibility", 16]] for a in names if a.endswith("_ptr")})
-    num_warps = kernel.num_warps(kernel.block_e)
+                       attrs={(names.index(a),): [["tt.divisibility", 16]] for a in names
+                              if a.endswith("_ptr") or a in even})
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx:
         ptx.write(made.asm["ptx"])
@@ -88,14 +117,21 @@ def main(names: list[str]) -> None:
     for name in names or cases:
         case, dtype, index = [*name.split(":"), *("", "fp32", "i32")[name.count(":") + 1:]]
         lanes = {"fp64": 2, "fp32": 4}.get(dtype, 8)
-        for k, sweep in enumerate(sweeps_of(cases[case]())):
+        if case in ROW_CASES:
+            kernel = generate(ROW_CASES[case]())
+            results[f"{name}/{kernel.name}"] = compile_rows(kernel, dtype, index)
+            continue
+        plans = plans_of(cases[case]())
+        for kernel in rows_of(plans, lanes == 8):
+            results[f"{name}/{kernel.name}"] = compile_rows(kernel, dtype, index)
+        for k, sweep in enumerate(sweeps_of(plans)):
             kernel = kernel_of(sweep, lanes)
             if not isinstance(kernel, KernelSource):
                 results[f"{name}/{k}"] = {"refused": kernel.reasons}
                 continue
             kernels = [kernel]
-            if kernel.product_work >= MIN_FLAT_WORK and not kernel.is_flat:
-                in_blocks = kernel_of(sweep, lanes, is_flat=True)
+            if kernel.product_work >= MIN_BLOCK_WORK and not kernel.takes_blocks:
+                in_blocks = kernel_of(sweep, lanes, takes_blocks=True)
                 assert isinstance(in_blocks, KernelSource), in_blocks
                 kernels.append(in_blocks)
             for kernel in kernels:

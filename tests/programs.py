@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output
+from pyg_fullgraph.saga.plans import Step
 from pyg_fullgraph.saga.trace import INDEX, SIZE_I, ArgSpec, trace_method
 
 SRC, DST, EDGE = Domain.SRC, Domain.DST, Domain.EDGE
@@ -62,11 +63,11 @@ class Layer:
         return ir.substitute(program, {n: other for n, other in same.items() if n is not other})
 
 
-def gat(kind: str = "sum", weights: bool = False, **options: Any) -> Layer:
+def gat(kind: str = "sum", weights: bool = False, width: int = WIDTH, **options: Any) -> Layer:
     update = dict(alpha_j=spec(SRC, HEADS), alpha_i=spec(DST, HEADS), index=INDEX, ptr=None, dim_size=SIZE_I,
                   edge_attr=spec(EDGE, options["edge_dim"]) if "edge_dim" in options else None)
-    return Layer(lambda: pyg.GATConv(4, WIDTH, heads=HEADS, **options), kind,
-                 dict(x_j=spec(SRC, HEADS, WIDTH), alpha=spec(EDGE, HEADS)), update, weights)
+    return Layer(lambda: pyg.GATConv(4, width, heads=HEADS, **options), kind,
+                 dict(x_j=spec(SRC, HEADS, width), alpha=spec(EDGE, HEADS)), update, weights)
 
 
 def gatv2(**options: Any) -> Layer:
@@ -179,6 +180,7 @@ LAYERS: dict[str, Layer] = {
     "gat-max": gat("max"),
     "gat-dropout": gat(dropout=0.4),
     "gat-edge": gat(edge_dim=2),
+    "gat-wide": gat(width=32),
     "gatv2": gatv2(),
     "gatv2-edge-dropout": gatv2(edge_dim=2, dropout=0.3),
     **{f"edge-{k}": edge_conv(k, lambda: nn.Linear(8, WIDTH)) for k in ("max", "sum")},
@@ -218,6 +220,62 @@ WIDE_CASES: dict[str, Callable[[], EdgeProgram]] = {
     "cg-64": Layer(lambda: pyg.CGConv(64, 64), "sum", {"x_i": spec(DST, 64), "x_j": spec(SRC, 64),
                                                        "edge_attr": spec(EDGE, 64)}),
 }
+
+
+def row_steps(*values: Node) -> tuple[Step, ...]:
+    """Vertex steps with these values."""
+    return tuple((ir.input(f"%{k}", v.domain, v.shape), v) for k, v in enumerate(values))
+
+
+def dots(*shape: int) -> Callable[[], tuple[Step, ...]]:
+    """``sum(dout * out)`` over the last features, as in the backward of attention."""
+    out, grad = (ir.input(n, DST, shape) for n in ("out", "grad"))
+    return lambda: row_steps(ir.reduce_features("sum", ir.pointwise("mul", out, grad), (len(shape) - 1,)))
+
+
+def row_chain() -> tuple[Step, ...]:
+    """Results of several widths of the same inputs: sums along each way, parameters, degrees, constants."""
+    x, y, w = ir.input("x", SRC, (3, 5)), ir.input("y", SRC, (3, 1)), ir.input("w", Domain.PARAM, (5,))
+    value = ir.pointwise("sigmoid", ir.pointwise("add", ir.pointwise("mul", x, w), y))
+    total = ir.reduce_features("sum", value, (0, 1))
+    peak = ir.reduce_features("amax", ir.permute(value, (1, 0)), (1,))
+    spread = ir.pointwise("div", value, ir.pointwise("add", ir.view(total, (1, 1)), 1.5))
+    return row_steps(spread, total, peak, ir.reduce_features("sum", ir.expand(y, (3, 7)), (1,)))
+
+
+def row_choices() -> tuple[Step, ...]:
+    """Comparisons, integers and a table."""
+    x, kind, degree = ir.input("x", DST, (6,)), ir.input("kind", DST, (), True), ir.DEGREE
+    row = ir.lookup(ir.input("table", Domain.PARAM, (3, 6)), kind)
+    hit = ir.pointwise("and", ir.view(ir.pointwise("gt", kind, 0.0), (1,)), ir.pointwise("lt", x, row))
+    scaled = ir.pointwise("div", x, ir.view(ir.pointwise("maximum", degree, 1.0), (1,)))
+    return row_steps(ir.pointwise("where", hit, scaled, row), ir.pointwise("add", ir.pointwise("float", kind), 0.5))
+
+
+def row_parts() -> tuple[Step, ...]:
+    """Parts of a row."""
+    x = ir.input("x", DST, (4, 6))
+    parts = [ir.slice_(x, 1, k, k + 3) for k in (0, 3)]
+    return row_steps(ir.pointwise("exp", ir.pointwise("mul", *parts)), ir.pointwise("sub", *parts))
+
+
+def row_numbers() -> tuple[Step, ...]:
+    """One number per row."""
+    a, b = ir.input("a", DST, ()), ir.input("b", DST, (1,))
+    return row_steps(ir.pointwise("mul", ir.pointwise("tanh", a), ir.DEGREE), ir.pointwise("sub", ir.view(a, (1,)), b))
+
+
+def row_wide() -> tuple[Step, ...]:
+    """More features than one program holds."""
+    x, y, w = ir.input("x", DST, (2100,)), ir.input("y", DST, (1,)), ir.input("w", Domain.PARAM, (2100,))
+    return row_steps(ir.pointwise("mul", ir.pointwise("relu", x), w), ir.pointwise("mul", y, 2.0))
+
+
+#: Vertex steps that are one kernel.
+ROW_CASES: dict[str, Callable[[], tuple[Step, ...]]] = {
+    "dots": dots(3, 5), "dots-one-head": dots(7), "dots-one-feature": dots(2, 1), "dots-64": dots(4, 64),
+    "dots-wide": dots(4, 256), "chain": row_chain, "choices": row_choices, "parts": row_parts, "numbers": row_numbers,
+    "wide": row_wide}
 
 
 def make_tensors(program: EdgeProgram, num_src: int, num_dst: int, num_edges: int, dtype: torch.dtype,

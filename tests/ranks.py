@@ -1,4 +1,4 @@
-"""Processes that run functions of the tests together, as ranks of one gloo group; started once per number of ranks.
+"""Processes that run functions of the tests together, as ranks of one group; started once per number and backend.
 
 `ranks(4).run(function, *args)` calls `function(rank, size, *args)` in each of four processes and gives the results in
 rank order; an exception in any of them fails the test with its traceback.
@@ -24,10 +24,13 @@ PRELOADED = ["torch", "torch_geometric.nn", "pyg_fullgraph.nn", "pyg_fullgraph.t
 TIMEOUT_S = 900
 
 
-def _serve(rank: int, size: int, store: str, calls: Any, results: Any) -> None:
+def _serve(rank: int, size: int, backend: str, store: str, calls: Any, results: Any) -> None:
     torch.set_num_threads(1)
+    gpu = torch.device("cuda", rank) if backend == "nccl" else None
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
     if size > 1:
-        dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+        dist.init_process_group(backend, store=dist.FileStore(store, size), rank=rank, world_size=size, device_id=gpu)
     while True:
         call = calls.get()
         if call is None:
@@ -40,7 +43,7 @@ def _serve(rank: int, size: int, store: str, calls: Any, results: Any) -> None:
 
 
 class Ranks:
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, backend: str = "gloo") -> None:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         self.size = size
@@ -49,7 +52,7 @@ class Ranks:
         self.results = context.Queue()
         store = os.path.join(self.folder.name, "store")
         self.processes = [
-            context.Process(target=_serve, args=(k, size, store, self.calls[k], self.results), daemon=True)
+            context.Process(target=_serve, args=(k, size, backend, store, self.calls[k], self.results), daemon=True)
             for k in range(size)]
         for process in self.processes:
             process.start()
@@ -77,6 +80,6 @@ class Ranks:
 
 
 @functools.cache
-def ranks(size: int) -> Ranks:
+def ranks(size: int, backend: str = "gloo") -> Ranks:
     """The processes for ``size`` ranks, started on first use and kept; anew after one of them failed."""
-    return Ranks(size)
+    return Ranks(size, backend)

@@ -71,6 +71,7 @@ def check_layers(rank: int, size: int, names: list[str], case_name: str, *kinds:
             dist.broadcast_object_list(found)
         cotangent, expected = found[0]
         for (way, uneven), part in parts.items():
+            module.to(part.device)
             try:
                 check_layer(layer, module, x, given, part, cotangent, expected)
             except Exception as error:
@@ -101,7 +102,7 @@ def check_layer(layer: Layer, module: torch.nn.Module, x: Any, given: Any, part:
     for kind, mine, all_rows in zip(kinds, got, expected[1:], strict=False):
         close(mine, part.take(all_rows, kind), tolerance, f"gradient per {kind}")
     for mine, total in zip(got[len(kinds):], expected[1 + len(kinds):], strict=True):
-        close(part.group.reduce(mine.clone()), total, tolerance, "gradient of a parameter")
+        close(part.group.reduce(mine.clone()), total.to(mine.device), tolerance, "gradient of a parameter")
 
 
 def cut(part: ShardedGraph, values: Any, place: Any) -> Any:
@@ -201,10 +202,16 @@ class Net(torch.nn.Module):
         return self.conv2(F.dropout(x, 0.5, self.training), edge_index)
 
 
+def device_of(rank: int) -> torch.device:
+    """Where tensors have to be for the backend of these processes."""
+    is_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
+    return torch.device("cuda", rank) if is_nccl else torch.device("cpu")
+
+
 def train(kind: str, graph: Graph, x: Tensor, y: Tensor, mask: Tensor) -> tuple[list[float], dict[str, Tensor]]:
     """Losses of ten steps and of an evaluation, and the parameters and buffers after them."""
     torch.manual_seed(3)
-    model = DistributedModel(Net(kind).double())
+    model = DistributedModel(Net(kind).to(x))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     torch.manual_seed(5)
     losses = []
@@ -228,7 +235,8 @@ def check_training(rank: int, size: int, kind: str, way: str) -> None:
     x = torch.randn(case.num_src, 6, generator=generator, dtype=torch.float64)
     y = torch.randint(4, (case.num_src,), generator=generator)
     mask = torch.rand(case.num_src, generator=generator) < 0.4
-    graph = Graph.from_edge_index(case.edge_index, case.num_src)
+    x, y, mask, edge_index = (t.to(device_of(rank)) for t in (x, y, mask, case.edge_index))
+    graph = Graph.from_edge_index(edge_index, case.num_src)
     with alone():
         losses, state = train(kind, graph, x, y, mask)
     for uneven in (False, True):
@@ -438,7 +446,8 @@ def check_timeline(rank: int, size: int, way: str, folder: str) -> int:
             for block in range(size):
                 rows, read = bounds[block + 1] - bounds[block], [e for e in sent if e.block == block]
                 # A row, and the root of its degree.
-                assert sorted(e.num_bytes for e in read) == [8 * rows, 8 * rows * width]
+                # Two ranks exchange, of which only what arrives here is noted.
+                assert sorted(e.num_bytes for e in read) == [8 * rows, 8 * rows * width] * (block != rank or size > 2)
                 stage = owners.index(block)
                 if block != rank:  # there when it is read, and on its way while the stage before is computed
                     assert all(e.end_ms <= stages[stage].start_ms for e in read)
@@ -471,6 +480,10 @@ def check_refused_options(rank: int, size: int) -> None:
             partition=Partition.from_owner(torch.arange(97) % 3, 3))
     refused(errors.InputError, "a pair of them or the name of a method", shard, graph, partition=(1, 2))
     part = shard(graph)
+    part.group.takes_cpu = False  # as of a group of NCCL
+    refused(errors.InputError, "'tensor' to be on a GPU: this process group sends from GPUs only (got one on cpu)",
+            part.group.reduce, torch.zeros(1))
+    part.group.takes_cpu = True
     refused(errors.InputError, "to have 97 rows, one per dst", part.take, torch.zeros(96))
     refused(errors.InputError, "Expected 'per' to be 'src', 'dst' or 'edge'", part.take, torch.zeros(97), "node")
     refused(errors.InputError, "one per edge of this rank", part.join, torch.zeros(1), "edge")

@@ -18,6 +18,8 @@ from benchmarks import run as bench
 from benchmarks.cases import CASES, Case, CaseSkipped, Problem, select
 from benchmarks.checks import CheckFailed, check, compare, sampled_rows_exactly
 from benchmarks.workloads import Workload
+from pyg_fullgraph import reuse
+from pyg_fullgraph.autograd import EdgePhase
 from pyg_fullgraph.distributed import Group
 
 TINY = CASES["train-gat-tiny"]
@@ -111,6 +113,30 @@ def test_tiny_case_runs_and_writes_complete_rows(tmp_path):
     assert rows[1]["is_repeatable"] and rows[1]["check"]["error"] < 1e-5
     shown = CliRunner().invoke(_app(table.main), [str(file)])
     assert shown.exit_code == 0 and "| train-gat-tiny | ours |" in shown.output
+
+
+@pytest.mark.parametrize("name, is_kept", [("sum", False), ("gcn", False), ("gcn", True)])
+def test_only_models_keep_sums_of_constant_features(name, is_kept, monkeypatch):
+    """A step of a layer, or of an edge phase without gradients, computes what it is named after."""
+    case = Case("made-up", name, "tiny", "cpu", 8, 8, is_model=is_kept, num_classes=3, needs_grad_x=False,
+                direction="forward" if name == "sum" else "step")
+    ran, forward = [], EdgePhase.forward
+    monkeypatch.setattr(EdgePhase, "forward", lambda *args: ran.append(1) or forward(*args))
+    monkeypatch.setattr(bench, "check", lambda *_: {})
+    monkeypatch.setattr(bench, "is_repeatable", lambda *_: True)
+
+    def count(case, problem, ready, rows, budget_s):
+        """Edge phases of a step, once what is constant has been seen often enough."""
+        (workload, _) = ready["ours"]
+        for _ in range(3):
+            ran.clear()
+            workload.step()
+        rows["ours"]["p50_ms"] = len(ran)
+
+    monkeypatch.setattr(bench, "_time", count)
+    (row,) = bench.run_case(case, ["ours"])
+    assert row["reuses"] is is_kept and row["p50_ms"] == 1
+    assert reuse._enabled
 
 
 def test_first_use_in_processes_of_its_own(tmp_path, monkeypatch):
@@ -251,9 +277,8 @@ def test_gather_kernel_sums_rows():
 # --- epochs -----------------------------------------------------------------------------------------------------
 
 
-def epoch_rows(rank, size):
-    group = Group()
-    return epochs.run_case(epochs.CASES["gcn-tiny-2x16"], epochs.PROVIDERS, "cpu", group, budget_s=0.0)
+def epoch_rows(rank, size, matmul="fp32"):
+    return list(epochs.run_case(epochs.CASES["gcn-tiny-2x16"], epochs.PROVIDERS, "cpu", Group(), 0.0, matmul))
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -264,18 +289,26 @@ def test_epochs_of_all_providers_have_the_losses_of_pyg(size):
             assert row["ranks"] == size and row["check"]["against"] == "pyg float64"
             assert row["check"]["error"] < 1e-5
             assert 0 < row["p20_ms"] <= row["p50_ms"] <= row["p80_ms"] and row["repeats"] >= 5
+            assert ("hidden_share" in row) == (size > 1 and row["provider"] != "mg_gcn")
+            assert 0 <= row.get("hidden_share", 0) <= 1
     lines = table.epoch_lines(rows)
     assert len({len(line) for line in lines} | {len(table.EPOCH_COLUMNS)}) == 1
     assert table.markdown(rows).count("gcn-tiny-2x16") == len(rows)
 
 
-def test_an_epoch_of_wrong_losses_is_not_timed(monkeypatch):
+@pytest.mark.parametrize("matmul", ["fp32", "tf32"])
+def test_an_epoch_of_wrong_losses_is_not_timed(matmul, monkeypatch):
+    """Losses are compared in float32 first, and then in TF32, within what rounding explains."""
     right = epochs.Staged.forward
-    monkeypatch.setattr(epochs.Staged, "forward", lambda self, x: right(self, x) * 1.01)
-    wrong, ours = epochs.run_case(epochs.CASES["gcn-tiny-2x16"], ("mg_gcn", "ours-halo"), "cpu", Group(), budget_s=0.0)
+    is_wrong = {"fp32": "highest", "tf32": "high"}[matmul]
+    monkeypatch.setattr(epochs.Staged, "forward", lambda self, x: right(self, x) * (
+        1.3 if torch.get_float32_matmul_precision() == is_wrong else 1))
+    wrong, ours = epochs.run_case(epochs.CASES["gcn-tiny-2x16"], ("mg_gcn", "ours-halo"), "cpu", Group(), 0.0, matmul)
     assert "not timed" in wrong["error"] and "p50_ms" not in wrong
-    assert "p50_ms" in ours
+    assert "p50_ms" in ours and ours["matmul"] == matmul and ("tf32_error" in ours["check"]) == (matmul == "tf32")
     assert "not timed" in table.epoch_lines([wrong, ours])[0][3]
+    assert table.epoch_lines([ours])[0][1] == "ours-halo" + " (TF32)" * (matmul == "tf32")
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_epochs_refuse_unknown_names():

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_kernels import GPU, GRAPHS, INTERPRETER, graph_for, poisoned  # noqa: F401
 from tiled import run_in_tiles
+from triton.runtime.errors import OutOfResources
 
 import zoo
 from oracle import check, gradients, program_of
@@ -31,7 +32,7 @@ def in_blocks(monkeypatch):
 
     def small(kernel, order):
         shape = shape_of(kernel, order)
-        return dataclasses.replace(shape, block_e=max(4, kernel.min_block_e)) if kernel.is_flat else shape
+        return dataclasses.replace(shape, block_e=max(4, kernel.min_block_e)) if kernel.takes_blocks else shape
 
     monkeypatch.setattr(execution, "_prefers_blocks", lambda kernel, order: True)
     monkeypatch.setattr(execution, "_default_shape", small)
@@ -39,9 +40,14 @@ def in_blocks(monkeypatch):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """The names of the kernels that ran."""
+    """The names of the kernels of sweeps that ran."""
     names, start = [], launch.launch
-    monkeypatch.setattr(launch, "launch", lambda source, name, *args: (names.append(name), start(source, name, *args)))
+
+    def noted(source, name, *args):
+        names.extend([] if name.startswith("rows_of") else [name])
+        start(source, name, *args)
+
+    monkeypatch.setattr(launch, "launch", noted)
     return names
 
 
@@ -54,7 +60,7 @@ def test_results_and_gradients(name, dtype, device, monkeypatch, in_blocks, laun
     if dtype == torch.float16:
         monkeypatch.setattr(segment, "INT32_MAX", -1)
     check(program_of(name), graph_for(device), dtype, device, slack=3)
-    assert dtype == torch.float64 or all("flat" in n for n in launched)
+    assert dtype == torch.float64 or all("blocks" in n for n in launched)
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
@@ -79,7 +85,7 @@ def two_products() -> EdgeProgram:
 def test_several_weights(runner, device, launched):
     """In one pass by blocks, over whole graphs and over tiles, where parts of the sums are added."""
     check(two_products(), graph_for(device), torch.float32, device, runner=runner)
-    assert any("outer" in n and "flat" in n for n in launched)
+    assert any("outer" in n and "blocks" in n for n in launched)
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
@@ -90,17 +96,33 @@ def test_tiles_are_the_whole(name, device):
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
 def test_rows_of_few_edges_and_large_products_go_in_blocks(device, launched, monkeypatch):
-    monkeypatch.setattr(execution, "MIN_FLAT_WORK", 20)  # as wide as the interpreter has patience for
+    monkeypatch.setattr(execution, "MIN_BLOCK_WORK", 20)  # as wide as the interpreter has patience for
     few, many = zoo.prime(), zoo.Case("many", torch.randint(3, (2, 200)), 3, 3)
-    for case, is_flat in ((few, True), (many, False)):
+    for case, goes_by_blocks in ((few, True), (many, False)):
         launched.clear()
         check(program_of("edge-mlp-deep"), case, torch.float32, device)
         by_row = [n for n in launched if n.startswith("sum")]
-        assert by_row and all(("flat" in n) == is_flat for n in by_row)
-        assert all("flat" in n for n in launched if n.startswith("outer"))
+        assert by_row and all(("blocks" in n) == goes_by_blocks for n in by_row)
+        assert all("blocks" in n for n in launched if n.startswith("outer"))
     launched.clear()
     check(program_of("gat"), few, torch.float32, device)
-    assert not any("flat" in n for n in launched)
+    assert not any("blocks" in n for n in launched)
+
+
+@pytest.mark.parametrize("device", [INTERPRETER])
+def test_what_is_refused_in_blocks_goes_by_rows(device, launched, monkeypatch):
+    start = launch.launch
+
+    def refuse(source, name, *args):
+        if "blocks" in name:
+            raise OutOfResources(300_000, 232_448, "shared memory")
+        start(source, name, *args)
+
+    monkeypatch.setattr(execution, "_TOO_LARGE", set())
+    monkeypatch.setattr(launch, "launch", refuse)
+    with pytest.warns(UserWarning, match="does not fit the device .* runs by rows"):
+        check(program_of("edge-mlp"), graph_for(device), torch.float32, device)
+    assert any(n.startswith("outer") for n in launched)
 
 
 @settings(max_examples=60, deadline=None)

@@ -83,7 +83,8 @@ def test_options_reach_the_training(tmp_path):
     assert done.exit_code == 0, done.output
     config = json.loads((tmp_path / "out" / "metrics.json").read_text())["config"]
     expected = {name.replace("-", "_"): str(v) if isinstance(v, Path) else v for name, v in options.items()}
-    left_out = {"split": 0, "compare": None, "resume": False, "timeline": None, "reorder": None}
+    left_out = {"split": 0, "compare": None, "resume": False, "timeline": None, "reorder": None,
+                "capture": False}
     assert config == expected | left_out | {"normalize_features": True}
 
 

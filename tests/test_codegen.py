@@ -15,12 +15,12 @@ from tiled import run_in_tiles
 from triton.runtime.errors import OutOfResources
 
 from oracle import check, program_of, random_case
-from programs import CASES, MORE_CASES, WIDE_CASES
+from programs import CASES, MORE_CASES, ROW_CASES, WIDE_CASES
 from pyg_fullgraph import errors, execution
 from pyg_fullgraph.autograd import EdgePhase
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.execution import kernel_of
-from pyg_fullgraph.saga import ir, tiles
+from pyg_fullgraph.saga import ir, rows, tiles
 from pyg_fullgraph.saga.codegen import KernelSource
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
 from pyg_fullgraph.saga.passes import split
@@ -59,12 +59,19 @@ RECORDED = {"gat_forward": ("gat", 0, 0), "gatv2_backward_by_source": ("gatv2", 
 @pytest.mark.parametrize("name", RECORDED)
 def test_golden(name):
     case, direction, number = RECORDED[name]
-    kernel = kernel_of(plans_of(program_of(case))[direction].sweeps[number])
+    check_golden(name, kernel_of(plans_of(program_of(case))[direction].sweeps[number]).source)
+
+
+def test_golden_of_vertex_steps():
+    check_golden("rows_of_attention", rows.generate(ROW_CASES["dots-64"]()).source)
+
+
+def check_golden(name, source):
     path = GOLDEN / f"{name}.py"
     if os.environ.get("PFG_ACCEPT") == "1":
         path.parent.mkdir(exist_ok=True)
-        path.write_text(kernel.source)
-    assert kernel.source == path.read_text(), f"{path} differs; PFG_ACCEPT=1 records what is generated now"
+        path.write_text(source)
+    assert source == path.read_text(), f"{path} differs; PFG_ACCEPT=1 records what is generated now"
 
 
 @pytest.mark.parametrize("lanes", [2, 4, 8])
@@ -84,7 +91,7 @@ def test_source_is_python_with_the_parameters_that_a_launch_passes(name, lanes):
         assert len(set(arguments)) == len(arguments)
         for buffer in kernel.inputs:
             assert f"{buffer.name}_ptr" in arguments
-            assert (f"{buffer.name}_stride" in arguments) == buffer.node.is_row
+            assert (f"{buffer.name}_stride" in arguments) == buffer.has_stride
         assert [a for a in arguments if a.startswith("out")] == [f"{b.name}_ptr" for b in kernel.outputs]
         assert len([a for a in arguments if a.startswith("ws")]) == len(kernel.carries)
         assert "atomic" not in kernel.source
@@ -253,8 +260,8 @@ def test_tile_sizes_are_bounded():
 @pytest.mark.slow
 def test_every_kernel_compiles_for_sm_90(tmp_path):
     """fp32 all; bf16 and fp64, int64 ids, some. In a process where Triton does not interpret; no GPU needed."""
-    names = [*CASES, *MORE_CASES, *WIDE_CASES, "cg-64:bf16:i32", "gat:bf16:i32", "gat:fp64:i64", "sage-max:bf16:i64",
-             "edge-mlp:fp64:i64"]
+    names = [*CASES, *MORE_CASES, *WIDE_CASES, *ROW_CASES, "dots-wide:fp16:i32", "chain:fp64:i64", "cg-64:bf16:i32",
+             "gat:bf16:i32", "gat:fp64:i64", "sage-max:bf16:i64", "edge-mlp:fp64:i64"]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path / "triton"), "PFG_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-W", "ignore", "-m", "tests.aot", *names], cwd=Path(__file__).parents[1],

@@ -48,6 +48,19 @@ def test_layers_equal_the_whole_by_the_other_way(size):
     ranks(size).run(sharded.check_layers, ON_PAIRS[::2], "bipartite_wide", *other)
 
 
+@pytest.mark.multi_gpu
+def test_layers_equal_the_whole_by_nccl():
+    """From graphs on a CPU, which go to the GPU of each process."""
+    ranks(2, "nccl").run(sharded.check_layers, ["gcn_weight", "sage_std", "gat_edge"], "isolated", *EACH)
+    ranks(2, "nccl").run(sharded.check_layers, ["sage_max"], "hub", *BOTH)  # a part without vertices
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("way", ["broadcast", "halo", "feature_split"])
+def test_training_equals_the_whole_by_nccl(way):
+    ranks(2, "nccl").run(sharded.check_training, "gat", way)
+
+
 def test_seven_parts():
     ranks(7).run(sharded.check_layers, FEW, "prime", *BOTH)
     ranks(7).run(sharded.check_layers, FEW[::2], "isolated", ("broadcast", False))

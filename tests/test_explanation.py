@@ -160,6 +160,7 @@ def test_source(backward):
     report = explain(gat(v2=True), features(), GRAPH)
     source = report.source("convs.0", backward)
     assert source.count("@triton.jit") >= 1 + backward
+    assert ("def rows_of_dst" in source) == backward
     compile(source, "generated", "exec")
     assert source == report.source("convs.0", backward)
     with pytest.raises(InputError, match=r"fused layers \['convs.0', 'convs.1', 'convs.2'\] \(got 'conv1'\)"):
@@ -183,7 +184,7 @@ def test_picture_and_dictionary():
     assert layer["verdict"] == "fused"
     (program,) = layer["programs"]
     assert program["num_edges"] == report.layers["convs.0"].parts[0].graph.num_edges
-    assert [s["rows"] for s in program["phases"][0]["backward"]] == ["source", "destination"]
+    assert [s["rows"] for s in program["phases"][0]["backward"]] == ["destination", "source"]
     assert program["saved_bytes"] == sum(s["num_bytes"] for p in program["phases"] for s in p["saved"])
 
 

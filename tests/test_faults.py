@@ -26,7 +26,7 @@ def serve(rank, store, fault, culprit, results):
     faults.ANSWER_S = ANSWER_S
     start = dist.init_process_group
     os.environ["TORCHELASTIC_RUN_ID"] = "test"
-    dist.init_process_group = lambda backend, timeout: start(
+    dist.init_process_group = lambda backend, timeout, device_id: start(
         backend, store=dist.FileStore(store, SIZE), rank=rank, world_size=SIZE, timeout=timeout)
     try:
         with under_torchrun("cpu", TIMEOUT_S):

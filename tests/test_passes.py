@@ -1,5 +1,6 @@
 """Passes keep what a program means, each and all; and they do the work they are there for, counted in operations."""
 
+import dataclasses
 from collections import Counter
 
 import pytest
@@ -174,6 +175,10 @@ def test_elementwise_vertex_work_stays_on_the_edges():
 # plans
 
 
+#: Hands on whatever saves time.
+EAGER = dataclasses.replace(KERNELS, operation=1.0, gain=1.0)
+
+
 def plans(name, target):
     phase = EdgePhase(split(program_of(name)).stages[0].core)
     needs = tuple(not n.is_integer for n in phase.inputs)
@@ -188,15 +193,15 @@ def test_forward_is_one_sweep(name):
 
 
 @pytest.mark.parametrize("name, rows", [
-    ("gcn", [SRC]), ("gin", [SRC]), ("sage-mean", [SRC]), ("gat", [SRC, DST]), ("gat-dropout", [SRC, DST]),
-    ("gatv2", [SRC, DST]), ("edge-max", [DST, SRC]), ("gmm", [SRC])])
+    ("gcn", [SRC]), ("gin", [SRC]), ("sage-mean", [SRC]), ("gat-wide", [SRC, DST]), ("gat-dropout", [DST, SRC]),
+    ("gatv2", [DST, SRC]), ("edge-max", [DST, SRC]), ("gmm", [SRC])])
 def test_backward_is_one_sweep_per_side_and_what_edges_get_joins_one_of_them(name, rows):
     _, backward = plans(name, KERNELS)
     assert [s.rows for s in backward.sweeps] == rows
 
 
 @pytest.mark.parametrize("name, target", [
-    ("gat", KERNELS), ("gat", CHUNKS), ("gat-dropout", KERNELS), ("gatv2", KERNELS), ("gatv2-edge-dropout", KERNELS)])
+    ("gat-wide", KERNELS), ("gat", CHUNKS), ("gat-dropout", EAGER), ("gatv2", EAGER), ("gatv2-edge-dropout", EAGER)])
 def test_gradients_of_scores_are_handed_on_and_not_made_again(name, target):
     """The sweep by source needs attention [E, H] and the gradients of its scores, the one by destination only these."""
     _, backward = plans(name, target)
@@ -210,14 +215,21 @@ def test_gradients_of_scores_are_handed_on_and_not_made_again(name, target):
 
 def test_handing_on_spares_the_gather_of_wide_rows():
     """Attention that adds a number per source and per destination: backward reads wide rows once, not per sweep."""
-    _, backward = plans("gat", KERNELS)
+    _, backward = plans("gat-wide", KERNELS)
     widths = [max(n.numel for n in s.inputs if n.domain not in (PARAM, s.rows)) for s in backward.sweeps]
     assert widths[1] == 3 < widths[0]
-    phase = EdgePhase(split(program_of("gat")).stages[0].core)
+    phase = EdgePhase(split(program_of("gat-wide")).stages[0].core)
     grads = {n.name: g for n, g in phase.adjoint.grads.items() if g is not None}
     apart = plan(grads, KERNELS, disable=["hand_on"])
     assert [max(n.numel for n in s.inputs if n.domain not in (PARAM, s.rows)) for s in apart.sweeps] == [widths[0]] * 2
     assert recompute.price(backward.steps, KERNELS) < recompute.price(apart.steps, KERNELS)
+
+
+def test_numbers_per_edge_are_kept_only_where_that_saves_a_third():
+    """A gather of wide rows of two is saved for GAT; for GATv2 both sweeps read their rows either way."""
+    for name, is_kept in (("gat-wide", True), ("gatv2", False)):
+        _, backward = plans(name, KERNELS)
+        assert any(r.name.startswith(STAGED) for s in backward.sweeps for r, _ in s.edges) == is_kept
 
 
 @TARGETS
@@ -259,6 +271,16 @@ def test_plans_can_be_read(name, target):
         text = str(made)
         assert text.count("sweep over") == len(made.sweeps)
         assert all(s.digest for s in made.sweeps)
+
+
+@pytest.mark.parametrize("is_scaled_first", [False, True])
+def test_a_rectifiers_gradient_is_one_choice(is_scaled_first):
+    """``where(c, g w, 0) + s where(c, 0, g w)`` is ``g where(c, w, s w)``: the choice is made of the parameter."""
+    g, w, v = ir.input("g", EDGE, (1,)), ir.input("w", PARAM, (4,)), ir.input("v", EDGE, (4,))
+    choice, value = pointwise("gt", v, 0.0), pointwise("mul", g, w)
+    kept, scaled = pointwise("where", choice, value, 0.0), pointwise("mul", pointwise("where", choice, 0.0, value), 0.2)
+    (made,) = canonicalize([pointwise("add", scaled, kept) if is_scaled_first else pointwise("add", kept, scaled)])
+    assert made is pointwise("mul", g, pointwise("where", choice, w, pointwise("mul", w, 0.2)))
 
 
 # the order of products and sums

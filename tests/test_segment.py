@@ -98,8 +98,9 @@ def check_schedule(degree: list[int], max_piece: int, waits: bool, device: str |
 
     length = [e - s for s, e in zip(start, end, strict=True)]
     assert all(0 <= n <= max_piece for n in length)
-    # Longest first by power of two, ties in row order and then in edge order.
-    keys = [(-n.bit_length(), r, s) for n, r, s in zip(length, row, start, strict=True)]
+    # What is longer than half of the bound first, then by row and in edge order.
+    bound = min(max_piece, sum(degree))
+    keys = [(2 * n <= bound, r, s) for n, r, s in zip(length, row, start, strict=True)]
     assert keys == sorted(keys)
     assert split_row[:num_split] == [r for r, d in enumerate(degree) if d > max_piece]
 

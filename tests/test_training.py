@@ -85,11 +85,12 @@ def test_presets_are_the_papers_setups():
         ("lr", float("nan")),
         ("weight_decay", -1.0),
         ("resume", True),
+        ("capture", True),
     ],
 )
 def test_option_out_of_range_is_named(option, value):
     with pytest.raises(InputError, match=f"Expected '{option}' to "):
-        TrainConfig.preset(**{option: value})
+        TrainConfig.preset(**{"device": "cpu", option: value})
 
 
 def test_cuda_where_there_is_none(monkeypatch):

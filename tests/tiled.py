@@ -10,12 +10,11 @@ from torch import Tensor
 
 from pyg_fullgraph import execution
 from pyg_fullgraph.autograd import run
-from pyg_fullgraph.chunks import Handed
+from pyg_fullgraph.chunks import in_order
 from pyg_fullgraph.distributed.way import Way
 from pyg_fullgraph.edge_order import EdgeOrder
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.saga.ir import Domain
-from triton_kernels import segment
 
 #: Ends of the ranges of vertices in a tile, as shares: one tile is empty.
 SHARES = (0.0, 0.35, 0.35, 0.8, 1.0)
@@ -43,8 +42,7 @@ class TiledOrder:
                 yield lambda n, first=first, stop=stop: leaf(n)[first:stop] if n.domain == fetched else leaf(n)
 
         results = execution.run_tiles(sweep, self.order, self.tiles, leaves(), like, exact)
-        return {r: segment.scatter_by(t.value, t.order.eid) if isinstance(t, Handed) else t
-                for r, t in results.items()}
+        return {r: in_order(t) for r, t in results.items()}
 
 
 def run_in_tiles(program: Any, graph: Graph, tensors: Any) -> tuple[Tensor, ...]:

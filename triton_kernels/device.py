@@ -92,25 +92,27 @@ def log_sum_exp(peak, total):
 
 
 @triton.jit
-def lane_max(value, ids, UNSET: tl.constexpr):
-    """Maximum over the lanes (axis 0) and the smallest id that reaches it; a NaN wins, as in torch.
+def lane_max(value, ids, UNSET: tl.constexpr, AXIS: tl.constexpr):
+    """Maximum along an axis of lanes and the smallest id that reaches it; a NaN wins, as in torch.
 
     Lanes without an edge hold minus infinity and the id ``UNSET``, larger than any edge id.
     """
     is_nan = value != value
-    has_nan = tl.max(is_nan.to(tl.int32), axis=0, keep_dims=True) > 0
-    peak = tl.max(tl.where(is_nan, float("-inf"), value), axis=0, keep_dims=True)
+    has_nan = tl.max(is_nan.to(tl.int32), axis=AXIS, keep_dims=True) > 0
+    peak = tl.max(tl.where(is_nan, float("-inf"), value), axis=AXIS, keep_dims=True)
     hit = tl.where(has_nan, is_nan, value == peak)
-    return tl.where(has_nan, float("nan"), peak), tl.min(tl.where(hit, ids, UNSET), axis=0, keep_dims=True)
+    return tl.where(has_nan, float("nan"), peak), tl.min(tl.where(hit, ids, UNSET), axis=AXIS, keep_dims=True)
 
 
 @triton.jit
-def lane_peak(value):
-    """Maximum over the lanes (axis 0); a NaN wins, as in torch."""
-    is_nan = value != value
-    has_nan = tl.max(is_nan.to(tl.int32), axis=0, keep_dims=True) > 0
-    peak = tl.max(tl.where(is_nan, float("-inf"), value), axis=0, keep_dims=True)
-    return tl.where(has_nan, float("nan"), peak)
+def _larger(a, b):
+    return tl.maximum(a, b, tl.PropagateNan.ALL)
+
+
+@triton.jit
+def peak(value, AXIS: tl.constexpr):
+    """Maximum along an axis; a NaN wins. Twin: ``torch.amax``."""
+    return tl.reduce(value, AXIS, _larger, keep_dims=True)
 
 
 @triton.jit
@@ -119,6 +121,6 @@ def _times(a, b):
 
 
 @triton.jit
-def lane_product(value):
-    """Product over the lanes (axis 0)."""
-    return tl.reduce(value, 0, _times, keep_dims=True)
+def lane_product(value, AXIS: tl.constexpr):
+    """Product along an axis of lanes."""
+    return tl.reduce(value, AXIS, _times, keep_dims=True)

@@ -100,7 +100,7 @@ def is_stable(ptr: Tensor, eid: Tensor) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class RowSchedule:
-    """Rows cut into pieces of bounded length, longest first by power of two, row order within a power.
+    """Rows cut into pieces of bounded length: those longer than half of the bound first, then all others by row.
 
     A kernel runs one program per piece. The piece of an uncut row writes the row's result itself; the pieces of a cut
     row write partial results into workspace slots, which are then merged in edge order, so that the result does not
@@ -134,10 +134,11 @@ class RowSchedule:
 
 
 def schedule_rows(ptr: Tensor, max_piece: int, num_edges: int) -> RowSchedule:
-    """Cut the rows of ``ptr`` [R + 1] into pieces of at most ``max_piece`` entries, longest first.
+    """Cut the rows of ``ptr`` [R + 1] into pieces of at most ``max_piece`` entries, long ones first.
 
-    Lengths are compared by their power of two, and pieces of one power keep the order of their rows: rows with nearby
-    ids tend to share neighbours, and programs that run at the same time then find those in the cache.
+    Pieces longer than half of the bound come first, so that none is left for the end; all others are short beside the
+    whole and keep the order of their rows: rows with nearby ids tend to share neighbours, and programs that run at the
+    same time then find those in the cache. (An order by power of two took 6 to 18% longer on an H200.)
 
     Every row has at least one piece, so that kernels write the result of rows without entries too. A row that is cut
     gets pieces of nearly equal length.
@@ -150,7 +151,6 @@ def schedule_rows(ptr: Tensor, max_piece: int, num_edges: int) -> RowSchedule:
     Raises: ValueError if ``max_piece`` is below one.
     Cost: ordering P keys, where R <= P <= R + E / M; on a CPU and for large graphs a sort and one host
         synchronisation, else a prefix sum.
-    Source: sorting by length is the longest-processing-time rule for the makespan of a list schedule.
     """
     if max_piece < 1:
         raise ValueError(f"Expected 'max_piece' to be positive (got {max_piece})")
@@ -175,7 +175,7 @@ def schedule_rows(ptr: Tensor, max_piece: int, num_edges: int) -> RowSchedule:
     # Part k of n covers [floor(k * d / n), floor((k + 1) * d / n)) of the row: lengths differ by at most one.
     bounds = torch.minimum(torch.stack([part, part + 1]), parts).mul_(row_degree)
     start, end = torch.div(bounds, parts, rounding_mode="floor").add_(row_start).unbind()
-    order = _longest_first(end - start, min(max_piece, num_edges), waits)
+    order = _long_first(end - start, min(max_piece, num_edges), waits)
     pieces = torch.stack([row, start, end, slot]).index_select(1, order).to(dtype)
     return RowSchedule(pieces[0], pieces[1], pieces[2], pieces[3].to(torch.int32), split_row.to(dtype),
                        split_ptr.to(dtype), max_piece, num_pieces, num_slots, num_split)
@@ -242,14 +242,12 @@ def _starts(counts: Tensor) -> Tensor:
     return out
 
 
-def _longest_first(length: Tensor, longest: int, waits: bool) -> Tensor:
-    """Stable order of ``length`` [P] by power of two, descending; without a sort where the host does not wait."""
-    power = torch.frexp(length.double()).exponent
+def _long_first(length: Tensor, longest: int, waits: bool) -> Tensor:
+    """Stable order of ``length`` [P]: above half of ``longest`` first; no sort if the host does not wait."""
+    is_long = length * 2 > longest
     if waits:
-        return torch.sort(power, descending=True, stable=True).indices
-    largest = longest.bit_length()
-    powers = torch.arange(largest, -1, -1, dtype=power.dtype, device=power.device)
-    is_here = (powers[:, None] == power).flatten()
-    place = torch.cumsum(is_here, 0, dtype=torch.int32).reshape(largest + 1, -1)
-    place = place.gather(0, (largest - power).long()[None]).squeeze(0).long() - 1
-    return torch.empty_like(place).scatter_(0, place, torch.arange(place.numel(), device=place.device))
+        return torch.sort(is_long, descending=True, stable=True).indices
+    num_long = torch.cumsum(is_long, 0)
+    rank = torch.arange(length.numel(), device=length.device)
+    place = torch.where(is_long, num_long - 1, rank - num_long + num_long[-1:])
+    return torch.empty_like(place).scatter_(0, place, rank)

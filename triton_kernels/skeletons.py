@@ -1,23 +1,28 @@
 """The kernel bodies, with holes for what the compiler generates.
 
 ``PIECE`` takes one piece of one row (a row is a vertex, a piece a bounded run of its edges) and one tile of its
-features. BLOCK_E edges are in flight; each lane of the tile keeps its own partial result, so the loop needs no
-communication, and lanes are merged once at the end (``RESULT``, unless only edge values are written). A piece that is a
+features. BLOCK_E edges are in flight. What a thread holds of them it adds up itself; lanes of the tile keep their own
+partial results, so the loop needs no communication, and are merged once at the end (``RESULT``, unless only edge values
+are written). A piece that is a
 whole row writes the result, a piece of a cut row writes its carry to a workspace slot.
 
 ``ONE_PIECE`` is a kernel with one program per piece. ``WORKERS`` has a fixed number of programs that take every
 ``num_workers``-th piece; they hold matrices of weights, and sums over all edges: gradients of parameters, which leave
 as one row per program.
 
-``FLAT`` has a fixed number of programs too, which take every ``num_workers``-th block of consecutive edges, whatever
+``BLOCKS`` has a fixed number of programs too, which take every ``num_workers``-th block of consecutive edges, whatever
 rows these belong to, so that no lane waits for an edge that its row has not. Where rows are reduced, the lanes of each
 row of a block are merged by themselves (``PIECES``), and a row that is cut by the bounds of a block goes to slots.
 
 ``MERGE``: one program takes one cut row and merges its slots in edge order, so results do not depend on timing. The
 number of cut rows may be an upper bound; what is beyond has no slots.
 
+``ROWS`` is the body of vertex steps: a block of rows, loaded, computed and stored at their own places.
+
 Vertex-balanced mapping for reductions and per-edge work alike (SAGA-opt 5), with rows bounded as in RoDe-style splits.
 """
+
+from collections.abc import Iterable
 
 HEADER = '''"""{title}"""
 
@@ -51,7 +56,7 @@ def {name}({params}):
 {totals}
 '''
 
-FLAT = '''
+BLOCKS = '''
 
 @triton.jit
 def {name}({params}):
@@ -73,7 +78,7 @@ slot = tl.load(piece_slot_ptr + piece).to(tl.int64)
 
 LOOP = '''\
 for base in {range}({start}, {end}, {step}{options}):
-    position = base + tl.arange(0, BLOCK_E)
+    position = base + {edges}
     alive = position < {end}
     live = alive{lanes}
 {loop}
@@ -112,3 +117,27 @@ def {name}({params}):
 {loop}
 {finish}
 '''
+
+ROWS = '''
+
+@triton.jit
+def {name}({params}):
+    pid = tl.program_id(0).to(tl.int64)
+    block = pid % num_blocks
+{tiles}
+    row = (block * BLOCK_E + tl.arange(0, BLOCK_E)){lanes}
+    live = row < num_rows
+{lines}
+'''
+
+
+def indent(lines: Iterable[str], depth: int) -> str:
+    """``lines`` as text."""
+    return "\n".join("    " * depth + line for line in lines)
+
+
+def fill(template: str, **fields: str) -> str:
+    """``template`` with its holes filled; no empty lines where there was nothing to put."""
+    text = template.format(**fields)
+    body = text.lstrip("\n")
+    return text[:len(text) - len(body)] + "".join(f"{line}\n" for line in body.splitlines() if line.strip())

@@ -58,13 +58,15 @@ def tune_kernels(enabled: bool = True) -> None:
 
 
 def is_enabled(device: torch.device) -> bool:
-    """Whether launches on ``device`` are tuned: on a GPU, outside of graph capture."""
-    return _enabled and device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+    """Whether launches on ``device`` are tuned: on a GPU."""
+    return _enabled and device.type == "cuda"
 
 
 def choose(key: str, default: Shape, fits: Callable[[Shape], bool], run: Callable[[Shape], object],
            clock: Callable[[Callable[[], object]], float]) -> Shape:
     """The fastest shape found for ``key``: remembered, read from disk, or searched for and written there.
+
+    While a CUDA graph is captured nothing can be timed, and what was not chosen before runs as ``default``.
 
     Args:
         key: What the choice depends on: source, sizes, dtype, device.
@@ -77,6 +79,8 @@ def choose(key: str, default: Shape, fits: Callable[[Shape], bool], run: Callabl
         path = disk.cache_dir() / "tuning" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
         shape = _read(path, key)
         if shape is None or not fits(shape):
+            if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+                return default
             times = search(default, fits, lambda s: clock(lambda: run(s)))
             shape = min(times, key=lambda s: times[s])
             shape = shape if times[shape] < _GAIN * times[default] else default

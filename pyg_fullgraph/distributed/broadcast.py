@@ -26,7 +26,8 @@ class Broadcast(Way):
 
     While a stage is computed the next block arrives in the other one of two buffers, which all layers share, forward
     and backward. What is reduced over edges (sums, extrema, softmax) is carried from stage to stage. MG-GCN begins with
-    the block of rank 0, for which all others wait; here only the last stage has no transfer beside it.
+    the block of rank 0, for which all others wait; here two blocks are on their way while own rows are computed, and
+    only the last stage has no transfer beside it. Two ranks send to each other at once.
 
     Cost: all rows of the other ranks once per sweep and input, and two buffers of the largest block.
     """
@@ -40,33 +41,50 @@ class Broadcast(Way):
                   exact: Container[Node]) -> dict[Node, Any]:
         own = {n: leaf(n).contiguous() for n in fetched_inputs(sweep)}
         others = [owner for owner in range(group.size) if owner != group.rank]
-        sent: list[Transfer] = []
+        going: list[Transfer] = []
+        coming: dict[int, dict[Node, Transfer]] = {owner: {} for owner in others}
+        started = 0
 
-        def start(first: int, last: int) -> dict[Node, Transfer]:
-            """Start the broadcasts of ranks ``first`` to ``last``: at most one of another rank, which is returned."""
-            blocks: dict[Node, Transfer] = {}
-            for owner in range(first, last + 1):
+        def buffer(k: int, owner: int, value: Tensor) -> Tensor:
+            count = side.bounds[owner + 1] - side.bounds[owner]
+            return self._buffer(2 * k + others.index(owner) % 2, (count, *value.shape[1:]), value)
+
+        def swap(owner: int) -> None:
+            """Both directions at once, where there is one other rank."""
+            sent, received = [0, 0], [0, 0]
+            sent[owner], received[owner] = side.num_own, side.bounds[owner + 1] - side.bounds[owner]
+            for k, (node, value) in enumerate(own.items()):
+                coming[owner][node] = group.exchange(value, sent, received, buffer(k, owner, value), wait=False,
+                                                     block=owner)
+
+        def start(count: int) -> None:
+            """Start the broadcasts of the blocks of ``count`` other ranks, and of the own one as soon as it comes."""
+            nonlocal started
+            stop = others[count] if count < len(others) else group.size
+            for owner in range(started, stop):
                 for k, (node, value) in enumerate(own.items()):
                     if owner == group.rank:
-                        sent.append(group.broadcast(value, owner))
-                        continue
-                    count = side.bounds[owner + 1] - side.bounds[owner]
-                    buffer = self._buffer(2 * k + others.index(owner) % 2, (count, *value.shape[1:]), value)
-                    blocks[node] = group.broadcast(buffer, owner)
-            return blocks
+                        going.append(group.broadcast(value, owner))
+                    else:
+                        coming[owner][node] = group.broadcast(buffer(k, owner, value), owner)
+            started = stop
 
         def leaves() -> Iterator[Leaf]:
-            coming = start(0, others[0]) if others else {}
-            yield leaf  # own rows, while the first block is on its way
+            # Nothing reads the two buffers yet.
+            if group.size == 2:
+                swap(others[0])
+            else:
+                start(2)
+            yield leaf
             for stage, owner in enumerate(others, start=1):
-                blocks = {n: t.wait() for n, t in coming.items()}
-                # Queued after the stage before, which was the last to read that buffer.
-                coming = start(owner + 1, others[stage] if stage < len(others) else group.size - 1)
+                blocks = {n: t.wait() for n, t in coming.pop(owner).items()}
+                if stage > 1:  # queued after the stage before, which was the last to read that buffer
+                    start(stage + 1)
                 yield partial(_leaf_of, blocks, leaf)
 
         tiles = [side.tile(owner) for owner in (group.rank, *others)]
         results = execution.run_tiles(sweep, side.rows, tiles, leaves(), like, exact)
-        for transfer in sent:
+        for transfer in going:
             transfer.wait()
         return results
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pyg_fullgraph import execution
-from pyg_fullgraph.chunks import Handed, Leaf
+from pyg_fullgraph.chunks import Handed, Leaf, in_order
 from pyg_fullgraph.distributed.group import Group, Transfer
 from pyg_fullgraph.distributed.halo import Halo
 from pyg_fullgraph.distributed.way import fetched_inputs
@@ -328,8 +328,7 @@ class _Slices:
     def _start_result(self, node: Node, value: Tensor | Handed) -> Callable[[], Tensor]:
         """All rows of this rank's features -> own rows of all features, once they are there."""
         rank, size = self.group.rank, self.group.size
-        if isinstance(value, Handed):  # other sweeps have other edges
-            value = segment.scatter_by(value.value, value.order.eid)
+        value = in_order(value)  # other sweeps have other edges
         run = self.split.runs.get(node)
         if node.domain == Domain.PARAM:
             return partial(_own_share, node, value, run, rank, size)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_fullgraph.chunks import Handed, Leaf
+from pyg_fullgraph.chunks import Leaf, in_order
 from pyg_fullgraph.distributed.broadcast import Broadcast
 from pyg_fullgraph.distributed.feature_split import FeatureSplit
 from pyg_fullgraph.distributed.group import Group
@@ -68,9 +68,7 @@ class ShardedOrder:
         results = self.way.run_sweep(sweep, self.side, self.group, lambda n: edges[n] if n in edges else leaf(n), like,
                                      exact)
         for result, _ in sweep.edges:
-            value = results[result]
-            if isinstance(value, Handed):  # other sweeps have other edges
-                value = segment.scatter_by(value.value, value.order.eid)
+            value = in_order(results[result])  # other sweeps have other edges
             results[result] = value if self.is_home else self.to_home(value)
         return results
 
@@ -369,10 +367,11 @@ def shard(graph: Any, way: str | Way = "auto", partition: Any = "random", group:
             name of a method of :func:`pyg_fullgraph.partition.partition`.
         group: a process group; None for the default one, or for one process alone.
         seed: of the partition.
-        device: where the part goes; the graph's by default.
+        device: where the part goes; by default where the graph is, or to this process's GPU under NCCL.
 
     Returns: the part; vertex and edge tensors go with it through ``take``.
     Raises: InputError; GroupError (RuntimeError) on every rank if graphs or options differ between ranks.
+    Cost: sorts of this rank's edges, where the graph is: fast on a GPU, which then has to hold the whole graph.
     """
     ranks = Group(group)
     _check_way(ranks, way)
@@ -382,7 +381,8 @@ def shard(graph: Any, way: str | Way = "auto", partition: Any = "random", group:
     ranks.check_equal("graph", (whole.num_src, whole.num_dst, whole.num_edges, digest))
     sides = ranks.together("partition", lambda: _sides(whole, partition, ranks.size, seed))
     _check_equal(ranks, sides)
-    return _on_ranks(Shard.of(whole, sides[0], sides[-1], ranks.rank).to(device or whole.device), ranks, way, True)
+    place = _place(ranks, device, whole.device)
+    return _on_ranks(Shard.of(whole, sides[0], sides[-1], ranks.rank).to(place), ranks, way, True)
 
 
 def shard_edges(edge_index: Tensor, partition: Partition | tuple[Partition, Partition], edge_ids: Tensor | None = None,
@@ -394,7 +394,8 @@ def shard_edges(edge_index: Tensor, partition: Partition | tuple[Partition, Part
         partition: who owns which vertices; a pair for the sources and destinations of a bipartite graph.
         edge_ids: [e] int64 ids that all edges of the graph have, each once; by default they count on from rank to rank.
         way: as of :func:`shard`, but not ``feature_split``, which keeps the edges of the whole graph on every process.
-        group, device: as of :func:`shard`.
+        group: as of :func:`shard`.
+        device: where the part goes; by default to a CPU, or to this process's GPU under NCCL.
 
     Returns: the part; edge tensors have the order of ``edge_index``.
     Raises: InputError if an edge does not arrive at a vertex of this rank, or for ``feature_split``; GroupError if
@@ -429,7 +430,14 @@ def shard_edges(edge_index: Tensor, partition: Partition | tuple[Partition, Part
     made = Shard.build(home, Edges(*(t.contiguous() for t in arrived.unbind(1))), src.bounds, dst.bounds, ranks.rank,
                        ids, ids if src is dst else dst.part(ranks.rank),
                        (src.num_vertices, dst.num_vertices, sum(counts)))
-    return _on_ranks(made.to(device or edge_index.device), ranks, way, False)
+    return _on_ranks(made.to(_place(ranks, device, edge_index.device)), ranks, way, False)
+
+
+def _place(ranks: Group, device: torch.device | str | None, given: torch.device) -> torch.device:
+    """Where a part goes whose graph is on ``given``."""
+    place = ranks.place(given) if device is None else torch.device(device)
+    ranks.check_device("device", place)
+    return place
 
 
 def _check_way(ranks: Group, way: str | Way) -> None:

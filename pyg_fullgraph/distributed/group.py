@@ -56,15 +56,28 @@ class Group:
         self.process_group = process_group
         self.size = dist.get_world_size(process_group) if process_group is not None else 1
         self.rank = dist.get_rank(process_group) if process_group is not None else 0
+        # "cuda:nccl", or "cpu:gloo,cuda:nccl" where each kind of tensor has a backend of its own
+        self.takes_cpu = self.size == 1 or "cpu:" in dist.get_backend_config(process_group)
 
     @property
     def device(self) -> torch.device:
-        """Where a tensor has to be to be sent: NCCL sends from GPUs only."""
-        is_nccl = self.size > 1 and dist.get_backend(self.process_group) == "nccl"
-        return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
+        """Where a tensor can be to be sent: NCCL sends from GPUs only."""
+        return torch.device("cpu") if self.takes_cpu else torch.device("cuda", torch.cuda.current_device())
+
+    def place(self, given: torch.device) -> torch.device:
+        """Where something that is on ``given`` goes if nobody says: there, or where it can be sent from."""
+        return self.device if given.type == "cpu" else given
+
+    def check_device(self, name: str, device: torch.device) -> None:
+        """Refuse what cannot be sent from where it is.
+
+        Raises: InputError.
+        """
+        if device.type == "cpu" and not self.takes_cpu:
+            raise InputError(name, "to be on a GPU: this process group sends from GPUs only", f"one on {device}")
 
     def exchange(self, value: Tensor, sent: Sequence[int], received: Sequence[int], out: Tensor | None = None,
-                 wait: bool = True) -> Transfer:
+                 wait: bool = True, block: int | None = None) -> Transfer:
         """All-to-all of rows.
 
         Args:
@@ -72,6 +85,7 @@ class Group:
             sent, received: how many rows each rank gets, and sends.
             out: [sum of received, ...] contiguous memory for them, or None.
             wait: whether to wait for the rows.
+            block: whose rows, if they are those of one rank.
         Returns: the rows [sum of received, ...], by the rank that sent them.
         """
         if out is None:
@@ -82,7 +96,7 @@ class Group:
         if value[0:0].numel() == 0 and 0 in value.shape[1:]:
             return Transfer(out)
         work = self._start("exchange", out, lambda: dist.all_to_all_single(
-            out, value, list(received), list(sent), group=self.process_group, async_op=True))
+            out, value, list(received), list(sent), group=self.process_group, async_op=True), block)
         transfer = Transfer(out, work, value)
         if wait:
             transfer.wait()
@@ -97,8 +111,10 @@ class Group:
         return Transfer(buffer, work)
 
     def reduce(self, value: Tensor, op: str = "sum") -> Tensor:
-        """``value`` reduced over all ranks (``sum``, ``max``, ``min``), in place."""
-        if self.size > 1:
+        """``value`` reduced over all ranks (``sum``, ``max``, ``min``), in place; NCCL sends what has no gaps."""
+        if self.size > 1 and not value.is_contiguous():
+            value.copy_(self.reduce(value.contiguous(), op))
+        elif self.size > 1:
             kind = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
             work = self._start("reduce", value, lambda: dist.all_reduce(
                 value, kind, group=self.process_group, async_op=True))
@@ -106,6 +122,7 @@ class Group:
         return value
 
     def _start(self, name: str, received: Tensor, start: Callable[[], Any], block: int | None = None) -> Any:
+        self.check_device("tensor", received.device)
         work = events.transfer(name, received.nbytes, block, received.device, start)
         # Waiting for NCCL is the GPU's; its watchdog ends this process when a transfer takes too long.
         return work if received.is_cuda else Watched(work, self.process_group)
@@ -190,14 +207,21 @@ def under_torchrun(device: str, timeout: float = 60.0) -> Iterator[Group]:
     if "TORCHELASTIC_RUN_ID" not in os.environ or dist.is_initialized():
         yield Group()
         return
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=timeout))
+    is_cuda = device == "cuda"
+    gpu = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if is_cuda else None
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
+        # A transfer on a stream of equal priority starts when the last block of a kernel that runs has started.
+        os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
+    dist.init_process_group("nccl" if is_cuda else "gloo", timeout=timedelta(seconds=timeout), device_id=gpu)
     group = Group()
     try:
         yield group
     except BaseException as error:
         give_up(group.process_group, f"{type(error).__name__}: {error}")
+        if is_cuda:  # else the end waits for transfers that nobody else takes part in, and the error is not seen
+            dist.distributed_c10d._abort_process_group()
         raise
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()

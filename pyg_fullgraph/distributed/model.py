@@ -67,7 +67,8 @@ class DistributedModel(Module):
         if ranks.size > 1:
             check_modules(module)
         with torch.no_grad():
-            for value in state.values():
+            for name, value in state.items():
+                ranks.check_device(name, value.device)
                 value.copy_(ranks.broadcast(value.contiguous(), 0).wait())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -27,7 +27,7 @@ from torch_geometric.utils.num_nodes import maybe_num_nodes
 
 from pyg_fullgraph.errors import DeviceError, DtypeError, IndexRangeError, RowCountError
 from pyg_fullgraph.graph import Graph, graph_of, is_part
-from pyg_fullgraph.memo import Memo, state_of
+from pyg_fullgraph.memo import Memo, is_unchanged, keep, state_of, taken
 from pyg_fullgraph.nn.ends import EdgeValues, Ends
 from pyg_fullgraph.nn.lazy import EdgeExpr, LazyTensor, run
 from pyg_fullgraph.saga import ir
@@ -55,11 +55,11 @@ def _memo(edge_index: Tensor) -> dict[Any, Any]:
 
 
 def _once(memo: dict[Any, Any], key: Any, build: Callable[[], Any]) -> Any:
-    if key not in memo:
-        # What outlives this call must not be marked as made for inference.
-        with torch.inference_mode(False), torch.no_grad():
-            memo[key] = build()
-    return memo[key]
+    if key in memo:
+        return taken(memo[key])
+    # What outlives this call must not be marked as made for inference.
+    with torch.inference_mode(False), torch.no_grad():
+        return keep(memo, key, build())
 
 
 def _of_values(memo: dict[Any, Any], key: Any, values: Tensor, build: Callable[[], Any]) -> Any:
@@ -70,10 +70,10 @@ def _of_values(memo: dict[Any, Any], key: Any, values: Tensor, build: Callable[[
     if values.requires_grad or isinstance(values, LazyTensor) or values.is_inference():
         return build()
     slot = memo.get(key)
-    if slot is None or slot[0]() is not values or slot[1] != state_of(values):
+    if slot is None or slot[0]() is not values or not is_unchanged(values, slot[1]):
         with torch.inference_mode(False), torch.no_grad():
-            memo[key] = slot = (weakref.ref(values), state_of(values), build())
-    return slot[2]
+            slot = keep(memo, key, (weakref.ref(values), state_of(values), build()))
+    return taken(slot[2])
 
 
 class _Unchanged:
@@ -86,21 +86,25 @@ class _Unchanged:
     @property
     def tensor(self) -> Tensor | None:
         tensor = self._ref()
-        return tensor if tensor is not None and _state_of(tensor) == self._state else None
+        return tensor if tensor is not None and _is_unchanged(tensor, self._state) else None
 
 
 def _once_unwritten(memo: dict[Any, Any], key: Any, build: Callable[[], Tensor]) -> Tensor:
     """As :func:`_once`, of a tensor that callers may write to: it is then built anew."""
     known = memo.get(key)
-    if known is None or known[1] != _state_of(known[0]):
+    if known is None or not _is_unchanged(*known):
         with torch.inference_mode(False), torch.no_grad():
             made = build()
-        memo[key] = known = made, _state_of(made)
-    return known[0]
+        known = keep(memo, key, (made, _state_of(made)))
+    return taken(known[0])
 
 
 def _state_of(tensor: Tensor) -> tuple[Any, ...]:
     return () if isinstance(tensor, Graph) else state_of(tensor)
+
+
+def _is_unchanged(tensor: Tensor, state: tuple[Any, ...]) -> bool:
+    return isinstance(tensor, Graph) or is_unchanged(tensor, state)
 
 
 # --- self-loops -------------------------------------------------------------------------------------------------
@@ -450,13 +454,13 @@ def _gcn_norm_of_matrix(matrix: Any, options: tuple[Any, ...]) -> Any:
     if value is not None and (value.requires_grad or value.is_inference()):
         return pyg_gcn.gcn_norm(matrix, *options)
     memo, key = _remembered.of(col), ("gcn_norm", matrix.sparse_sizes(), options[1:])
-    slot, states = memo.get(key), [state_of(t) for t in parts]
-    if slot is not None and len(slot[0]) == len(parts) and slot[1] == states and \
-            all(ref() is t for ref, t in zip(slot[0], parts, strict=True)):
-        return slot[2]
+    slot = memo.get(key)
+    if slot is not None and len(slot[0]) == len(parts) and \
+            all(ref() is t and is_unchanged(t, state) for ref, state, t in zip(*slot[:2], parts, strict=True)):
+        return taken(slot[2])
     result = pyg_gcn.gcn_norm(matrix, *options)
     if result.storage.col() is not col:  # else its graph is found by its columns, and remembering it would keep them
-        memo[key] = ([weakref.ref(t) for t in parts], states, result)
+        keep(memo, key, ([weakref.ref(t) for t in parts], [state_of(t) for t in parts], result))
     return result
 
 

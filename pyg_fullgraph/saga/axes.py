@@ -65,6 +65,27 @@ class AxisMap:
             self.dims[node] = dims
         self.order = list(dict.fromkeys(_leaves(self.order)))
 
+    def share(self) -> None:
+        """Let axes of one size be the same where no value has both: a tile then needs fewer dimensions.
+
+        The features of queries and keys and those of values, say: sums over the former are as wide as the latter.
+        """
+        beside: dict[Axis, set[Axis]] = {a: {a} for a in self.order}
+        for node in self.dims:
+            axes = self.axes(node)
+            for axis in axes:
+                beside[axis].update(axes)
+        for axis in list(self.order):
+            twin = next((a for a in self.order[:self.order.index(axis)]
+                         if a.size == axis.size and a not in beside[axis]), None)
+            if twin is not None:
+                axis.same = twin
+                self.order.remove(axis)
+                for other in beside[axis] - {axis}:
+                    beside[other].add(twin)
+                beside[twin] |= beside[axis] - {axis}
+        self.dims = {node: tuple(_leaves(d) for d in dims) for node, dims in self.dims.items()}
+
     def axes(self, node: Node) -> AxisList:
         """All axes of ``node``, outermost first."""
         return tuple(a for d in self.dims[node] for a in d)

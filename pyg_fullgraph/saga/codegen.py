@@ -16,21 +16,24 @@ from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.emit import Buffer, Emitter
 from pyg_fullgraph.saga.ir import Domain
-from pyg_fullgraph.saga.plans import Sweep
-from pyg_fullgraph.saga.reducers import ArgPeak, Carry, Outer, Peak, Reducer, Softmax, reducers_of
-from pyg_fullgraph.saga.tiles import MIN_DOT_SIZE, TILE_FEATURES, Lowering, Tile, next_power_of_2
+from pyg_fullgraph.saga.plans import Sweep, is_staged
+from pyg_fullgraph.saga.reducers import ArgPeak, Carry, Outer, Peak, Reducer, Sum, reducers_of
+from pyg_fullgraph.saga.tiles import MIN_DOT_SIZE, WARP, Edges, Lowering, Tile
 from triton_kernels import skeletons
+from triton_kernels.skeletons import fill as _fill
+from triton_kernels.skeletons import indent as _indent
 
-__all__ = ["KernelSource", "generate", "needs_ids"]
+__all__ = ["KernelSource", "generate", "needs_ids", "pointers", "reduces_rows", "store"]
 
-#: Values of the widest tile in flight per program, and per warp, by what the loop does: plain sums, sums over features
-#: or softmax (fewer warps mean fewer exchanges), many wide values at once (registers), and matrix products. Measured
-#: on an H200, but for matrix products of blocks of edges of several rows: fewest instructions and spills of what
-#: compiles for it. Extrema take 64 edges, from which on the weights need not be in registers.
-TILE_SHAPES = {"light": (2048, 512), "exchange": (2048, 1024), "heavy": (1024, 256), "dense": (1024, 256),
-               "blocks": (8192, 512), "blocks of extrema": (16384, 512)}
-#: Loaded and carried values per thread above which fewer edges are in flight: they would not fit the registers.
-MAX_HELD = 96
+#: Values per thread that are held: loaded for the edges in flight, carried, and of the row; and the same while narrow
+#: values do not fill the lanes yet. More leaves too few programs on a multiprocessor. Measured on an H200.
+MAX_HELD, MAX_HELD_TO_FILL = 72, 96
+#: Values of the widest tile in flight per program, where there are matrix products.
+PRODUCT_VALUES = 1024
+#: The same where edges in flight belong to several rows that are reduced or to none, without and with extrema, and the
+#: values per thread that are then held without extrema: fewest instructions and spills of what compiles for an H200.
+#: Extrema take 64 edges, from which on the weights need not be in registers.
+BLOCK_VALUES, EXTREMA_VALUES, MAX_BLOCK_HELD = 8192, 16384, 96
 #: Parameters of every kernel, and those of the ones that know about edges.
 _CONSTANTS = ["FLOAT: tl.constexpr", "ID: tl.constexpr", "UNSET: tl.constexpr"]
 _EDGE_CONSTANTS = ["BLOCK_E: tl.constexpr", "HAS_EID: tl.constexpr"]
@@ -50,12 +53,15 @@ class KernelSource:
         width: Features of the widest tile.
         block_e: Most edges in flight per program.
         min_block_e: Fewest.
-        elements_per_warp: Values of the widest tile per warp.
+        max_warps: Warps of a program with ``block_e`` edges.
+        edge_lanes: See :class:`Tile`.
+        is_sliced_freely: Whether programs that share the features of a row repeat next to nothing.
         uses_eid: Whether the kernel needs edge ids, or the places of edges in edge tensors.
         uses_ids: Whether it needs both, so that a part of a graph gives it ids of the whole graph beside the places.
+        uses_places: Whether it needs the places of edges among values on their way between sweeps.
         has_workers: Whether it has a fixed number of programs, and takes that number after the number of pieces.
-        is_flat: Whether programs take blocks of edges, of whatever rows: it has workers, and takes the row of each edge
-            and the number of edges in place of pieces and their number; pieces, if it reduces rows, go by block.
+        takes_blocks: Whether programs take blocks of edges, of whatever rows: it has workers, and takes the row of each
+            edge and the number of edges in place of pieces and their number; pieces, if it reduces rows, go by block.
         product_work: Multiply-adds of matrix products of a block of edges, per edge and feature that is reduced by row.
     """
 
@@ -68,11 +74,14 @@ class KernelSource:
     width: int
     block_e: int
     min_block_e: int
-    elements_per_warp: int
+    max_warps: int
+    edge_lanes: int
+    is_sliced_freely: bool
     uses_eid: bool
     uses_ids: bool
+    uses_places: bool
     has_workers: bool
-    is_flat: bool
+    takes_blocks: bool
     product_work: float
 
     @property
@@ -95,26 +104,26 @@ class KernelSource:
 
     def num_warps(self, block_e: int) -> int:
         """Warps of a program with ``block_e`` edges in flight."""
-        return _warps(self.width * block_e, self.elements_per_warp)
+        return self.max_warps if self.edge_lanes else max(self.max_warps * block_e // self.block_e, 1)
 
 
-def generate(sweep: Sweep, lanes: int = 4, tile: int = TILE_FEATURES, is_flat: bool = False) -> KernelSource:
+def generate(sweep: Sweep, lanes: int = 4, tile: int | None = None, takes_blocks: bool | None = None) -> KernelSource:
     """Generate the kernels of ``sweep``.
 
     Args:
         sweep: What to compute.
         lanes: Features per 16 bytes, the widest load of a thread.
-        tile: Features that one program holds per edge before it splits them over programs.
-        is_flat: Whether programs take blocks of edges also where rows are reduced; where none are, they always do if
-            values fit.
+        tile: Features that one program holds per edge before it splits them over programs; None for the usual number.
+        takes_blocks: Whether programs take blocks of edges of several rows; None where no rows are reduced and values
+            fit.
 
     Raises:
         NotFusable: A value does not fit a tile, or an operation has no rule; the sweep then runs in chunks.
     """
-    if not is_flat and not reduces_rows(sweep):
-        with contextlib.suppress(NotFusable):  # weights take twice the room in blocks
+    if takes_blocks is None and not reduces_rows(sweep):
+        with contextlib.suppress(NotFusable):  # weights have half the room in blocks
             return _Generator(sweep, lanes, tile, True).generate()
-    return _Generator(sweep, lanes, tile, is_flat).generate()
+    return _Generator(sweep, lanes, tile, bool(takes_blocks)).generate()
 
 
 def reduces_rows(sweep: Sweep) -> bool:
@@ -132,9 +141,9 @@ def needs_ids(sweep: Sweep) -> bool:
 
 
 class _Generator:
-    def __init__(self, sweep: Sweep, lanes: int, max_width: int, is_flat: bool) -> None:
-        self.is_flat = is_flat
-        lowering = Lowering(sweep.operands, lanes, is_flat)
+    def __init__(self, sweep: Sweep, lanes: int, max_width: int | None, takes_blocks: bool) -> None:
+        self.takes_blocks = takes_blocks
+        lowering = Lowering(sweep.operands, lanes, takes_blocks)
         waiting = iter(lowering.roots)
         self.sweep = sweep
         self.gathers = [(r, g.rebuild([next(waiting) for _ in g.args])) for r, g in sweep.gathers]
@@ -142,97 +151,99 @@ class _Generator:
         for _, g in self.gathers:
             if g.attr("kind") in ("outer", "index_sum") and lanes <= 2:
                 raise NotFusable(["a parameter's gradient is a matrix product in float64"])
-        self.tile = Tile(self.gathers, self.edges, lanes, max_width, is_flat)
-        uses_ids = needs_ids(sweep) and (bool(sweep.edges) or any(n.domain == Domain.EDGE for n in sweep.inputs))
-        self.emitter = Emitter(lowering, self.tile, sweep.rows, lanes, uses_ids, is_flat)
-        self.has_large_blocks = is_flat and self.tile.has_products
-        reducers = reducers_of(self.gathers, self.tile.precision, has_large_blocks=self.has_large_blocks)
+        # What is merged row by row has its edges in one dimension.
+        has_lanes = not (takes_blocks and reduces_rows(sweep))
+        self.tile = Tile(self.gathers, self.edges, lanes, max_width, has_lanes, takes_blocks)
+        held = (*(r for r, _ in sweep.edges), *(n for n in sweep.inputs if n.domain == Domain.EDGE))
+        uses_ids = needs_ids(sweep) and not all(map(is_staged, held))
+        self.emitter = Emitter(lowering, self.tile, sweep.rows, lanes, uses_ids, takes_blocks)
+        reducers = reducers_of(self.gathers, self.tile.precision,
+                               has_large_blocks=takes_blocks and self.tile.has_products)
         self.reducers = [r for r in reducers if r.stores[0][0].domain != Domain.PARAM]
         self.totals = [r for r in reducers if r.stores[0][0].domain == Domain.PARAM]
         # What the lanes of a block carry: of one row each, or of several rows, and then merged row by row.
         by_row = [(r, g) for r, g in self.gathers if g.domain != Domain.PARAM]
-        self.lanes = reducers_of(by_row, self.tile.precision, "_lane") if is_flat else self.reducers
+        self.lanes = reducers_of(by_row, self.tile.precision, "_lane") if takes_blocks else self.reducers
         self.carries = [c for r in self.reducers for c in r.carries]
         self.outputs = {result: Buffer(f"out{k}", result, result.shape, result.is_integer)
                         for k, (result, _) in enumerate([*self.gathers, *self.edges])}
         # Sums over all edges, and weights, are held for many pieces.
-        self.has_workers = is_flat or bool(self.totals) or self.tile.has_products
+        self.has_workers = takes_blocks or bool(self.totals) or self.tile.has_products
         kinds = list(dict.fromkeys(g.attr("kind") for _, g in self.gathers))
         kinds += ["edge"] if self.edges else []
         side = "dst" if sweep.rows == Domain.DST else "src"
-        self.name = f"{'_'.join(kinds)}_by_{side}_{'flat_' if is_flat else ''}{sweep.digest[:6]}"
+        self.name = f"{'_'.join(kinds)}_by_{side}_{'blocks_' if takes_blocks else ''}{sweep.digest[:6]}"
 
     def generate(self) -> KernelSource:
         for reducer in (*self.lanes, *self.totals):
             self.emitter.lines += reducer.update(self.emitter)
         for result, e in self.edges:
             value = self.emitter.number(e)
-            place = f"{self.emitter.edge_places()}.to(tl.int64)"
-            self.emitter.lines.append(self._store(self.outputs[result], place, value, "live"))
+            place = self.emitter.staged_places() if is_staged(result) else self.emitter.edge_places()
+            self.emitter.lines.append(self._store(self.outputs[result], f"{place}.to(tl.int64)", value, "live"))
         text = skeletons.HEADER.format(title=f"Sweep {self.sweep.digest}: "
                                              + ", ".join(g.attr("kind") for _, g in self.gathers)
                                              + (" edge values" if self.edges else ""))
         text += self._kernel()
         if self.carries:
             text += self._merge_kernel()
-        block_e, min_block_e, elements_per_warp = self._edges_in_flight()
+        block_e, min_block_e = self._edges_in_flight()
         widths = tuple((math.prod(a.size for a in self.tile.axes.axes(c.node)), c.integer) for c in self.carries)
         return KernelSource(text, self.name, tuple(self.emitter.inputs.values()), tuple(self.outputs.values()), widths,
-                            self.tile.num_programs, self.tile.width, block_e, min_block_e, elements_per_warp,
-                            self.emitter.uses_eid, self.emitter.uses_ids, self.has_workers, self.is_flat,
-                            self._product_work())
+                            self.tile.num_programs, self.tile.width, block_e, min_block_e,
+                            self.tile.num_warps(block_e), self.tile.edge_lanes, self._is_sliced_freely,
+                            self.emitter.uses_eid, self.emitter.uses_ids, self.emitter.uses_places, self.has_workers,
+                            self.takes_blocks, self._product_work())
 
     # --- kernels ----------------------------------------------------------------------------------------------------
 
     def _kernel(self) -> str:
         """The kernel whose programs take pieces of rows, or blocks of edges."""
         emitter, tile = self.emitter, self.tile
-        body = self._blocks() if self.is_flat else self._piece()
-        ids = ["ids_ptr"] if emitter.uses_ids else []
+        body = self._blocks() if self.takes_blocks else self._piece()
+        ids = ["ids_ptr"] * emitter.uses_ids + ["places_ptr"] * emitter.uses_places
         pieces = ["piece_row_ptr", "piece_start_ptr", "piece_end_ptr", "piece_slot_ptr"]
         tables = ["other_ptr", "eid_ptr", *ids]
-        if self.is_flat:
+        if self.takes_blocks:
             tables += ["rows_ptr", *(["block_ptr_ptr", *pieces] if self.carries else []), "num_edges"]
         else:
             tables += [*pieces, "num_pieces"]
-        workers = ["num_workers"] if self.has_workers else []
-        ins = [p for b in emitter.inputs.values()
-               for p in ([f"{b.name}_ptr"] + ([f"{b.name}_stride"] if b.node.is_row else []))]
+        workers = ["num_workers"] * self.has_workers
+        ins = pointers(emitter.inputs.values())
         outs = [f"{b.name}_ptr" for b in self.outputs.values()]
-        has_ids = ["HAS_IDS: tl.constexpr"] if emitter.uses_ids else []
+        has_ids = ["HAS_IDS: tl.constexpr"] * emitter.uses_ids + ["HAS_PLACES: tl.constexpr"] * emitter.uses_places
         params = ", ".join([*tables, *workers, *ins, *outs, *self._workspaces(), *_EDGE_CONSTANTS, *_CONSTANTS,
                             *has_ids])
+        totals = self._totals() if self.has_workers else []
+        programs, once = "num_pieces", emitter.once_lines
+        if self.has_workers:
+            programs, once = "num_workers", once + self._starts(self.totals, is_merged=False)
+        holes = {"name": self.name, "params": params, "tiles": _indent(tile.lines(programs) + tile.flat_lines, 1),
+                 "once": _indent(once, 1)}
+        if self.takes_blocks:
+            return _fill(skeletons.BLOCKS, **holes, loop=_indent(body.splitlines(), 1), totals=_indent(totals, 1))
         if not self.has_workers:
-            return _fill(skeletons.ONE_PIECE, name=self.name, params=params, tiles=_indent(tile.lines("num_pieces"), 1),
-                         once=_indent(emitter.once_lines, 1), piece=_indent(body.splitlines(), 1))
-        lanes = "1" if self.has_large_blocks else "BLOCK_E"
-        once = _indent(emitter.once_lines + self._starts(self.totals, lanes), 1)
-        tiles = _indent(tile.lines("num_workers"), 1)
-        totals = _indent(self._totals(), 1)
-        if self.is_flat:
-            return _fill(skeletons.FLAT, name=self.name, params=params, tiles=tiles, once=once,
-                         loop=_indent(body.splitlines(), 1), totals=totals)
-        return _fill(skeletons.WORKERS, name=self.name, params=params, tiles=tiles, once=once,
-                     piece=_indent(body.splitlines(), 2), totals=totals)
+            return _fill(skeletons.ONE_PIECE, **holes, piece=_indent(body.splitlines(), 1))
+        return _fill(skeletons.WORKERS, **holes, piece=_indent(body.splitlines(), 2), totals=_indent(totals, 1))
 
     def _piece(self) -> str:
         """What a program does for a piece of a row."""
         ahead, loads = self._prefetched("start", "end", "BLOCK_E")
-        piece = _fill(skeletons.PIECE,
-                      before=_indent(self.emitter.row_lines + self._starts(self.reducers, "BLOCK_E") + ahead, 0))
+        starts = self._starts(self.reducers, is_merged=False)
+        piece = _fill(skeletons.PIECE, before=_indent(self.emitter.row_lines + starts + ahead, 0))
         piece += self._loop("range", "start", "end", "BLOCK_E", loads + self.emitter.lines)
         return piece + (self._result([]) if self.carries else "")
 
     def _loop(self, kind: str, start: str, end: str, step: str, lines: Sequence[str], options: str = "") -> str:
         """The loop over blocks of edges."""
         return _fill(skeletons.LOOP, range=kind, start=start, end=end, step=step, options=options,
-                     lanes=self.tile.edge_slice, loop=_indent(lines, 1))
+                     edges=self.tile.edges, lanes=self.tile.edge_slice, loop=_indent(lines, 1))
 
     def _blocks(self) -> str:
         """What a program does for all its blocks of edges."""
         span = ("worker * BLOCK_E", "num_edges", "num_workers * BLOCK_E")
         ahead, loads = self._prefetched(*span)
-        lines = self._starts(self.lanes, "BLOCK_E") + loads + self.emitter.lines
+        lines = self._starts(self.lanes, is_merged=False) + loads + self.emitter.lines
         if self.carries:
             lines += self._pieces_of_block()
         # Stages would hold several blocks of rows in shared memory, more than there is.
@@ -249,7 +260,7 @@ class _Generator:
 
     def _result(self, before: Sequence[str]) -> str:
         """``before``, what merges the lanes of a piece, and where the result goes."""
-        after = [*before, *(line for r in self.reducers for line in r.merge_lanes())]
+        after = [*before, *(line for r in self.reducers for line in r.merge_lanes(self.tile))]
         return _fill(skeletons.RESULT, after=_indent(after, 0), finish=_indent(self._row_stores(), 1),
                      spill=_indent(self._spills(), 1))
 
@@ -263,38 +274,45 @@ class _Generator:
         rows = [f"{self.outputs[r].name}_ptr" for r, g in self.gathers if g.domain != Domain.PARAM]
         params = ["split_row_ptr", "split_ptr_ptr", "row_ptr_ptr", "num_split", *rows, *self._workspaces(), *_CONSTANTS]
         return _fill(skeletons.MERGE, name=f"merge_{self.name}", params=", ".join(params),
-                     tiles=_indent(self.tile.lines("num_split"), 1),
-                     before=_indent(self._starts(self.reducers, "1"), 1), loop=_indent(loop, 2),
+                     tiles=_indent(self.tile.lines("num_split") + self.tile.flat_lines, 1),
+                     before=_indent(self._starts(self.reducers, is_merged=True), 1), loop=_indent(loop, 2),
                      finish=_indent(self._row_stores(), 1))
 
     def _prefetched(self, start: str, end: str, step: str) -> tuple[list[str], list[str]]:
         """Lines before and in the loop that load indices one block ahead: a row is asked for by an index that is here.
 
-        What they load belongs to edges: the other endpoint, the row where a block has several, and what was asked for
-        of its place and its id.
+        What they load belongs to edges: what was asked for of the end points, the place and the id.
         """
-        lanes = self.tile.edge_slice
-        ahead = [f"ahead = {start} + tl.arange(0, BLOCK_E)"]
-        loads = []
-
-        def load(what: str, pointer: str) -> tuple[str, str]:
-            return (f"next_{what} = tl.load({pointer} + ahead, mask=ahead < {end}, other=0)",
-                    f"next_{what} = tl.load({pointer} + position + {step}, mask=position + {step} < {end}, other=0)")
-
-        for what in self.emitter.places.values():
-            first, following = load(what, f"{what}_ptr")
-            ahead.append(first)
-            loads += [f"{what} = next_{what}.to(tl.int64){lanes}", following]
-        tables = [("HAS_EID", "eid", "eid", f"position{lanes}")] if self.emitter.uses_eid else []
-        tables += [("HAS_IDS", "id", "edge_id", "eid")] if self.emitter.uses_ids else []
-        for flag, what, name, otherwise in tables:
-            first, following = load(what, "ids_ptr" if what == "id" else "eid_ptr")
-            ahead += [f"if {flag}:", f"    {first}"]
-            loads += [f"if {flag}:", f"    {name} = next_{what}{lanes}", f"    {following}", "else:",
-                      f"    {name} = {otherwise}"]
+        ahead: list[str] = []
+        loads: list[str] = []
+        for is_flat in (False, True):
+            asked = {what for what, flat in self.emitter.indices if flat == is_flat}
+            form, edges, lanes = ("_flat", "tl.arange(0, BLOCK_E)", "") if is_flat else \
+                ("", self.tile.edges, self.tile.edge_slice)
+            if is_flat and asked:
+                loads += [f"position_flat = base + {edges}", f"alive_flat = position_flat < {end}"]
+            if asked:
+                ahead.append(f"ahead{form} = {start} + {edges}")
+            for flag, what, name, otherwise in (("", "other", "other", ""), ("", "rows", "rows", ""),
+                                                ("HAS_EID", "eid", "eid", f"position{form}{lanes}"),
+                                                ("HAS_IDS", "ids", "edge_id", f"eid{form}"),
+                                                ("HAS_PLACES", "places", "place", f"position{form}{lanes}")):
+                # Without ids of their own, edges are known by their places.
+                if name not in asked and not (name == "eid" and "edge_id" in asked):
+                    continue
+                following = f"position{form} + {step}"
+                first = f"next_{what}{form} = tl.load({what}_ptr + ahead{form}, mask=ahead{form} < {end}, other=0)"
+                here = f"{name}{form} = next_{what}{form}{'.to(tl.int64)' if not flag else ''}{lanes}"
+                then = f"next_{what}{form} = tl.load({what}_ptr + {following}, mask={following} < {end}, other=0)"
+                if not flag:
+                    ahead.append(first)
+                    loads += [here, then]
+                else:
+                    ahead += [f"if {flag}:", f"    {first}"]
+                    loads += [f"if {flag}:", f"    {here}", f"    {then}", "else:", f"    {name}{form} = {otherwise}"]
         return ahead, loads
 
-    def _starts(self, reducers: Iterable[Reducer], block: str) -> list[str]:
+    def _starts(self, reducers: Iterable[Reducer], is_merged: bool) -> list[str]:
         lines = []
         for reducer in reducers:
             if isinstance(reducer, Outer):
@@ -302,7 +320,8 @@ class _Generator:
                 shape = f"[{self.tile.padded(rows)}, {self.tile.padded(columns)}]"
                 lines.append(f"{reducer.name} = tl.full({shape}, 0.0, FLOAT)")
             else:
-                lines += [f"{c.name} = tl.full({self.tile.shape(c.node, block)}, {c.start}, "
+                edges = Edges.ONE if is_merged else reducer.held
+                lines += [f"{c.name} = tl.full({self.tile.shape(c.node, edges)}, {c.start}, "
                           f"{'ID' if c.integer else 'FLOAT'})" for c in reducer.carries]
         return lines
 
@@ -312,7 +331,7 @@ class _Generator:
         return [self._store(self.outputs[result], "row", text) for r in self.reducers for result, text in r.stores]
 
     def _totals(self) -> list[str]:
-        lines = [line for r in self.totals for line in r.merge_lanes()]
+        lines = [line for r in self.totals for line in r.merge_lanes(self.tile)]
         for r in self.totals:
             result, value = r.stores[0]
             buffer = self.outputs[result]
@@ -321,12 +340,7 @@ class _Generator:
         return lines
 
     def _store(self, buffer: Buffer, row: str, value: str, *masks: str) -> str:
-        node, tile = buffer.node, self.tile
-        mask = tile.mask(node, *masks, *tile.first(tile.axes.axes(node), len(tile.order) + 1))
-        shape = tile.shape(node, "BLOCK_E" if masks else "1")
-        where = f"{buffer.name}_ptr + {row} * {max(node.numel, 1)} + {tile.offset(node)}"
-        mask = f", mask=tl.broadcast_to({mask}, {shape})" if mask else ""
-        return f"tl.store(tl.broadcast_to({where}, {shape}), tl.broadcast_to({value}, {shape}){mask})"
+        return store(self.tile, buffer, row, value, *masks)
 
     def _store_matrix(self, buffer: Buffer, row: str, value: str) -> list[str]:
         tile = self.tile
@@ -353,8 +367,8 @@ class _Generator:
     def _spills(self) -> list[str]:
         lines = []
         for c in self.carries:
-            shape = self.tile.shape(c.node, "1")
-            mask = self.tile.mask(c.node, *self.tile.first(self.tile.axes.axes(c.node), len(self.tile.order) + 1))
+            shape = self.tile.shape(c.node, Edges.ONE)
+            mask = self.tile.mask(c.node, *self.tile.first(self.tile.axes.axes(c.node)))
             mask = f", mask=tl.broadcast_to({mask}, {shape})" if mask else ""
             lines.append(f"tl.store(tl.broadcast_to({self._workspace(c)}, {shape}), {c.name}{mask})")
         return lines
@@ -366,44 +380,70 @@ class _Generator:
 
     # --- shape ------------------------------------------------------------------------------------------------------
 
-    def _edges_in_flight(self) -> tuple[int, int, int]:
-        """Most and fewest edges in flight per program, and values of the widest tile per warp."""
-        loaded = [n for n in self.emitter.names
-                  if n.op == "input" and n.domain not in self.emitter.fixed]
-        held = [self.tile.padded(self.tile.axes.axes(n)) for n in (*loaded, *(c.node for c in self.carries))]
-        elements, elements_per_warp = TILE_SHAPES[self._load_class(held)]
-        fewest = MIN_DOT_SIZE if self.tile.has_products else 1
-        most = max(min(elements // max(self.tile.width, 1), 64), fewest)
-        most_held = math.inf if self._load_class(held) == "blocks of extrema" else MAX_HELD
-        while most > 2 * fewest and sum(held) * most > most_held * 32 * _warps(self.tile.width * most,
-                                                                               elements_per_warp):
+    def _edges_in_flight(self) -> tuple[int, int]:
+        """Most and fewest edges in flight per program."""
+        tile = self.tile
+        inputs = [n for n in self.emitter.names if n.op == "input"]
+        inside = self.emitter.fixed
+        gathered = [tile.padded(tile.axes.axes(n)) for n in inputs if n.domain not in inside]
+        if not tile.edge_lanes:
+            return self._edges_of_blocks(gathered) if self.takes_blocks else \
+                (max(min(PRODUCT_VALUES // max(tile.width, 1), 64), MIN_DOT_SIZE), MIN_DOT_SIZE)
+        carries = [(r.held, tile.padded(tile.axes.axes(c.node))) for r in (*self.reducers, *self.totals)
+                   for c in r.carries]
+        per_edge = sum(gathered) + sum(width for held, width in carries if held == Edges.BLOCK)
+        once = sum(tile.padded(tile.axes.axes(n)) for n in inputs if n.domain in inside)
+        once += sum(width * max(tile.edge_lanes, 1) for held, width in carries if held != Edges.BLOCK)
+        threads = WARP * tile.num_warps(1)
+        # Values of a head, say, are worked out by one lane each where a block has as many as lanes.
+        narrow = max((w for w in gathered if w * tile.edge_lanes < min(WARP, tile.width)), default=0)
+        most = tile.edge_lanes
+        while most < 64:
+            fills = narrow and most * narrow < threads
+            if 2 * most * per_edge + once > (MAX_HELD_TO_FILL if fills else MAX_HELD) * threads:
+                break
+            most *= 2
+        return most, tile.edge_lanes
+
+    def _edges_of_blocks(self, gathered: Sequence[int]) -> tuple[int, int]:
+        """The same where they belong to several rows in one dimension; ``gathered`` are features loaded per edge."""
+        tile = self.tile
+        fewest = MIN_DOT_SIZE if tile.has_products else 1
+        has_extrema = any(isinstance(r, Peak | ArgPeak) for r in self.reducers)
+        values = EXTREMA_VALUES if has_extrema else BLOCK_VALUES
+        most = max(min(values // max(tile.width, 1), 64), fewest)
+        held = sum(gathered) + sum(tile.padded(tile.axes.axes(c.node)) for c in self.carries)
+        while not has_extrema and most > 2 * fewest and held * most > MAX_BLOCK_HELD * WARP * tile.num_warps(most):
             most //= 2
-        return most, fewest, elements_per_warp
+        return most, fewest
 
-    def _block_class(self) -> str:
-        return "blocks of extrema" if any(isinstance(r, Peak | ArgPeak) for r in self.reducers) else "blocks"
-
-    def _load_class(self, held: Sequence[int]) -> str:
-        """Which row of :data:`TILE_SHAPES` the loop is like; ``held`` are features that are loaded or carried."""
-        if self.tile.has_products:
-            return self._block_class() if self.is_flat else "dense"
-        if sum(2 * width > self.tile.width for width in held) > 2:
-            return "heavy"
-        exchanges = any(ir.OPS[n.op].kind == "reduce" for n in self.emitter.names) or any(
-            isinstance(r, Softmax) for r in self.reducers)
-        return "exchange" if exchanges else "light"
+    @property
+    def _is_sliced_freely(self) -> bool:
+        """Whether programs that share the features of a row repeat next to nothing."""
+        return not (self.tile.has_products or self.totals or self.edges) and \
+            all(type(r) is Sum for r in self.reducers) and \
+            not any(ir.OPS[n.op].kind == "reduce" for n in self.emitter.names)
 
 
-def _warps(elements: int, elements_per_warp: int) -> int:
-    return min(max(next_power_of_2(elements // elements_per_warp), 1), 8)
+# --- text of every kind of kernel -----------------------------------------------------------------------------------
 
 
-def _indent(lines: Iterable[str], depth: int) -> str:
-    return "\n".join("    " * depth + line for line in lines)
+def store(tile: Tile, buffer: Buffer, row: str, value: str, *masks: str) -> str:
+    """The line that writes ``value`` to ``row`` of ``buffer``; given ``masks``, to a row per edge of a block."""
+    node = buffer.node
+    shape = tile.shape(node, Edges.BLOCK if masks else Edges.ONE)
+    if not masks and tile.is_flat(node):
+        index, run = tile.flat(node), f"[{tile.padded(tile.axes.axes(node))}]"
+        mask = tile.mask(node, *tile.first(tile.axes.axes(node), 1), index=index)
+        where = f"{buffer.name}_ptr + {row} * {max(node.numel, 1)} + {tile.offset(node, index=index)}"
+        mask = f", mask=tl.broadcast_to({mask}, {run})" if mask else ""
+        return f"tl.store({where}, tl.reshape(tl.broadcast_to({value}, {shape}), {run}){mask})"
+    mask = tile.mask(node, *masks, *tile.first(tile.axes.axes(node)))
+    where = f"{buffer.name}_ptr + {row} * {max(node.numel, 1)} + {tile.offset(node)}"
+    mask = f", mask=tl.broadcast_to({mask}, {shape})" if mask else ""
+    return f"tl.store(tl.broadcast_to({where}, {shape}), tl.broadcast_to({value}, {shape}){mask})"
 
 
-def _fill(template: str, **fields: str) -> str:
-    """``template`` with its holes filled; no empty lines where there was nothing to put."""
-    text = template.format(**fields)
-    body = text.lstrip("\n")
-    return text[:len(text) - len(body)] + "".join(f"{line}\n" for line in body.splitlines() if line.strip())
+def pointers(inputs: Iterable[Buffer]) -> list[str]:
+    """The parameters of input buffers: a pointer each, and the stride of rows."""
+    return [p for b in inputs for p in [f"{b.name}_ptr"] + [f"{b.name}_stride"] * b.has_stride]

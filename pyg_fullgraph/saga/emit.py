@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.axes import Axis
+from pyg_fullgraph.saga.idle import Idle, IdleLanes
 from pyg_fullgraph.saga.ir import Domain, Node
-from pyg_fullgraph.saga.tiles import MIN_DOT_SIZE, Lowering, Tile, next_power_of_2
+from pyg_fullgraph.saga.plans import is_staged
+from pyg_fullgraph.saga.tiles import MIN_DOT_SIZE, Edges, Lowering, Tile, next_power_of_2
 from triton_kernels.reference import dropout_threshold
 
 __all__ = ["Buffer", "Emitter"]
@@ -44,37 +46,47 @@ class Buffer:
     integer: bool
     run: tuple[int, int] = (1, 1)
 
+    @property
+    def has_stride(self) -> bool:
+        """Whether its rows lie apart by a number that a launch passes: between sweeps values have no gaps."""
+        return self.node.is_row and not is_staged(self.node)
+
 
 class Emitter:
     """Writes the lines that compute values of a sweep.
 
     Attributes:
         once_lines, row_lines, lines: Lines for the start of a program, for each row, and for each block of edges.
+        idle: What values are in lanes without an edge.
         inputs: Input -> its buffer, in the order of the kernel's parameters.
         names: Value -> the name of its tile.
-        uses_eid: Whether edge ids or places of edges in edge tensors were asked for.
-        uses_ids: Whether those two may differ.
+        uses_ids: Whether edge ids and places of edges in edge tensors may differ.
+        indices: What was asked for of the edges of a block: the ``other`` end point, the one whose ``rows`` the sweep
+            goes along, ``eid``, the place in edge tensors, ``edge_id``, or the ``place`` among values on their way
+            between sweeps; and whether as a run of edges, not as a tile.
+        fixed: Domains of values that are the same for all edges of a block.
     """
 
     def __init__(self, lowering: Lowering, tile: Tile, rows: Domain, lanes: int, uses_ids: bool,
-                 is_flat: bool = False) -> None:
+                 takes_blocks: bool = False) -> None:
         """Args:
             lowering, tile: Of the sweep.
             rows: Whose rows the sweep goes along.
             lanes: Features per 16 bytes.
             uses_ids: See the class.
-            is_flat: Whether a block has edges of several rows, which are then gathered like those of the other side.
+            takes_blocks: Whether a block has edges of several rows, which are gathered like those of the other side.
         """
-        self.lowering, self.tile, self.lanes = lowering, tile, lanes
-        # Index of what is gathered; what is the same for a whole block is not.
-        self.places = {rows: "rows", Domain.EDGE & ~rows: "other"} if is_flat else {Domain.EDGE & ~rows: "other"}
-        self.fixed = (Domain.PARAM,) if is_flat else (Domain.PARAM, rows)
+        self.lowering, self.tile, self.rows, self.lanes = lowering, tile, rows, lanes
+        self.others = Domain.EDGE & ~rows
+        self.fixed = (Domain.PARAM,) if takes_blocks else (Domain.PARAM, rows)
+        self.idle = IdleLanes(self.fixed)
         self.once_lines: list[str] = []
         self.row_lines: list[str] = []
         self.lines: list[str] = []
         self.inputs: dict[Node, Buffer] = {}
         self.names: dict[Node, str] = {}
-        self.uses_eid, self.uses_ids = False, uses_ids
+        self.uses_ids = uses_ids
+        self.indices: set[tuple[str, bool]] = set()
         # float, int or bool; the axes in which a tile is not 1 wide; tiles -> the same as matrices.
         self._types: dict[Node, str] = {}
         self._present: dict[Node, frozenset[Axis]] = {}
@@ -86,15 +98,37 @@ class Emitter:
         self.names[node], self._types[node] = name, "float"
         self._present[node] = frozenset(self.tile.axes.axes(logit))
 
+    @property
+    def uses_eid(self) -> bool:
+        """Whether edge ids or places of edges in edge tensors were asked for."""
+        return any(what in ("eid", "edge_id") for what, _ in self.indices)
+
+    @property
+    def uses_places(self) -> bool:
+        """Whether the places of edges among values on their way between sweeps were asked for."""
+        return any(what == "place" for what, _ in self.indices)
+
     def edge_ids(self) -> str:
         """The name of the edge ids of the block, shaped as a tile."""
-        self.uses_eid = True
-        return "edge_id" if self.uses_ids else "eid"
+        what = "edge_id" if self.uses_ids else "eid"
+        self.indices.add((what, False))
+        return what
 
-    def edge_places(self) -> str:
-        """The name of the places of the block's edges in edge tensors."""
-        self.uses_eid = True
-        return "eid"
+    def edge_places(self, is_flat: bool = False) -> str:
+        """The name of the places of the block's edges in edge tensors, shaped as a tile or as a run of edges."""
+        self.indices.add(("eid", is_flat))
+        return "eid_flat" if is_flat else "eid"
+
+    def staged_places(self, is_flat: bool = False) -> str:
+        """The name of their places in tensors on their way between sweeps, which have an order of their own."""
+        self.indices.add(("place", is_flat))
+        return "place_flat" if is_flat else "place"
+
+    def ends(self, side: Domain, is_flat: bool) -> str:
+        """The name of the end points on ``side`` of the block's edges."""
+        what = "other" if side == self.others else "rows"
+        self.indices.add((what, is_flat))
+        return f"{what}_flat" if is_flat else what
 
     def number(self, root: Node) -> str:
         """The value of ``root`` as a floating point tile, after adding the lines that compute it."""
@@ -102,6 +136,20 @@ class Emitter:
             if node not in self.names:
                 self._emit_node(node)
         return self._float(root)
+
+    def masked(self, root: Node) -> str:
+        """The same with zeros where there is no edge."""
+        price = self.idle.price(root)
+        if price == 0:
+            return self.number(root)
+        if price < root.numel:
+            if root.op == "mul":
+                narrow, wide = min((root.args, root.args[::-1]), key=lambda pair: (
+                    self.idle.state(pair[1]) == Idle.ANY, self.idle.price(pair[0])))
+                return f"({self.masked(narrow)} * {self.number(wide)})"
+            parts = [self.masked(a) for a in root.args]
+            return parts[0] if root.op not in ("add", "sub", "neg") else ir.OPS[root.op].triton.format(*parts)
+        return f"tl.where(live, {self.number(root)}, 0.0)"
 
     def _float(self, node: Node) -> str:
         return self.names[node] if self._types[node] == "float" else f"{self.names[node]}.to(FLOAT)"
@@ -122,7 +170,7 @@ class Emitter:
         name = f"v{len(self.names)}"
         self.names[node] = name
         if node.op == "const":
-            ones = ", ".join(["1"] * (len(self.tile.order) + 1))
+            ones = ", ".join(["1"] * self.tile.rank)
             value = node.attr("value")
             text = f'float("{value}")' if math.isinf(value) or math.isnan(value) else repr(value)
             lines.append(f"{name} = tl.full([{ones}], {text}, FLOAT)")
@@ -185,10 +233,11 @@ class Emitter:
         repeated = math.prod(a.size for a in gone if a not in held)
         value, fill = arg, "0.0" if node.op == "sum" else 'float("-inf")'
         for axis in held:
-            k = self.tile.order.index(axis) + 1
             if self.tile.is_masked(axis):
                 value = f"tl.where({self.tile.index(axis)} < {axis.size}, {value}, {fill})"
-            value = f"tl.{'sum' if node.op == 'sum' else 'max'}({value}, axis={k}, keep_dims=True)"
+            for dim in self.tile.dims(axis):
+                value = f"tl.sum({value}, axis={dim}, keep_dims=True)" if node.op == "sum" else \
+                    f"device.peak({value}, {dim})"
         if node.op == "sum" and repeated > 1:
             value = f"({value}) * {repeated}.0"
         lines.append(f"{name} = {value}")
@@ -198,24 +247,36 @@ class Emitter:
 
     def _load(self, node: Node) -> str:
         run = self._run(node)
-        buffer = self._buffer(node, run)
-        offset = self._offset(node, run[1])
+        buffer, tile = self._buffer(node, run), self.tile
         if node.is_integer and node.domain == Domain.PARAM:
             return f"tl.load({buffer.name}_ptr)"
         cast = "" if node.is_integer else ".to(FLOAT)"
-        if node.domain == Domain.PARAM:
-            mask = self.tile.mask(node)
-            place = f"{buffer.name}_ptr + {offset}"
-        elif node.domain in self.fixed:
-            mask = self.tile.mask(node)
-            place = f"{buffer.name}_ptr + row * {buffer.name}_stride + {offset}"
+        inside = node.domain in self.fixed
+        is_flat = tile.is_flat(node)
+        feature = tile.flat(node) if is_flat else tile.index
+        offset = tile.offset(node, run[1], self.lowering.places.get(node), feature)
+        mask = tile.mask(node, pitch=run[1], index=feature)
+        place = f"{buffer.name}_ptr"
+        if inside:
+            place += "" if node.domain == Domain.PARAM else f" + row * {buffer.name}_stride"
         else:
-            index = self.places.get(node.domain) or self.edge_places()
-            mask = self.tile.mask(node, "live", pitch=run[1])
-            place = f"{buffer.name}_ptr + {index}.to(tl.int64) * {buffer.name}_stride + {offset}"
-        if offset == "0" and self.tile.order and node.domain in self.fixed:
+            edges = "_flat" if is_flat else ""
+            across = "[:, None]" if is_flat else ""
+            if node.domain == Domain.EDGE:
+                index = self.staged_places(is_flat) if is_staged(node) else self.edge_places(is_flat)
+            else:
+                index = self.ends(node.domain, is_flat)
+            stride = f"{buffer.name}_stride" if buffer.has_stride else max(buffer.node.numel, 1)
+            place += f" + {index}.to(tl.int64){across} * {stride}"
+            live = f"alive{edges}{across}" if is_flat else "live"
+            if is_flat:
+                offset, mask = f"({offset})[None, :]", f"({mask})[None, :]" if mask else ""
+            mask = f"{live} & {mask}" if mask else live
+        place += f" + {offset}"
+        if offset == "0" and tile.order and inside:
             return f"tl.load({place}){cast}"
-        return f"tl.load({place}{f', mask={mask}, other=0' if mask else ''}){cast}"
+        value = f"tl.load({place}{f', mask={mask}, other=0' if mask else ''}){cast}"
+        return f"tl.reshape({value}, {tile.shape(node, Edges.ONE if inside else Edges.BLOCK)})" if is_flat else value
 
     def _buffer(self, node: Node, run: tuple[int, int] = (1, 1)) -> Buffer:
         source = self.lowering.source(node)
@@ -243,7 +304,8 @@ class Emitter:
         """Length of the innermost runs of a gathered input, and their length in memory (see :class:`Buffer`)."""
         axes = self.tile.axes.axes(node)
         is_cut = any(p.source is self.lowering.source(node) for p in self.lowering.places.values())
-        if node.domain not in self.places or node.is_integer or not axes or node.numel < 2 * self.lanes or is_cut:
+        is_end = node.domain != Domain.EDGE and node.domain not in self.fixed
+        if not is_end or node.is_integer or not axes or node.numel < 2 * self.lanes or is_cut:
             return 1, 1
         return axes[-1].size, -(-axes[-1].size // self.lanes) * self.lanes
 
@@ -261,7 +323,7 @@ class Emitter:
         """A matrix of edges by ``num_rows``: one where ``index`` is, zero elsewhere and where there is no edge."""
         self.number(index)
         name = f"m{len(self._matrices)}"
-        flat = f"tl.reshape(tl.broadcast_to({self.names[index]}, {self.tile.shape(index, 'BLOCK_E')}), [BLOCK_E, 1])"
+        flat = f"tl.reshape(tl.broadcast_to({self.names[index]}, {self.tile.shape(index, Edges.BLOCK)}), [BLOCK_E, 1])"
         hit = f"({flat} == tl.arange(0, {next_power_of_2(num_rows)})[None, :])"
         self.lines.append(f"{name} = tl.where(alive[:, None] & {hit}, 1.0, 0.0).to(FLOAT)")
         self._matrices[name] = name
@@ -274,7 +336,7 @@ class Emitter:
         name = self._matrices[value] = f"m{len(self._matrices)}"
         axes = self.tile.axes.axes(node)
         stored = sorted(axes, key=self.tile.order.index)
-        self.lines.append(f"{name} = tl.broadcast_to({value}, {self.tile.shape(node, 'BLOCK_E')})")
+        self.lines.append(f"{name} = tl.broadcast_to({value}, {self.tile.shape(node, Edges.BLOCK)})")
         if list(axes) != stored:
             shape = ", ".join(str(self.tile.block[a]) for a in stored)
             dims = ", ".join(["0", *(str(stored.index(a) + 1) for a in axes)])
@@ -304,7 +366,7 @@ class Emitter:
             shape = ", ".join(str(self.tile.block[a]) for a in outer)
             dims = ", ".join(["0", *(str(outer.index(a) + 1) for a in stored)])
             product = f"tl.permute(tl.reshape({product}, [BLOCK_E, {shape}]), [{dims}])"
-        self.lines.append(f"{name} = tl.reshape({product}, {self.tile.shape(node, 'BLOCK_E')})")
+        self.lines.append(f"{name} = tl.reshape({product}, {self.tile.shape(node, Edges.BLOCK)})")
         self._present[node] = frozenset(outer)
 
 

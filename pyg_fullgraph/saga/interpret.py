@@ -74,16 +74,25 @@ def evaluate(roots: Sequence[Node], leaf: Callable[[Node, list[Tensor]], Tensor]
         like: A tensor whose dtype and device constants take.
     """
     values: dict[Node, Tensor] = {}
-    for node, is_leaf in _steps(tuple(roots)):
+    for node, is_leaf, dead in _steps(tuple(roots)):
         args = [values[a] for a in node.args]
         values[node] = leaf(node, args) if is_leaf else apply(node, args, like)
+        for gone in dead:
+            del values[gone]
     return [values[r] for r in roots]
 
 
 @lru_cache(maxsize=4096)
-def _steps(roots: tuple[Node, ...]) -> tuple[tuple[Node, bool], ...]:
-    """The nodes under ``roots``, operands first, and whether the caller gives their values."""
-    return tuple((n, n.op != "const" and ir.OPS[n.op].kind in ("leaf", "gather")) for n in ir.walk(*roots))
+def _steps(roots: tuple[Node, ...]) -> tuple[tuple[Node, bool, tuple[Node, ...]], ...]:
+    """The nodes under ``roots``, operands first, whether the caller gives their values, and what is dead after."""
+    nodes = tuple(ir.walk(*roots))
+    kept = set(roots)
+    last = {a: n for n in nodes for a in n.args if a not in kept}
+    dead: dict[Node, list[Node]] = {}
+    for a, n in last.items():
+        dead.setdefault(n, []).append(a)
+    return tuple((n, n.op != "const" and ir.OPS[n.op].kind in ("leaf", "gather"), tuple(dead.get(n, ())))
+                 for n in nodes)
 
 
 def run_reference(program: EdgeProgram, src: Tensor, dst: Tensor, num_dst: int, tensors: Mapping[str, Tensor],

@@ -116,7 +116,7 @@ OPS: Mapping[str, Op] = _table(
     Op("not", "pointwise", torch.logical_not, "(~{0})"),
     Op("where", "pointwise", torch.where, "tl.where({0}, {1}, {2})", (1, 2)),
     Op("stop", "pointwise", torch.Tensor.detach, "{0}"),
-    Op("float", "pointwise", torch.Tensor.float, "{0}.to(tl.float32)"),
+    Op("float", "pointwise", torch.Tensor.float, "{0}.to(FLOAT)"),
     Op("view", "layout"),
     Op("permute", "layout"),
     Op("expand", "layout"),

@@ -7,6 +7,7 @@ over the edges in one order. The sequence of passes is in these two functions an
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,8 @@ def _simplify(node: Node) -> Node | None:
                 return args[1 - k]
     if node.op == "neg" and args[0].op == "neg":
         return args[0].args[0]
+    if node.op in ("add", "mul", "where"):
+        return _simplify_choice(node)
     if node.op == "stop" and args[0].op in ("const", "stop"):
         return args[0]
     if node.op == "gather" and node.domain == Domain.DST and args[0].domain in (Domain.PARAM, Domain.DST):
@@ -54,6 +57,39 @@ def _simplify(node: Node) -> Node | None:
     if node.op == "permute" and args[0].op == "permute":
         inner = args[0].attr("dims")
         return ir.permute(args[0].args[0], [inner[d] for d in node.attr("dims")])
+    return None
+
+
+def _simplify_choice(node: Node) -> Node | None:
+    """What gradients of rectifiers are made of, ``where(c, g, 0) + s where(c, 0, g)``, as one choice.
+
+    Between a value and a multiple of it, where that is ``x w`` with a parameter ``w``, the choice is made of ``w``.
+    """
+    args = node.args
+    if node.op == "add" and args[0].op == args[1].op == "where" and args[0].args[0] is args[1].args[0]:
+        (choice, a, b), (_, c, d) = args[0].args, args[1].args
+        if ir.is_const(b, 0.0) and ir.is_const(c, 0.0) and a.shape == d.shape == node.shape:
+            return _simplify_choice(pointwise("where", choice, a, d)) or pointwise("where", choice, a, d)
+        if ir.is_const(a, 0.0) and ir.is_const(d, 0.0) and b.shape == c.shape == node.shape:
+            return _simplify_choice(pointwise("where", choice, c, b)) or pointwise("where", choice, c, b)
+    if node.op == "mul":
+        for scale, value in (args, args[::-1]):
+            if scale.op == "const" and value.op == "where" and math.isfinite(scale.attr("value")):
+                choice, a, b = value.args
+                if ir.is_const(a, 0.0):
+                    return pointwise("where", choice, a, pointwise("mul", b, scale))
+                if ir.is_const(b, 0.0):
+                    return pointwise("where", choice, pointwise("mul", a, scale), b)
+    if node.op == "where":
+        choice, a, b = args
+        for whole, part, is_first in ((a, b, True), (b, a, False)):
+            if part.op == whole.op == "mul" and part.args[0] is whole and part.args[1].op == "const":
+                for weight, rest in (whole.args, whole.args[::-1]):
+                    if weight.domain == Domain.PARAM and rest.domain == Domain.EDGE and weight.op != "const":
+                        scaled = pointwise("mul", weight, part.args[1])
+                        pair = (weight, scaled) if is_first else (scaled, weight)
+                        made = pointwise("mul", rest, pointwise("where", choice, *pair))
+                        return made if made.shape == node.shape else None
     return None
 
 
@@ -486,7 +522,7 @@ def plan(outputs: Mapping[str, Node], target: Target, disable: Sequence[str] = (
     if "hand_on" in disable:
         steps = next(candidates)
     else:
-        steps = min((recompute.hand_on(s, target) for s in candidates), key=lambda s: recompute.price(s, target))
+        steps = recompute.cheapest(candidates, target)
     finals = [features.rejoin(r, written) if r.domain == Domain.EDGE else ir.substitute(r, known) for r in roots]
     results = dict(zip(outputs, finals, strict=True))
     wanted = {n for name in exact for n in ir.inputs_of(results[name])}

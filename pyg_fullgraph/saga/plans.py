@@ -13,6 +13,11 @@ from pyg_fullgraph.saga.ir import Domain, Node
 STAGED = "%staged."
 
 
+def is_staged(node: Node) -> bool:
+    """Whether ``node`` is an edge value on its way from one sweep to another, or a part of one."""
+    return node.name.startswith(STAGED)
+
+
 @dataclass(frozen=True)
 class Target:
     """What the executor can do in one pass, and what it pays for (bytes per edge, see :mod:`recompute`).
@@ -22,6 +27,7 @@ class Target:
         sector: Fewest bytes that a row read from another place costs.
         write: Bytes read that one byte written costs.
         operation, product: Bytes moved in the time of one operation on an element, and of one in a matrix product.
+        gain: What is left of the price, at most, where numbers per edge are kept in order to save time.
     """
 
     dense: bool
@@ -29,16 +35,18 @@ class Target:
     write: float
     operation: float
     product: float
+    gain: float
 
     def row_bytes(self, node: Node) -> int:
         """One row of ``node`` in float32."""
         return max(4 * node.numel, self.sector)
 
 
-#: Kernels read 32 bytes at least, and reach about a byte per operation where a reduction over features waits for lanes.
-KERNELS = Target(dense=False, sector=32, write=2.0, operation=1.0, product=0.125)
+#: Kernels read 32 bytes at least, and do three operations while a byte comes. Memory is what runs out on a GPU: numbers
+#: per edge are kept where that saves a third of the time.
+KERNELS = Target(dense=False, sector=32, write=2.0, operation=0.35, product=0.0625, gain=0.67)
 #: Every operation in a chunk is an array that is written and read again.
-CHUNKS = Target(dense=True, sector=4, write=1.0, operation=4.0, product=0.5)
+CHUNKS = Target(dense=True, sector=4, write=1.0, operation=4.0, product=0.5, gain=1.0)
 
 
 @dataclass(frozen=True)
@@ -81,6 +89,10 @@ class Sweep:
         return "\n".join([f"sweep over {side}, inputs {', '.join(n.name for n in self.inputs)}", *body])
 
 
+#: A vertex step: its result, and the expression that makes it.
+Step = tuple[Node, Node]
+
+
 @dataclass(frozen=True)
 class Plan:
     """What is run, in order: vertex steps ``(result, expression)`` and sweeps; then ``outputs`` over their results.
@@ -88,7 +100,7 @@ class Plan:
     Results of sweeps in ``exact`` are kept in the dtype of the arithmetic, not of storage.
     """
 
-    steps: tuple[tuple[Node, Node] | Sweep, ...]
+    steps: tuple[Step | Sweep, ...]
     outputs: Mapping[str, Node]
     exact: frozenset[Node] = frozenset()
 
@@ -103,6 +115,41 @@ class Plan:
                     last[n] = k
         kept = set(ir.inputs_of(*self.outputs.values()))
         return tuple(tuple(n for n, at in last.items() if at == k and n not in kept) for k in range(len(self.steps)))
+
+    @cached_property
+    def batches(self) -> tuple[tuple[Sweep | tuple[Step, ...], tuple[Node, ...]], ...]:
+        """The steps in order, each with what nothing reads after it; vertex steps that need not wait are one."""
+        batches: list[tuple[Sweep | tuple[Step, ...], tuple[Node, ...]]] = []
+        for step, done in zip(self.steps, self.done, strict=True):
+            before, gone = batches[-1] if batches else ((), ())
+            if isinstance(step, Sweep):
+                batches.append((step, done))
+            elif isinstance(before, Sweep) or not batches or {r for r, _ in before} & set(ir.inputs_of(step[1])):
+                batches.append(((step,), done))
+            else:
+                batches[-1] = (*before, step), (*gone, *done)
+        return tuple(batches)
+
+    @cached_property
+    def last(self) -> tuple[Step, ...]:
+        """The outputs as steps."""
+        return tuple((ir.input(f"%output{k}", e.domain, e.shape), e) for k, e in enumerate(self.outputs.values()))
+
+    @cached_property
+    def staging(self) -> Domain:
+        """By whose rows edge values are ordered on their way between sweeps.
+
+        The side along which most of them are written and read, which then is contiguous; the last reader's if both are
+        equal, as where one sweep writes and one of the other side reads: a sweep waits for what it reads.
+        """
+        moved = {Domain.SRC: 0, Domain.DST: 0}
+        last = Domain.DST
+        for sweep in self.sweeps:
+            read = sum(n.numel for n in sweep.inputs if is_staged(n))
+            moved[sweep.rows] += read + sum(r.numel for r, _ in sweep.edges if is_staged(r))
+            last = sweep.rows if read else last
+        other = Domain.EDGE & ~last
+        return other if moved[other] > moved[last] else last
 
     @property
     def sweeps(self) -> tuple[Sweep, ...]:

@@ -13,9 +13,9 @@ from typing import TypeVar
 
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, Node
-from pyg_fullgraph.saga.plans import STAGED, Sweep, Target
+from pyg_fullgraph.saga.plans import STAGED, Sweep, Target, is_staged
 
-__all__ = ["Steps", "hand_on", "orders", "price"]
+__all__ = ["Steps", "cheapest", "orders", "price"]
 
 Steps = tuple[tuple[Node, Node] | Sweep, ...]
 Group = TypeVar("Group")
@@ -53,7 +53,15 @@ def _price_of(sweep: Sweep, target: Target) -> float:
     return moved + work
 
 
-def hand_on(steps: Steps, target: Target) -> Steps:
+def cheapest(candidates: Iterable[Steps], target: Target) -> Steps:
+    """The best of ``candidates``, with narrow edge values handed on if that saves enough (see :class:`Target`)."""
+    plain = list(candidates)
+    best = min(plain, key=lambda s: price(s, target))
+    handed = min((_hand_on(s, target) for s in plain), key=lambda s: price(s, target))
+    return handed if price(handed, target) < target.gain * price(best, target) else best
+
+
+def _hand_on(steps: Steps, target: Target) -> Steps:
     """Let sweeps read narrow edge values that an earlier one makes, where that is cheaper than to make them again."""
     done: Steps = ()
     for step in steps:
@@ -90,7 +98,7 @@ def _read_back(steps: Steps) -> dict[Node, Node]:
     known: dict[Node, Node] = {}
     for step in steps:
         if isinstance(step, Sweep):
-            known.update({r: ir.substitute(e, known) for r, e in step.edges if r.name.startswith(STAGED)})
+            known.update({r: ir.substitute(e, known) for r, e in step.edges if is_staged(r)})
     return known
 
 

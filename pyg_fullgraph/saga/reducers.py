@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from pyg_fullgraph.saga.emit import Emitter
 from pyg_fullgraph.saga.ir import Domain, Node
+from pyg_fullgraph.saga.tiles import Edges, Tile
 
 
 @dataclass
@@ -24,17 +26,23 @@ class Carry:
 
 @dataclass
 class Reducer:
-    """One reduction: its carries, and its results as expressions over merged carries."""
+    """One reduction: its carries, and its results as expressions over merged carries.
+
+    Attributes:
+        held: How many edges the carries have in the loop: those that lie along lanes, or all of a block, where taking
+            them together costs more than the registers.
+    """
 
     carries: list[Carry] = field(default_factory=list)
     stores: list[tuple[Node, str]] = field(default_factory=list)
+    held: ClassVar[Edges] = Edges.CARRIED
 
     def update(self, gen: Emitter) -> list[str]:
         """Lines that take the block of edges in flight."""
         raise NotImplementedError
 
-    def merge_lanes(self) -> list[str]:
-        """Lines that merge the lanes of each carry."""
+    def merge_lanes(self, tile: Tile) -> list[str]:
+        """Lines that merge the edges that each carry has in the loop."""
         raise NotImplementedError
 
     def merge_piece(self) -> list[str]:
@@ -43,26 +51,30 @@ class Reducer:
 
 
 class Sum(Reducer):
-    """Sum of one value; a mean of it divides the same carry.
+    """Sum of one value; a mean of it divides the same carry."""
 
-    ``is_merged`` says that the carry has one lane, to which those of a block are added at once.
-    """
-
-    def __init__(self, k: str, value: Node, results: Sequence[tuple[str, Node]], is_merged: bool = False) -> None:
-        self.is_merged = is_merged
+    def __init__(self, k: str, value: Node, results: Sequence[tuple[str, Node]]) -> None:
         self.value, self.name = value, f"sum{k}"
         text = {"sum": self.name, "mean": f"{self.name} / tl.maximum(count, 1.0)"}
         super().__init__([Carry(self.name, results[0][1], "0.0")], [(r, text[kind]) for kind, r in results])
 
     def update(self, gen: Emitter) -> list[str]:
-        value = f"tl.where(live, {gen.number(self.value)}, 0.0)"
-        return [f"{self.name} += {f'tl.sum({value}, axis=0, keep_dims=True)' if self.is_merged else value}"]
+        return [f"{self.name} += {gen.tile.over_block(gen.masked(self.value))}"]
 
-    def merge_lanes(self) -> list[str]:
-        return [] if self.is_merged else [f"{self.name} = tl.sum({self.name}, axis=0, keep_dims=True)"]
+    def merge_lanes(self, tile: Tile) -> list[str]:
+        return tile.over_lanes(self.name, f"tl.sum({self.name}, axis={{axis}}, keep_dims=True)", self.held)
 
     def merge_piece(self) -> list[str]:
         return [f"{self.name} += new_{self.name}"]
+
+
+class BlockSum(Sum):
+    """The same with one carry for all edges of a block, which are added at once: many leave no registers for more."""
+
+    held = Edges.ONE
+
+    def update(self, gen: Emitter) -> list[str]:
+        return [f"{self.name} += tl.sum({gen.masked(self.value)}, axis=0, keep_dims=True)"]
 
 
 class Outer(Reducer):
@@ -81,12 +93,14 @@ class Outer(Reducer):
         right = gen.matrix(self.right)
         return [f'{self.name} = tl.dot(tl.trans({left}), {right}, {self.name}, input_precision="{self.precision}")']
 
-    def merge_lanes(self) -> list[str]:
+    def merge_lanes(self, tile: Tile) -> list[str]:
         return []
 
 
 class Product(Reducer):
     """Product of one value; 1 for a row without edges."""
+
+    held = Edges.BLOCK
 
     def __init__(self, k: str, value: Node, result: Node) -> None:
         self.value, self.name = value, f"product{k}"
@@ -95,8 +109,8 @@ class Product(Reducer):
     def update(self, gen: Emitter) -> list[str]:
         return [f"{self.name} *= tl.where(live, {gen.number(self.value)}, 1.0)"]
 
-    def merge_lanes(self) -> list[str]:
-        return [f"{self.name} = device.lane_product({self.name})"]
+    def merge_lanes(self, tile: Tile) -> list[str]:
+        return tile.over_lanes(self.name, f"device.lane_product({self.name}, {{axis}})", self.held)
 
     def merge_piece(self) -> list[str]:
         return [f"{self.name} *= new_{self.name}"]
@@ -104,6 +118,8 @@ class Product(Reducer):
 
 class Peak(Reducer):
     """Maximum without its argument; NaN wins."""
+
+    held = Edges.BLOCK
 
     def __init__(self, k: str, value: Node, result: Node) -> None:
         self.value, self.name = value, f"max{k}"
@@ -114,8 +130,8 @@ class Peak(Reducer):
         value = f'tl.where(live, {gen.number(self.value)}, float("-inf"))'
         return [f"{self.name} = tl.maximum({self.name}, {value}, tl.PropagateNan.ALL)"]
 
-    def merge_lanes(self) -> list[str]:
-        return [f"{self.name} = device.lane_peak({self.name})"]
+    def merge_lanes(self, tile: Tile) -> list[str]:
+        return tile.over_lanes(self.name, f"device.peak({self.name}, {{axis}})", self.held)
 
     def merge_piece(self) -> list[str]:
         return [f"{self.name} = tl.maximum({self.name}, new_{self.name}, tl.PropagateNan.ALL)"]
@@ -123,6 +139,8 @@ class Peak(Reducer):
 
 class ArgPeak(Reducer):
     """Maximum and the smallest edge id that reaches it; NaN wins."""
+
+    held = Edges.BLOCK
 
     def __init__(self, k: str, value: Node, results: Sequence[tuple[str, Node]]) -> None:
         self.value, self.peak, self.ids = value, f"max{k}", f"arg{k}"
@@ -144,8 +162,9 @@ class ArgPeak(Reducer):
                 f"{self.peak} = tl.where({take}, {value}, {self.peak})",
                 f"{self.ids} = tl.where({take}, {ids}, {self.ids})"]
 
-    def merge_lanes(self) -> list[str]:
-        return [f"{self.peak}, {self.ids} = device.lane_max({self.peak}, {self.ids}, UNSET)"]
+    def merge_lanes(self, tile: Tile) -> list[str]:
+        return tile.over_lanes(f"{self.peak}, {self.ids}",
+                               f"device.lane_max({self.peak}, {self.ids}, UNSET, {{axis}})", self.held)
 
     def merge_piece(self) -> list[str]:
         # Of equals the smallest id: pieces of several tiles do not come in the order of ids.
@@ -176,23 +195,24 @@ class Softmax(Reducer):
         logit = gen.number(self.logit)
         gen.lines += [
             f"logit_{self.peak} = tl.where(live, {logit}, float(\"-inf\"))",
-            f"top_{self.peak} = tl.maximum({self.peak}, logit_{self.peak})",
+            f"top_{self.peak} = tl.maximum({self.peak}, {gen.tile.over_block(f'logit_{self.peak}', 'max')})",
             f"shift_{self.peak} = device.finite_or_zero(top_{self.peak})",
             f"{self.scale} = tl.exp({self.peak} - shift_{self.peak})",
             f"{self.weight} = tl.exp(logit_{self.peak} - shift_{self.peak})",
-            f"{self.total} = {self.total} * {self.scale} + {self.weight}",
+            f"{self.total} = {self.total} * {self.scale} + {gen.tile.over_block(self.weight)}",
             f"{self.peak} = top_{self.peak}",
         ]
         gen.bind_weight(self.logit, self.weight)
-        lines = []
-        for name, (_, value) in zip(self.names, self.sums, strict=True):
-            lines.append(f"{name} = {name} * {self.scale} + tl.where(live, {gen.number(value)}, 0.0)")
-        return lines
+        return [f"{name} = {name} * {self.scale} + {gen.tile.over_block(gen.masked(value))}"
+                for name, (_, value) in zip(self.names, self.sums, strict=True)]
 
-    def merge_lanes(self) -> list[str]:
-        lines = [f"top_{self.peak} = tl.max({self.peak}, axis=0, keep_dims=True)",
-                 f"{self.scale} = tl.exp({self.peak} - device.finite_or_zero(top_{self.peak}))"]
-        lines += [f"{n} = tl.sum({n} * {self.scale}, axis=0, keep_dims=True)" for n in [self.total, *self.names]]
+    def merge_lanes(self, tile: Tile) -> list[str]:
+        top = tile.over_lanes(f"top_{self.peak}", f"tl.max({self.peak}, axis={{axis}}, keep_dims=True)", self.held)
+        if not top:
+            return []
+        lines = [*top, f"{self.scale} = tl.exp({self.peak} - device.finite_or_zero(top_{self.peak}))"]
+        for n in [self.total, *self.names]:
+            lines += tile.over_lanes(n, f"tl.sum({n} * {self.scale}, axis={{axis}}, keep_dims=True)", self.held)
         return [*lines, f"{self.peak} = top_{self.peak}"]
 
     def merge_piece(self) -> list[str]:
@@ -233,8 +253,9 @@ def reducers_of(gathers: Sequence[tuple[Node, Node]], precision: str, suffix: st
                 stats.append(result)
             else:
                 values.append((result, g.args[1]))
-    out += [Sum(f"{len(out) + k}{suffix}", value, results, has_large_blocks and domain == Domain.PARAM)
-            for k, ((domain, value), results) in enumerate(sums.items())]
+    for (domain, value), results in sums.items():
+        kind_of_sum = BlockSum if has_large_blocks and domain == Domain.PARAM else Sum
+        out.append(kind_of_sum(f"{len(out)}{suffix}", value, results))
     for k, (value, results) in enumerate(peaks.items()):
         has_ids = any(kind == "argmax" for kind, _ in results)
         name = f"{k}{suffix}"

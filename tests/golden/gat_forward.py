@@ -10,71 +10,81 @@ from triton_kernels import device
 def softmax_sum_lse_by_dst_977711(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_end_ptr, piece_slot_ptr, num_pieces, in0_ptr, in0_stride, in1_ptr, in1_stride, in2_ptr, in2_stride, out0_ptr, out1_ptr, ws0_ptr, ws1_ptr, ws2_ptr, BLOCK_E: tl.constexpr, HAS_EID: tl.constexpr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr):
     pid = tl.program_id(0).to(tl.int64)
     piece = pid % num_pieces
-    f0 = (tl.arange(0, 4))[None, :, None]
-    f1 = (tl.arange(0, 8))[None, None, :]
-    v3 = tl.full([1, 1, 1], 0.0, FLOAT)
-    v5 = tl.full([1, 1, 1], 0.2, FLOAT)
+    f0 = tl.arange(0, 4)[None, None, :, None]
+    f1 = tl.arange(0, 8)[None, None, None, :]
+    f0_0 = tl.arange(0, 32) // 8
+    f1_0 = tl.arange(0, 32) % 8
+    v3 = tl.full([1, 1, 1, 1], 0.0, FLOAT)
+    v5 = tl.full([1, 1, 1, 1], 0.2, FLOAT)
     row = tl.load(piece_row_ptr + piece).to(tl.int64)
     start = tl.load(piece_start_ptr + piece)
     end = tl.load(piece_end_ptr + piece)
     slot = tl.load(piece_slot_ptr + piece).to(tl.int64)
     v1 = tl.load(in1_ptr + row * in1_stride + f0, mask=(f0 < 3), other=0).to(FLOAT)
-    peak0 = tl.full([BLOCK_E, 4, 1], float("-inf"), FLOAT)
-    total0 = tl.full([BLOCK_E, 4, 1], 0.0, FLOAT)
-    acc0_0 = tl.full([BLOCK_E, 4, 8], 0.0, FLOAT)
-    ahead = start + tl.arange(0, BLOCK_E)
+    peak0 = tl.full([1, 4, 4, 1], float("-inf"), FLOAT)
+    total0 = tl.full([1, 4, 4, 1], 0.0, FLOAT)
+    acc0_0 = tl.full([1, 4, 4, 8], 0.0, FLOAT)
+    ahead = start + (tl.arange(0, BLOCK_E // 4) * 4)[:, None] + tl.arange(0, 4)[None, :]
     next_other = tl.load(other_ptr + ahead, mask=ahead < end, other=0)
+    ahead_flat = start + tl.arange(0, BLOCK_E)
+    next_other_flat = tl.load(other_ptr + ahead_flat, mask=ahead_flat < end, other=0)
     for base in range(start, end, BLOCK_E):
-        position = base + tl.arange(0, BLOCK_E)
+        position = base + (tl.arange(0, BLOCK_E // 4) * 4)[:, None] + tl.arange(0, 4)[None, :]
         alive = position < end
-        live = alive[:, None, None]
-        other = next_other.to(tl.int64)[:, None, None]
+        live = alive[:, :, None, None]
+        other = next_other.to(tl.int64)[:, :, None, None]
         next_other = tl.load(other_ptr + position + BLOCK_E, mask=position + BLOCK_E < end, other=0)
+        position_flat = base + tl.arange(0, BLOCK_E)
+        alive_flat = position_flat < end
+        other_flat = next_other_flat.to(tl.int64)
+        next_other_flat = tl.load(other_ptr + position_flat + BLOCK_E, mask=position_flat + BLOCK_E < end, other=0)
         v0 = tl.load(in0_ptr + other.to(tl.int64) * in0_stride + f0, mask=live & (f0 < 3), other=0).to(FLOAT)
         v2 = (v0 + v1)
         v4 = (v2 > v3)
         v6 = (v2 * v5)
         v7 = tl.where(v4, v2, v6)
         logit_peak0 = tl.where(live, v7, float("-inf"))
-        top_peak0 = tl.maximum(peak0, logit_peak0)
+        top_peak0 = tl.maximum(peak0, tl.max(logit_peak0, axis=0, keep_dims=True))
         shift_peak0 = device.finite_or_zero(top_peak0)
         scale0 = tl.exp(peak0 - shift_peak0)
         weight0 = tl.exp(logit_peak0 - shift_peak0)
-        total0 = total0 * scale0 + weight0
+        total0 = total0 * scale0 + tl.sum(weight0, axis=0, keep_dims=True)
         peak0 = top_peak0
-        v10 = tl.load(in2_ptr + other.to(tl.int64) * in2_stride + f0 * 8 + f1, mask=live & (f0 < 3), other=0).to(FLOAT)
+        v10 = tl.reshape(tl.load(in2_ptr + other_flat.to(tl.int64)[:, None] * in2_stride + (f0_0 * 8 + f1_0)[None, :], mask=alive_flat[:, None] & ((f0_0 < 3))[None, :], other=0).to(FLOAT), [BLOCK_E // 4, 4, 4, 8])
         v11 = (weight0 * v10)
-        acc0_0 = acc0_0 * scale0 + tl.where(live, v11, 0.0)
-    top_peak0 = tl.max(peak0, axis=0, keep_dims=True)
+        acc0_0 = acc0_0 * scale0 + tl.sum(v11, axis=0, keep_dims=True)
+    top_peak0 = tl.max(peak0, axis=1, keep_dims=True)
     scale0 = tl.exp(peak0 - device.finite_or_zero(top_peak0))
-    total0 = tl.sum(total0 * scale0, axis=0, keep_dims=True)
-    acc0_0 = tl.sum(acc0_0 * scale0, axis=0, keep_dims=True)
+    total0 = tl.sum(total0 * scale0, axis=1, keep_dims=True)
+    acc0_0 = tl.sum(acc0_0 * scale0, axis=1, keep_dims=True)
     peak0 = top_peak0
     if slot < 0:
         count = (end - start).to(FLOAT)
-        tl.store(tl.broadcast_to(out0_ptr + row * 15 + f0 * 5 + f1, [1, 4, 8]), tl.broadcast_to(acc0_0 / tl.where(total0 == 0, 1.0, total0), [1, 4, 8]), mask=tl.broadcast_to((f0 < 3) & (f1 < 5), [1, 4, 8]))
-        tl.store(tl.broadcast_to(out1_ptr + row * 3 + f0, [1, 4, 1]), tl.broadcast_to(device.log_sum_exp(peak0, total0), [1, 4, 1]), mask=tl.broadcast_to((f0 < 3), [1, 4, 1]))
+        tl.store(out0_ptr + row * 15 + f0_0 * 5 + f1_0, tl.reshape(tl.broadcast_to(acc0_0 / tl.where(total0 == 0, 1.0, total0), [1, 1, 4, 8]), [32]), mask=tl.broadcast_to((f0_0 < 3) & (f1_0 < 5), [32]))
+        tl.store(tl.broadcast_to(out1_ptr + row * 3 + f0, [1, 1, 4, 1]), tl.broadcast_to(device.log_sum_exp(peak0, total0), [1, 1, 4, 1]), mask=tl.broadcast_to((f0 < 3), [1, 1, 4, 1]))
     else:
-        tl.store(tl.broadcast_to(ws0_ptr + slot * 3 + f0, [1, 4, 1]), peak0, mask=tl.broadcast_to((f0 < 3), [1, 4, 1]))
-        tl.store(tl.broadcast_to(ws1_ptr + slot * 3 + f0, [1, 4, 1]), total0, mask=tl.broadcast_to((f0 < 3), [1, 4, 1]))
-        tl.store(tl.broadcast_to(ws2_ptr + slot * 15 + f0 * 5 + f1, [1, 4, 8]), acc0_0, mask=tl.broadcast_to((f0 < 3) & (f1 < 5), [1, 4, 8]))
+        tl.store(tl.broadcast_to(ws0_ptr + slot * 3 + f0, [1, 1, 4, 1]), peak0, mask=tl.broadcast_to((f0 < 3), [1, 1, 4, 1]))
+        tl.store(tl.broadcast_to(ws1_ptr + slot * 3 + f0, [1, 1, 4, 1]), total0, mask=tl.broadcast_to((f0 < 3), [1, 1, 4, 1]))
+        tl.store(tl.broadcast_to(ws2_ptr + slot * 15 + f0 * 5 + f1, [1, 1, 4, 8]), acc0_0, mask=tl.broadcast_to((f0 < 3) & (f1 < 5), [1, 1, 4, 8]))
 
 
 @triton.jit
 def merge_softmax_sum_lse_by_dst_977711(split_row_ptr, split_ptr_ptr, row_ptr_ptr, num_split, out0_ptr, out1_ptr, ws0_ptr, ws1_ptr, ws2_ptr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr):
     pid = tl.program_id(0).to(tl.int64)
     split = pid % num_split
-    f0 = (tl.arange(0, 4))[None, :, None]
-    f1 = (tl.arange(0, 8))[None, None, :]
+    f0 = tl.arange(0, 4)[None, None, :, None]
+    f1 = tl.arange(0, 8)[None, None, None, :]
+    f0_0 = tl.arange(0, 32) // 8
+    f1_0 = tl.arange(0, 32) % 8
     row = tl.load(split_row_ptr + split).to(tl.int64)
     first = tl.load(split_ptr_ptr + split).to(tl.int64)
     last = tl.load(split_ptr_ptr + split + 1).to(tl.int64)
     if first == last:
         return
     count = (tl.load(row_ptr_ptr + row + 1) - tl.load(row_ptr_ptr + row)).to(FLOAT)
-    peak0 = tl.full([1, 4, 1], float("-inf"), FLOAT)
-    total0 = tl.full([1, 4, 1], 0.0, FLOAT)
-    acc0_0 = tl.full([1, 4, 8], 0.0, FLOAT)
+    peak0 = tl.full([1, 1, 4, 1], float("-inf"), FLOAT)
+    total0 = tl.full([1, 1, 4, 1], 0.0, FLOAT)
+    acc0_0 = tl.full([1, 1, 4, 8], 0.0, FLOAT)
     for slot in range(first, last):
         new_peak0 = tl.load(ws0_ptr + slot * 3 + f0, mask=(f0 < 3), other=0)
         new_total0 = tl.load(ws1_ptr + slot * 3 + f0, mask=(f0 < 3), other=0)
@@ -86,5 +96,5 @@ def merge_softmax_sum_lse_by_dst_977711(split_row_ptr, split_ptr_ptr, row_ptr_pt
         total0 = total0 * old_scale + new_total0 * new_scale
         acc0_0 = acc0_0 * old_scale + new_acc0_0 * new_scale
         peak0 = top_peak0
-    tl.store(tl.broadcast_to(out0_ptr + row * 15 + f0 * 5 + f1, [1, 4, 8]), tl.broadcast_to(acc0_0 / tl.where(total0 == 0, 1.0, total0), [1, 4, 8]), mask=tl.broadcast_to((f0 < 3) & (f1 < 5), [1, 4, 8]))
-    tl.store(tl.broadcast_to(out1_ptr + row * 3 + f0, [1, 4, 1]), tl.broadcast_to(device.log_sum_exp(peak0, total0), [1, 4, 1]), mask=tl.broadcast_to((f0 < 3), [1, 4, 1]))
+    tl.store(out0_ptr + row * 15 + f0_0 * 5 + f1_0, tl.reshape(tl.broadcast_to(acc0_0 / tl.where(total0 == 0, 1.0, total0), [1, 1, 4, 8]), [32]), mask=tl.broadcast_to((f0_0 < 3) & (f1_0 < 5), [32]))
+    tl.store(tl.broadcast_to(out1_ptr + row * 3 + f0, [1, 1, 4, 1]), tl.broadcast_to(device.log_sum_exp(peak0, total0), [1, 1, 4, 1]), mask=tl.broadcast_to((f0 < 3), [1, 1, 4, 1]))

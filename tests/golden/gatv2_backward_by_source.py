@@ -1,4 +1,4 @@
-"""Sweep cb4d1af13a32451896598f7d: sum"""
+"""Sweep 7b1b029a7e4448d547bc1d9a: sum"""
 
 import triton
 import triton.language as tl
@@ -7,67 +7,79 @@ from triton_kernels import device
 
 
 @triton.jit
-def sum_by_dst_cb4d1a(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_end_ptr, piece_slot_ptr, num_pieces, in0_ptr, in0_stride, in1_ptr, in1_stride, in2_ptr, in2_stride, in3_ptr, out0_ptr, ws0_ptr, BLOCK_E: tl.constexpr, HAS_EID: tl.constexpr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr):
+def sum_by_src_7b1b02(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_end_ptr, piece_slot_ptr, num_pieces, in0_ptr, in0_stride, in1_ptr, in1_stride, in2_ptr, in3_ptr, in3_stride, in4_ptr, in4_stride, in5_ptr, in5_stride, in6_ptr, out0_ptr, ws0_ptr, BLOCK_E: tl.constexpr, HAS_EID: tl.constexpr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr):
     pid = tl.program_id(0).to(tl.int64)
     piece = pid % num_pieces
-    f0 = (tl.arange(0, 4))[None, :, None]
-    f1 = (tl.arange(0, 8))[None, None, :]
-    v3 = tl.full([1, 1, 1], 0.0, FLOAT)
-    v6 = tl.load(in3_ptr + f0 * 5 + f1, mask=(f0 < 3) & (f1 < 5), other=0).to(FLOAT)
-    v10 = tl.full([1, 1, 1], 0.2, FLOAT)
+    f0 = tl.arange(0, 4)[None, None, :, None]
+    f1 = tl.arange(0, 8)[None, None, None, :]
+    f0_0 = tl.arange(0, 32) // 8
+    f1_0 = tl.arange(0, 32) % 8
+    v3 = tl.full([1, 1, 1, 1], 0.0, FLOAT)
+    v5 = tl.full([1, 1, 1, 1], 0.2, FLOAT)
+    v8 = tl.reshape(tl.load(in2_ptr + f0_0 * 5 + f1_0, mask=(f0_0 < 3) & (f1_0 < 5), other=0).to(FLOAT), [1, 1, 4, 8])
+    v22 = tl.reshape(tl.load(in6_ptr + f0_0 * 5 + f1_0, mask=(f0_0 < 3) & (f1_0 < 5), other=0).to(FLOAT), [1, 1, 4, 8])
     row = tl.load(piece_row_ptr + piece).to(tl.int64)
     start = tl.load(piece_start_ptr + piece)
     end = tl.load(piece_end_ptr + piece)
     slot = tl.load(piece_slot_ptr + piece).to(tl.int64)
-    v0 = tl.load(in0_ptr + row * in0_stride + f0 * 5 + f1, mask=(f0 < 3) & (f1 < 5), other=0).to(FLOAT)
-    sum0 = tl.full([BLOCK_E, 4, 8], 0.0, FLOAT)
-    ahead = start + tl.arange(0, BLOCK_E)
+    v1 = tl.reshape(tl.load(in1_ptr + row * in1_stride + f0_0 * 5 + f1_0, mask=(f0_0 < 3) & (f1_0 < 5), other=0).to(FLOAT), [1, 1, 4, 8])
+    sum0 = tl.full([1, 4, 4, 8], 0.0, FLOAT)
+    ahead = start + (tl.arange(0, BLOCK_E // 4) * 4)[:, None] + tl.arange(0, 4)[None, :]
     next_other = tl.load(other_ptr + ahead, mask=ahead < end, other=0)
-    if HAS_EID:
-        next_eid = tl.load(eid_ptr + ahead, mask=ahead < end, other=0)
+    ahead_flat = start + tl.arange(0, BLOCK_E)
+    next_other_flat = tl.load(other_ptr + ahead_flat, mask=ahead_flat < end, other=0)
     for base in range(start, end, BLOCK_E):
-        position = base + tl.arange(0, BLOCK_E)
+        position = base + (tl.arange(0, BLOCK_E // 4) * 4)[:, None] + tl.arange(0, 4)[None, :]
         alive = position < end
-        live = alive[:, None, None]
-        other = next_other.to(tl.int64)[:, None, None]
+        live = alive[:, :, None, None]
+        other = next_other.to(tl.int64)[:, :, None, None]
         next_other = tl.load(other_ptr + position + BLOCK_E, mask=position + BLOCK_E < end, other=0)
-        if HAS_EID:
-            eid = next_eid[:, None, None]
-            next_eid = tl.load(eid_ptr + position + BLOCK_E, mask=position + BLOCK_E < end, other=0)
-        else:
-            eid = position[:, None, None]
-        v1 = tl.load(in1_ptr + other.to(tl.int64) * in1_stride + f0 * 8 + f1, mask=live & (f0 < 3), other=0).to(FLOAT)
+        position_flat = base + tl.arange(0, BLOCK_E)
+        alive_flat = position_flat < end
+        other_flat = next_other_flat.to(tl.int64)
+        next_other_flat = tl.load(other_ptr + position_flat + BLOCK_E, mask=position_flat + BLOCK_E < end, other=0)
+        v0 = tl.reshape(tl.load(in0_ptr + other_flat.to(tl.int64)[:, None] * in0_stride + (f0_0 * 8 + f1_0)[None, :], mask=alive_flat[:, None] & ((f0_0 < 3))[None, :], other=0).to(FLOAT), [BLOCK_E // 4, 4, 4, 8])
         v2 = (v0 + v1)
         v4 = (v2 > v3)
-        v5 = tl.load(in2_ptr + eid.to(tl.int64) * in2_stride + f0, mask=live & (f0 < 3), other=0).to(FLOAT)
-        v7 = (v5 * v6)
-        v8 = tl.where(v4, v7, v3)
-        v9 = tl.where(v4, v3, v7)
-        v11 = (v9 * v10)
-        v12 = (v8 + v11)
-        sum0 += tl.where(live, v12, 0.0)
-    sum0 = tl.sum(sum0, axis=0, keep_dims=True)
+        v6 = (v2 * v5)
+        v7 = tl.where(v4, v2, v6)
+        v9 = (v7 * v8)
+        v10 = tl.sum(tl.where(f1 < 5, v9, 0.0), axis=3, keep_dims=True)
+        v11 = tl.load(in3_ptr + other.to(tl.int64) * in3_stride + f0, mask=live & (f0 < 3), other=0).to(FLOAT)
+        v12 = (v10 - v11)
+        v13 = tl.exp(v12)
+        v15 = tl.reshape(tl.load(in4_ptr + other_flat.to(tl.int64)[:, None] * in4_stride + (f0_0 * 8 + f1_0)[None, :], mask=alive_flat[:, None] & ((f0_0 < 3))[None, :], other=0).to(FLOAT), [BLOCK_E // 4, 4, 4, 8])
+        v16 = (v15 * v1)
+        v17 = tl.sum(tl.where(f1 < 5, v16, 0.0), axis=3, keep_dims=True)
+        v18 = tl.load(in5_ptr + other.to(tl.int64) * in5_stride + f0, mask=live & (f0 < 3), other=0).to(FLOAT)
+        v19 = (v17 - v18)
+        v20 = (v13 * v19)
+        v23 = tl.where(v4, v8, v22)
+        sum0 += tl.sum(((tl.where(live, v13, 0.0) * v15) + (tl.where(live, v20, 0.0) * v23)), axis=0, keep_dims=True)
+    sum0 = tl.sum(sum0, axis=1, keep_dims=True)
     if slot < 0:
         count = (end - start).to(FLOAT)
-        tl.store(tl.broadcast_to(out0_ptr + row * 15 + f0 * 5 + f1, [1, 4, 8]), tl.broadcast_to(sum0, [1, 4, 8]), mask=tl.broadcast_to((f0 < 3) & (f1 < 5), [1, 4, 8]))
+        tl.store(out0_ptr + row * 15 + f0_0 * 5 + f1_0, tl.reshape(tl.broadcast_to(sum0, [1, 1, 4, 8]), [32]), mask=tl.broadcast_to((f0_0 < 3) & (f1_0 < 5), [32]))
     else:
-        tl.store(tl.broadcast_to(ws0_ptr + slot * 15 + f0 * 5 + f1, [1, 4, 8]), sum0, mask=tl.broadcast_to((f0 < 3) & (f1 < 5), [1, 4, 8]))
+        tl.store(tl.broadcast_to(ws0_ptr + slot * 15 + f0 * 5 + f1, [1, 1, 4, 8]), sum0, mask=tl.broadcast_to((f0 < 3) & (f1 < 5), [1, 1, 4, 8]))
 
 
 @triton.jit
-def merge_sum_by_dst_cb4d1a(split_row_ptr, split_ptr_ptr, row_ptr_ptr, num_split, out0_ptr, ws0_ptr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr):
+def merge_sum_by_src_7b1b02(split_row_ptr, split_ptr_ptr, row_ptr_ptr, num_split, out0_ptr, ws0_ptr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr):
     pid = tl.program_id(0).to(tl.int64)
     split = pid % num_split
-    f0 = (tl.arange(0, 4))[None, :, None]
-    f1 = (tl.arange(0, 8))[None, None, :]
+    f0 = tl.arange(0, 4)[None, None, :, None]
+    f1 = tl.arange(0, 8)[None, None, None, :]
+    f0_0 = tl.arange(0, 32) // 8
+    f1_0 = tl.arange(0, 32) % 8
     row = tl.load(split_row_ptr + split).to(tl.int64)
     first = tl.load(split_ptr_ptr + split).to(tl.int64)
     last = tl.load(split_ptr_ptr + split + 1).to(tl.int64)
     if first == last:
         return
     count = (tl.load(row_ptr_ptr + row + 1) - tl.load(row_ptr_ptr + row)).to(FLOAT)
-    sum0 = tl.full([1, 4, 8], 0.0, FLOAT)
+    sum0 = tl.full([1, 1, 4, 8], 0.0, FLOAT)
     for slot in range(first, last):
         new_sum0 = tl.load(ws0_ptr + slot * 15 + f0 * 5 + f1, mask=(f0 < 3) & (f1 < 5), other=0)
         sum0 += new_sum0
-    tl.store(tl.broadcast_to(out0_ptr + row * 15 + f0 * 5 + f1, [1, 4, 8]), tl.broadcast_to(sum0, [1, 4, 8]), mask=tl.broadcast_to((f0 < 3) & (f1 < 5), [1, 4, 8]))
+    tl.store(out0_ptr + row * 15 + f0_0 * 5 + f1_0, tl.reshape(tl.broadcast_to(sum0, [1, 1, 4, 8]), [32]), mask=tl.broadcast_to((f0_0 < 3) & (f1_0 < 5), [32]))

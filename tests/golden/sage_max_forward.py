@@ -10,56 +10,62 @@ from triton_kernels import device
 def max_argmax_by_dst_ef460d(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_end_ptr, piece_slot_ptr, num_pieces, in0_ptr, in0_stride, out0_ptr, out1_ptr, ws0_ptr, ws1_ptr, BLOCK_E: tl.constexpr, HAS_EID: tl.constexpr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr):
     pid = tl.program_id(0).to(tl.int64)
     piece = pid % num_pieces
-    f0 = (tl.arange(0, 8))[None, :]
+    f0 = tl.arange(0, 8)[None, None, :]
+    f0_0 = tl.arange(0, 8)
     row = tl.load(piece_row_ptr + piece).to(tl.int64)
     start = tl.load(piece_start_ptr + piece)
     end = tl.load(piece_end_ptr + piece)
     slot = tl.load(piece_slot_ptr + piece).to(tl.int64)
-    max0 = tl.full([BLOCK_E, 8], float("-inf"), FLOAT)
-    arg0 = tl.full([BLOCK_E, 8], UNSET, ID)
-    ahead = start + tl.arange(0, BLOCK_E)
-    next_other = tl.load(other_ptr + ahead, mask=ahead < end, other=0)
+    max0 = tl.full([BLOCK_E // 16, 16, 8], float("-inf"), FLOAT)
+    arg0 = tl.full([BLOCK_E // 16, 16, 8], UNSET, ID)
+    ahead = start + (tl.arange(0, BLOCK_E // 16) * 16)[:, None] + tl.arange(0, 16)[None, :]
     if HAS_EID:
         next_eid = tl.load(eid_ptr + ahead, mask=ahead < end, other=0)
+    ahead_flat = start + tl.arange(0, BLOCK_E)
+    next_other_flat = tl.load(other_ptr + ahead_flat, mask=ahead_flat < end, other=0)
     for base in range(start, end, BLOCK_E):
-        position = base + tl.arange(0, BLOCK_E)
+        position = base + (tl.arange(0, BLOCK_E // 16) * 16)[:, None] + tl.arange(0, 16)[None, :]
         alive = position < end
-        live = alive[:, None]
-        other = next_other.to(tl.int64)[:, None]
-        next_other = tl.load(other_ptr + position + BLOCK_E, mask=position + BLOCK_E < end, other=0)
+        live = alive[:, :, None]
         if HAS_EID:
-            eid = next_eid[:, None]
+            eid = next_eid[:, :, None]
             next_eid = tl.load(eid_ptr + position + BLOCK_E, mask=position + BLOCK_E < end, other=0)
         else:
-            eid = position[:, None]
-        v0 = tl.load(in0_ptr + other.to(tl.int64) * in0_stride + f0, mask=live & (f0 < 5), other=0).to(FLOAT)
+            eid = position[:, :, None]
+        position_flat = base + tl.arange(0, BLOCK_E)
+        alive_flat = position_flat < end
+        other_flat = next_other_flat.to(tl.int64)
+        next_other_flat = tl.load(other_ptr + position_flat + BLOCK_E, mask=position_flat + BLOCK_E < end, other=0)
+        v0 = tl.reshape(tl.load(in0_ptr + other_flat.to(tl.int64)[:, None] * in0_stride + (f0_0)[None, :], mask=alive_flat[:, None] & ((f0_0 < 5))[None, :], other=0).to(FLOAT), [BLOCK_E // 16, 16, 8])
         fresh_max0 = v0
         take_max0 = live & ((arg0 == UNSET) | (~(fresh_max0 <= max0) & (max0 == max0)))
         max0 = tl.where(take_max0, fresh_max0, max0)
         arg0 = tl.where(take_max0, eid, arg0)
-    max0, arg0 = device.lane_max(max0, arg0, UNSET)
+    max0, arg0 = device.lane_max(max0, arg0, UNSET, 0)
+    max0, arg0 = device.lane_max(max0, arg0, UNSET, 1)
     if slot < 0:
         count = (end - start).to(FLOAT)
-        tl.store(tl.broadcast_to(out0_ptr + row * 5 + f0, [1, 8]), tl.broadcast_to(tl.where(count > 0, max0, 0.0), [1, 8]), mask=tl.broadcast_to((f0 < 5), [1, 8]))
-        tl.store(tl.broadcast_to(out1_ptr + row * 5 + f0, [1, 8]), tl.broadcast_to(tl.where(count > 0, arg0, -1), [1, 8]), mask=tl.broadcast_to((f0 < 5), [1, 8]))
+        tl.store(out0_ptr + row * 5 + f0_0, tl.reshape(tl.broadcast_to(tl.where(count > 0, max0, 0.0), [1, 1, 8]), [8]), mask=tl.broadcast_to((f0_0 < 5), [8]))
+        tl.store(out1_ptr + row * 5 + f0_0, tl.reshape(tl.broadcast_to(tl.where(count > 0, arg0, -1), [1, 1, 8]), [8]), mask=tl.broadcast_to((f0_0 < 5), [8]))
     else:
-        tl.store(tl.broadcast_to(ws0_ptr + slot * 5 + f0, [1, 8]), max0, mask=tl.broadcast_to((f0 < 5), [1, 8]))
-        tl.store(tl.broadcast_to(ws1_ptr + slot * 5 + f0, [1, 8]), arg0, mask=tl.broadcast_to((f0 < 5), [1, 8]))
+        tl.store(tl.broadcast_to(ws0_ptr + slot * 5 + f0, [1, 1, 8]), max0, mask=tl.broadcast_to((f0 < 5), [1, 1, 8]))
+        tl.store(tl.broadcast_to(ws1_ptr + slot * 5 + f0, [1, 1, 8]), arg0, mask=tl.broadcast_to((f0 < 5), [1, 1, 8]))
 
 
 @triton.jit
 def merge_max_argmax_by_dst_ef460d(split_row_ptr, split_ptr_ptr, row_ptr_ptr, num_split, out0_ptr, out1_ptr, ws0_ptr, ws1_ptr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr):
     pid = tl.program_id(0).to(tl.int64)
     split = pid % num_split
-    f0 = (tl.arange(0, 8))[None, :]
+    f0 = tl.arange(0, 8)[None, None, :]
+    f0_0 = tl.arange(0, 8)
     row = tl.load(split_row_ptr + split).to(tl.int64)
     first = tl.load(split_ptr_ptr + split).to(tl.int64)
     last = tl.load(split_ptr_ptr + split + 1).to(tl.int64)
     if first == last:
         return
     count = (tl.load(row_ptr_ptr + row + 1) - tl.load(row_ptr_ptr + row)).to(FLOAT)
-    max0 = tl.full([1, 8], float("-inf"), FLOAT)
-    arg0 = tl.full([1, 8], UNSET, ID)
+    max0 = tl.full([1, 1, 8], float("-inf"), FLOAT)
+    arg0 = tl.full([1, 1, 8], UNSET, ID)
     for slot in range(first, last):
         new_max0 = tl.load(ws0_ptr + slot * 5 + f0, mask=(f0 < 5), other=0)
         new_arg0 = tl.load(ws1_ptr + slot * 5 + f0, mask=(f0 < 5), other=0)
@@ -68,5 +74,5 @@ def merge_max_argmax_by_dst_ef460d(split_row_ptr, split_ptr_ptr, row_ptr_ptr, nu
         max0 = tl.where(take_max0, new_max0, max0)
         arg0 = tl.where(take_max0, new_arg0, arg0)
         arg0 = tl.where(((new_max0 == max0) | ((new_max0 != new_max0) & (max0 != max0))) & (new_arg0 < arg0), new_arg0, arg0)
-    tl.store(tl.broadcast_to(out0_ptr + row * 5 + f0, [1, 8]), tl.broadcast_to(tl.where(count > 0, max0, 0.0), [1, 8]), mask=tl.broadcast_to((f0 < 5), [1, 8]))
-    tl.store(tl.broadcast_to(out1_ptr + row * 5 + f0, [1, 8]), tl.broadcast_to(tl.where(count > 0, arg0, -1), [1, 8]), mask=tl.broadcast_to((f0 < 5), [1, 8]))
+    tl.store(out0_ptr + row * 5 + f0_0, tl.reshape(tl.broadcast_to(tl.where(count > 0, max0, 0.0), [1, 1, 8]), [8]), mask=tl.broadcast_to((f0_0 < 5), [8]))
+    tl.store(out1_ptr + row * 5 + f0_0, tl.reshape(tl.broadcast_to(tl.where(count > 0, arg0, -1), [1, 1, 8]), [8]), mask=tl.broadcast_to((f0_0 < 5), [8]))

@@ -1,0 +1,465 @@
+"""Training steps as CUDA graphs: recorded once, then launched as a whole, so that small graphs do not wait for Python.
+
+A step is run as it is four times, which compiles kernels and fills what is remembered between steps; these runs are
+the first steps of the training. Then it is recorded and from there on replayed. A replay reads and writes the memory of
+the recording, so what it relies on is compared before each one, and a step that would no longer be the same runs as it
+is again and is recorded anew.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch.nn import Module
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from pyg_fullgraph import events, memo
+from pyg_fullgraph.errors import CaptureError, InputError, PygFullgraphError
+from pyg_fullgraph.saga.refusal import line_of
+
+__all__ = ["CapturedStep", "capture"]
+
+#: Steps that run as they are before one is recorded: the first derives what is remembered, the second sees which inputs
+#: are constant, the third uses what was kept of them, and in the last one nothing may wait for the GPU any more.
+_NUM_FIRST = 4
+#: Recordings that were given up after which it is said that replaying does not pay.
+_MAX_RESTARTS = 4
+
+
+def capture(step: Callable[[], Any]) -> CapturedStep:
+    """Let ``step`` run as a CUDA graph: one launch instead of hundreds, for graphs so small that launching takes longer
+    than computing.
+
+    Args:
+        step: A whole training step on the current CUDA device without arguments: gradients to zero, forward, loss,
+            backward, ``optimizer.step()``. What it returns, tensors in tuples, lists and dicts, is returned by each
+            call.
+
+    Returns: a :class:`CapturedStep`, called in the place of ``step``. Every call is one step of the training, also the
+        first four, which run as they are. Tensors that it returns are overwritten by the next call and have no history.
+
+    Numerics: optimizers that can (Adam, AdamW, ...) run as with ``capturable=True``, :class:`torch.optim.SGD` as with
+        ``fused=True``; else bit-identical to calling ``step``. Each replay draws new dropout masks, from torch's
+        generator as always.
+    Raises:
+        InputError: ``step`` cannot be called, there is no CUDA device, or there are several processes.
+        CaptureError: From one of the first calls, if the step waits for the GPU (``.item()``, a boolean mask as an
+            index, printing), computes on the CPU, or has an optimizer that cannot be replayed.
+    """
+    if not callable(step):
+        raise InputError("step", "to be a function without arguments that does one training step", type(step).__name__)
+    if not torch.cuda.is_available():
+        raise InputError("step", "to run on a CUDA device", "a machine without one; call the step itself there")
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        raise InputError("step", "to run in a single process", f"{dist.get_world_size()} processes")
+    return CapturedStep(step)
+
+
+class CapturedStep:
+    """What :func:`capture` returns: call it without arguments in the place of the step.
+
+    Attributes:
+        is_recorded: Whether the next call replays, unless something changed.
+        num_recordings: How often the step was recorded.
+        pool_bytes: Memory of the recorded graph, apart from all other tensors; 0 while nothing is recorded.
+    """
+
+    def __init__(self, step: Callable[[], Any]) -> None:
+        functools.update_wrapper(self, step, updated=())
+        self.step = step
+        self.num_recordings = 0
+        self._optimizers = _Optimizers()
+        self._stream: torch.cuda.Stream | None = None
+        self._num_run = self._num_restarts = 0
+        self._recorded: _Recorded | None = None
+
+    @property
+    def is_recorded(self) -> bool:
+        return self._recorded is not None
+
+    @property
+    def pool_bytes(self) -> int:
+        return 0 if self._recorded is None else self._recorded.pool_bytes
+
+    def __call__(self) -> Any:
+        """One step: as it is, or recorded and replayed, or replayed."""
+        if events.is_recording():  # a timeline has marks in the step, which a graph has no times of
+            return self._run()
+        if self._recorded is not None:
+            reason = self._recorded.change()
+            if reason is not None:
+                self._restart(reason)
+        if self._recorded is None:
+            if self._num_run < _NUM_FIRST:
+                with _waiting_refused() if self._num_run == _NUM_FIRST - 1 else nullcontext():
+                    outputs = self._run()
+                self._num_run += 1
+                return outputs
+            self._recorded = self._record()
+            self.num_recordings += 1
+        return self._recorded.replay()
+
+    def reset(self) -> None:
+        """Give the memory of the recording back; the next calls run the step as it is and record it anew."""
+        if self._recorded is not None:
+            torch.cuda.synchronize()  # the last replay may be under way
+        self._recorded, self._num_run = None, 0
+
+    def _restart(self, reason: str) -> None:
+        self.reset()
+        self._num_restarts += 1
+        if self._num_restarts == _MAX_RESTARTS:
+            warnings.warn(f"A captured step was recorded {self.num_recordings} times, because something changed that "
+                          f"is fixed in a recording; last time {reason}. In between it ran as it is.", stacklevel=3)
+
+    def _run(self) -> Any:
+        """The step as it is, on the stream that it will be recorded on."""
+        before = torch.cuda.current_stream()
+        stream = self._side_stream()
+        stream.wait_stream(before)
+        try:
+            with torch.cuda.stream(stream), self._optimizers.prepared():
+                outputs = self.step()
+        finally:
+            before.wait_stream(stream)
+        self._optimizers.check()
+        _check_devices(outputs)
+        return _without_history(outputs)
+
+    def _side_stream(self) -> torch.cuda.Stream:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        return self._stream
+
+    def _record(self) -> _Recorded:
+        self._optimizers.write_rates()
+        graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        generator = torch.cuda.default_generators[before.device_index]
+        random_state = generator.clone_state()
+        grads_before = self._optimizers.grads()
+        optimizers_before = self._optimizers.rates(), self._optimizers.fingerprint()
+        failure: Exception | None = None
+        outputs: Any = None
+        with memo.recording() as taken, self._optimizers.prepared(), warnings.catch_warnings():
+            warnings.filterwarnings("error", message="The CUDA Graph is empty")
+            try:
+                # Threads that load data or talk to other processes may go on.
+                with torch.cuda.graph(graph, stream=self._side_stream(), capture_error_mode="thread_local"):
+                    try:
+                        outputs = _without_history(self.step())
+                    except Exception as error:  # what ends a broken capture raises another one
+                        failure = error
+            except Exception as error:
+                failure = failure or error
+            finally:
+                torch.cuda.set_stream(before)
+        if failure is None and (self._optimizers.rates(), self._optimizers.fingerprint()) != optimizers_before:
+            failure = CaptureError("optimizers to do the same in every step; learning rates change between steps, by a "
+                                   "scheduler that is called outside", "a step that changes one")
+        if failure is not None:
+            _restore(generator, random_state)
+            explained = _explained(failure)
+            raise explained from (None if explained is failure else failure)
+        return _Recorded(graph, outputs, taken, self._optimizers, grads_before, _bindings(self.step))
+
+
+class _Recorded:
+    """A graph with everything that it reads and writes, kept alive, and what that was when it was recorded."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: Any, taken: memo.Recording, optimizers: _Optimizers,
+                 grads_before: list[Tensor | None], bindings: list[tuple[Any, Any, Any]]) -> None:
+        self.graph, self.outputs, self.taken, self.optimizers = graph, outputs, taken, optimizers
+        self.grads_before, self.grads = grads_before, optimizers.grads()
+        self.bindings = bindings
+        self.held = optimizers.tensors()
+        self.fingerprint = optimizers.fingerprint()
+
+    @property
+    def pool_bytes(self) -> int:
+        pool = tuple(self.graph.pool())
+        return sum(s["total_size"] for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == pool)
+
+    def change(self) -> str | None:
+        """Why a replay would not do what the step does now; None if it would, as far as can be seen."""
+        if not self.taken.is_current:
+            return "a tensor was written to from which something had been derived"
+        if any(_look_up(holder, key) is not value for holder, key, value in self.bindings):
+            return "a name in the step stands for another tensor"
+        if self.optimizers.fingerprint() != self.fingerprint:
+            return "an optimizer, its state or its parameters are others"
+        for before, after, now in zip(self.grads_before, self.grads, self.optimizers.grads(), strict=True):
+            if (now is None) != (before is None) or (before is not None and before is after and now is not after):
+                return "gradients were set to zero in another way"
+        return None
+
+    def replay(self) -> Any:
+        self.optimizers.write_rates()
+        self.graph.replay()
+        for parameter, grad in zip(self.optimizers.parameters(), self.grads, strict=True):
+            if parameter.grad is not grad:
+                parameter.grad = grad
+        return self.outputs
+
+
+# --- optimizers -------------------------------------------------------------------------------------------------
+
+
+class _Optimizers:
+    """The optimizers that a step uses, found when they take a step, made fit to be recorded before they do.
+
+    Learning rates stay the numbers that schedulers set; while an optimizer runs they are tensors, which replays read.
+    """
+
+    def __init__(self) -> None:
+        self._known: list[Optimizer] = []
+        #: Per optimizer and group the tensor and the number that is in it.
+        self._rates: dict[tuple[int, int], tuple[Tensor, float]] = {}
+        self._given: list[tuple[dict[str, Any], Any]] = []
+
+    @contextmanager
+    def prepared(self) -> Iterator[None]:
+        """Around a step."""
+        hooks = [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self._after()
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not any(optimizer is known for known in self._known):
+            self._known.append(optimizer)
+        for k, group in enumerate(optimizer.param_groups):
+            if not group["params"] or not all(p.is_cuda for p in group["params"]):
+                continue
+            if "capturable" in group:
+                _make_capturable(optimizer, group)
+            elif _takes_rate_when_fused(optimizer, group):
+                group["fused"] = True
+            else:  # a changed rate is recorded anew
+                continue
+            rate = group["lr"]
+            if isinstance(rate, Tensor) and rate.is_cuda:
+                continue
+            self._given.append((group, rate))
+            group["lr"] = self._rate(optimizer, k, float(rate), group)
+
+    def _after(self, *step: Any) -> None:
+        for group, rate in self._given:
+            group["lr"] = rate
+        self._given.clear()
+
+    def _rate(self, optimizer: Optimizer, k: int, value: float, group: dict[str, Any]) -> Tensor:
+        known = self._rates.get((id(optimizer), k))
+        if known is None:
+            first = group["params"][0]
+            # Fused optimizers read a float32.
+            is_wide = first.dtype == torch.float64 and not group.get("fused")
+            known = torch.full((), value, dtype=torch.float64 if is_wide else torch.float32, device=first.device), value
+        elif known[1] != value:
+            known = known[0].fill_(value), value
+        self._rates[id(optimizer), k] = known
+        return known[0]
+
+    def write_rates(self) -> None:
+        """Bring the tensors that replays read up to date."""
+        for optimizer in self._known:
+            for k, group in enumerate(optimizer.param_groups):
+                known = self._rates.get((id(optimizer), k))
+                if known is not None and not (isinstance(group["lr"], Tensor) and group["lr"].is_cuda):
+                    self._rate(optimizer, k, float(group["lr"]), group)
+
+    def rates(self) -> list[Any]:
+        """Learning rates as they are set: numbers, and for tensors which."""
+        return [id(rate) if isinstance(rate, Tensor) else rate for optimizer in self._known
+                for group in optimizer.param_groups for rate in [group.get("lr")]]
+
+    def parameters(self) -> list[Tensor]:
+        return [p for optimizer in self._known for group in optimizer.param_groups for p in group["params"]]
+
+    def grads(self) -> list[Tensor | None]:
+        return [p.grad for p in self.parameters()]
+
+    def tensors(self) -> list[Any]:
+        """Everything that steps of the optimizers read and write."""
+        found = [*self.parameters(), *self.grads(), *(tensor for tensor, _ in self._rates.values())]
+        for optimizer in self._known:
+            found += [value for state in optimizer.state.values() for value in state.values()]
+            found += [v for group in optimizer.param_groups for v in group.values() if isinstance(v, Tensor)]
+        return found
+
+    def fingerprint(self) -> list[Any]:
+        """What is fixed in a recording: options except for learning rates that are read, parameters and state."""
+        made: list[Any] = []
+        for optimizer in self._known:
+            for k, group in enumerate(optimizer.param_groups):
+                is_read = (id(optimizer), k) in self._rates
+                made.append({name: id(v) if isinstance(v, Tensor) else v for name, v in group.items()
+                             if name != "params" and not (name == "lr" and is_read)})
+                for p in group["params"]:
+                    state = optimizer.state.get(p, {})
+                    made.append((id(p), p.data_ptr(), p.requires_grad, *map(id, state.values())))
+        return made
+
+    def check(self) -> None:
+        """Refuse optimizers that count or decide on the host, which a replay would not repeat.
+
+        Raises:
+            CaptureError: names the optimizer.
+        """
+        for optimizer in self._known:
+            name = type(optimizer).__name__
+            if any(not p.is_cuda for group in optimizer.param_groups for p in group["params"]):
+                raise CaptureError("parameters to be on a CUDA device", f"some of {name} elsewhere")
+            for state in optimizer.state.values():
+                for key, value in state.items():
+                    if isinstance(value, (int, float)) or (isinstance(value, Tensor) and not value.is_cuda):
+                        raise CaptureError(
+                            "the state of the optimizer to be on the GPU, as that of torch.optim.SGD and of those with "
+                            "the option 'capturable' (Adam, AdamW, ...)", f"{name}, which has '{key}' on the host")
+
+
+def _takes_rate_when_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Whether this is an SGD that may read its rate from a tensor; not fused, it reads it on the host."""
+    is_free = group.get("fused") or (group.get("foreach") is None and not group.get("differentiable"))
+    return type(optimizer) is torch.optim.SGD and bool(is_free) and all(
+        p.dtype in (torch.float32, torch.bfloat16, torch.float16) for p in group["params"])
+
+
+def _make_capturable(optimizer: Optimizer, group: dict[str, Any]) -> None:
+    group["capturable"] = True
+    # The steps before the recording are no mistake.
+    optimizer._warned_capturable_if_run_uncaptured = True
+    for p in group["params"]:
+        state = optimizer.state.get(p, {})
+        for key, value in state.items():
+            if isinstance(value, Tensor) and not value.is_cuda:
+                state[key] = value.to(p.device)
+
+
+# --- outputs and names ------------------------------------------------------------------------------------------
+
+
+def _without_history(outputs: Any) -> Any:
+    return pytree.tree_map_only(Tensor, Tensor.detach, outputs)
+
+
+def _check_devices(outputs: Any) -> None:
+    for tensor in pytree.tree_leaves(outputs):
+        if isinstance(tensor, Tensor) and not tensor.is_cuda:
+            raise CaptureError("what the step returns to be on a CUDA device; a replay computes nothing on the CPU",
+                               f"a tensor on {tensor.device}")
+
+
+@contextmanager
+def _waiting_refused() -> Iterator[None]:
+    """Where the host would wait for the GPU there is an error: here rather than in a capture, which it would break."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    except RuntimeError as error:
+        if "synchronizing CUDA operation" not in str(error):
+            raise
+        raise _explained(error) from error
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def _restore(generator: torch.Generator, state: torch.Generator) -> None:
+    """Let ``generator`` go on from ``state`` after a capture that failed, which may have left it in the capture."""
+    try:
+        torch.rand(1, device=generator.device)
+        generator.set_state(state.get_state())
+    except RuntimeError:
+        generator.graphsafe_set_state(state)
+
+
+def _explained(error: Exception) -> Exception:
+    is_ours = isinstance(error, (PygFullgraphError, torch.OutOfMemoryError))
+    if is_ours or not isinstance(error, (RuntimeError, UserWarning)):
+        return error
+    if isinstance(error, UserWarning):
+        return CaptureError("the step to run on the current CUDA device", "a step that does nothing there")
+    line, reason = line_of(error), (str(error).splitlines() or [""])[0]
+    return CaptureError(
+        "the step to run without the host waiting for the GPU while it is recorded: keep .item(), .tolist(), printing, "
+        "evaluation and branches on values out of it, make tensors before it, and index by positions, found before by "
+        "mask.nonzero().view(-1), instead of by a boolean mask", f"{reason}{f' at {line}' if line else ''}")
+
+
+#: Most entries of a container that is looked through.
+_MOST_ENTRIES = 256
+#: How many containers and attributes deep tensors are looked for: a closure, its Data, the storage, the mapping there.
+_DEPTH = 5
+_OPAQUE = (CapturedStep, Module, Optimizer, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, str,
+           bytes, int, float, type(None))
+
+
+def _bindings(step: Callable[[], Any]) -> list[tuple[Any, Any, Any]]:
+    """Where the step finds tensors: (cell or container, key, value) for each link of the way to one."""
+    found: list[tuple[Any, Any, Any]] = []
+    seen: dict[int, bool] = {}
+
+    def leads_to_tensor(value: Any, depth: int) -> bool:
+        if isinstance(value, Tensor):
+            return True
+        if depth == 0 or isinstance(value, _OPAQUE):
+            return False
+        if id(value) not in seen:
+            seen[id(value)] = False
+            for holder, key, child in _links(value):
+                if leads_to_tensor(child, depth - 1):
+                    found.append((holder, key, child))
+                    seen[id(value)] = True
+        return seen[id(value)]
+
+    for holder, key in _names(step):
+        value = _look_up(holder, key)
+        if leads_to_tensor(value, _DEPTH):
+            found.append((holder, key, value))
+    return found
+
+
+def _names(step: Any) -> Iterable[tuple[Any, Any]]:
+    """The variables that a function sees, as cells and entries of its globals; attributes of what it is bound to."""
+    if isinstance(step, functools.partial):
+        return [*((step.args, k) for k in range(len(step.args))), *((step.keywords, k) for k in step.keywords),
+                *_names(step.func)]
+    if isinstance(step, types.MethodType):
+        bound = getattr(step.__self__, "__dict__", {})
+        return [*((bound, name) for name in bound), *_names(step.__func__)]
+    if not isinstance(step, types.FunctionType):
+        bound = getattr(step, "__dict__", {})
+        return [(bound, name) for name in bound]
+    names = [name for name in step.__code__.co_names if name in step.__globals__]
+    return [*((cell, None) for cell in step.__closure__ or ()), *((step.__globals__, name) for name in names)]
+
+
+def _links(value: Any) -> list[tuple[Any, Any, Any]]:
+    holder = value if isinstance(value, (dict, list, tuple)) else getattr(value, "__dict__", {})
+    if len(holder) > _MOST_ENTRIES:
+        return []
+    return [(holder, k, v) for k, v in (holder.items() if isinstance(holder, dict) else enumerate(holder))]
+
+
+def _look_up(holder: Any, key: Any) -> Any:
+    """What a name stands for now; None if it is gone."""
+    try:
+        return holder.cell_contents if isinstance(holder, types.CellType) else holder[key]
+    except (KeyError, IndexError, ValueError):
+        return None
