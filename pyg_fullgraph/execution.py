@@ -295,7 +295,7 @@ def _kernel_for(sweep: Sweep, like: Tensor, order: EdgeOrder | None = None) -> c
         degree = order.num_edges / max(order.num_rows, 1)
         slices = (size // like.element_size() for least, size in SLICES if degree >= least)
         features = next(slices, kernel.width)
-        if features < kernel.width:
+        if 2 * features < kernel.width:
             kernel = kernel_of(sweep, lanes, features)
     return kernel if isinstance(kernel, codegen.KernelSource) and kernel.source not in _TOO_LARGE else None
 
