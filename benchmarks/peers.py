@@ -74,14 +74,14 @@ class TurboGATv2(_Turbo):
 
 
 class TurboDotAttention(_Turbo):
-    """As ``DotAttention`` without edge features; turbo-gnn names the row it sums over ``Q``."""
+    """As ``DotAttention`` without edge features; what turbo-gnn calls ``Q`` is gathered, and ``K`` is of the row."""
 
     def __init__(self, heads: int) -> None:
         super().__init__("graph_transformer_aggr", heads)
 
     def forward(self, query: Tensor, graph: Any, key: Tensor, value: Tensor) -> Tensor:
         scale = 1 / math.sqrt(query.shape[1] // self.heads)
-        out = self.function(graph, query, Q=self.split(query), K=self.split(key), V=self.split(value), scale=scale)
+        out = self.function(graph, query, Q=self.split(key), K=self.split(query), V=self.split(value), scale=scale)
         return out.reshape(query.shape[0], -1)
 
 

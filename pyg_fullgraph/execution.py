@@ -300,7 +300,7 @@ def _kernel_for(sweep: Sweep, like: Tensor, order: EdgeOrder | None = None,
         degree = order.num_edges / max(order.num_rows, 1)
         slices = (size // like.element_size() for least, size in SLICES if degree >= least)
         features = next(slices, kernel.width)
-        if features < kernel.width:
+        if 2 * features < kernel.width:
             kernel = kernel_of(sweep, lanes, features)
     kernels = [kernel]
     if is_whole and order is not None and _prefers_blocks(kernel, order):

@@ -243,7 +243,7 @@ def _starts(counts: Tensor) -> Tensor:
 
 
 def _long_first(length: Tensor, longest: int, waits: bool) -> Tensor:
-    """Stable order of ``length`` [P]: above half of ``longest`` first; no sort if the host does not wait."""
+    """Stable order of ``length`` [P]: longer than half of ``longest`` first; no sort if the host does not wait."""
     is_long = length * 2 > longest
     if waits:
         return torch.sort(is_long, descending=True, stable=True).indices

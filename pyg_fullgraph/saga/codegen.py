@@ -175,6 +175,8 @@ class _Generator:
         self.name = f"{'_'.join(kinds)}_by_{side}_{'blocks_' if takes_blocks else ''}{sweep.digest[:6]}"
 
     def generate(self) -> KernelSource:
+        if self.tile.edge_lanes:
+            self.emitter.load_narrow([*(a for _, g in self.gathers for a in g.args), *(e for _, e in self.edges)])
         for reducer in (*self.lanes, *self.totals):
             self.emitter.lines += reducer.update(self.emitter)
         for result, e in self.edges:

@@ -6,7 +6,7 @@ What needs no edge is computed before the loop over edges, and what needs no row
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pyg_fullgraph.errors import NotFusable
@@ -129,6 +129,18 @@ class Emitter:
         what = "other" if side == self.others else "rows"
         self.indices.add((what, is_flat))
         return f"{what}_flat" if is_flat else what
+
+    def load_narrow(self, roots: Iterable[Node]) -> None:
+        """Add the lines that load what is not wide, for ``roots`` without sums over features.
+
+        Where values of two loads meet, Triton arranges the result like the later load, and it is the wide one that
+        should not have to move. Sums over features are the other way round: what they give is narrow.
+        """
+        nodes = list(ir.walk(*roots))
+        if not any(ir.OPS[n.op].kind == "reduce" for n in nodes):
+            for node in nodes:
+                if node.op == "input" and node not in self.lowering.tables and not self.tile.is_flat(node):
+                    self.number(node)
 
     def number(self, root: Node) -> str:
         """The value of ``root`` as a floating point tile, after adding the lines that compute it."""
