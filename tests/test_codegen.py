@@ -280,7 +280,7 @@ def test_every_kernel_compiles_for_sm_90(tmp_path):
 
 
 def long_chains():
-    """What loops unrolled in a message leave: of one operation, with each value used twice, and under a narrow factor."""
+    """Loops unrolled in a message: of one operation, with each value used twice, and beside a narrow factor."""
     x, y, a = ir.input("x", SRC, (4,)), ir.input("y", DST, (4,)), ir.input("a", EDGE, (1,))
     both = ir.pointwise("add", x, y)
     deep, twice, scaled = both, ir.pointwise("sigmoid", both), ir.pointwise("mul", ir.pointwise("log", a), both)
