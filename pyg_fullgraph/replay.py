@@ -444,7 +444,7 @@ def _names(step: Any) -> Iterable[tuple[Any, Any]]:
         bound = getattr(step.__self__, "__dict__", {})
         return [*((bound, name) for name in bound), *_names(step.__func__)]
     if not isinstance(step, types.FunctionType):
-        bound, call = getattr(step, "__dict__", {}), getattr(type(step), "__call__", None)
+        bound, call = getattr(step, "__dict__", {}), type(step).__call__
         return [*((bound, name) for name in bound), *(_names(call) if isinstance(call, types.FunctionType) else ())]
     names = [name for name in dict.fromkeys(_names_in(step.__code__)) if name in step.__globals__]
     return [*((cell, None) for cell in step.__closure__ or ()), *((step.__globals__, name) for name in names)]
