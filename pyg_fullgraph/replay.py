@@ -444,10 +444,18 @@ def _names(step: Any) -> Iterable[tuple[Any, Any]]:
         bound = getattr(step.__self__, "__dict__", {})
         return [*((bound, name) for name in bound), *_names(step.__func__)]
     if not isinstance(step, types.FunctionType):
-        bound = getattr(step, "__dict__", {})
-        return [(bound, name) for name in bound]
-    names = [name for name in step.__code__.co_names if name in step.__globals__]
+        bound, call = getattr(step, "__dict__", {}), type(step).__call__
+        return [*((bound, name) for name in bound), *(_names(call) if isinstance(call, types.FunctionType) else ())]
+    names = [name for name in dict.fromkeys(_names_in(step.__code__)) if name in step.__globals__]
     return [*((cell, None) for cell in step.__closure__ or ()), *((step.__globals__, name) for name in names)]
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    """The names of ``code``, and of the comprehensions, lambdas and functions in it."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _names_in(inner)
 
 
 def _links(value: Any) -> list[tuple[Any, Any, Any]]:

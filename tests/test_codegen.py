@@ -279,3 +279,24 @@ def test_every_kernel_compiles_for_sm_90(tmp_path):
     print("spilling:", spilling, "most registers:", max(r["registers"] for r in compiled.values()))
     limits = {k: MORE_SPILL_BYTES.get(k.partition("/")[0], MAX_SPILL_BYTES) for k in spilling}
     assert all(r["spill_bytes"] <= limits[k] for k, r in spilling.items()), spilling
+
+
+def long_chains():
+    """Loops unrolled in a message: of one operation, with each value used twice, and beside a narrow factor."""
+    x, y, a = ir.input("x", SRC, (4,)), ir.input("y", DST, (4,)), ir.input("a", EDGE, (1,))
+    both = ir.pointwise("add", x, y)
+    deep, twice, scaled = both, ir.pointwise("sigmoid", both), ir.pointwise("mul", ir.pointwise("log", a), both)
+    for _ in range(1200):
+        deep = ir.pointwise("sin", deep)
+        scaled = ir.pointwise("mul", scaled, y)
+    for _ in range(60):
+        twice = ir.pointwise("add", ir.pointwise("mul", twice, twice), twice)
+    return {"deep": deep, "scaled": scaled, "twice": twice}
+
+
+@pytest.mark.parametrize("name", long_chains())
+def test_long_chains_have_kernels_that_python_can_read(name):
+    value = long_chains()[name]
+    result = ir.input("%sum", DST, value.shape)
+    kernel = kernel_of(Sweep(DST, ((result, ir.gather("sum", DST, value)),), ()))
+    ast.parse(kernel.source)

@@ -356,6 +356,23 @@ def test_names_are_found_in_closures_partials_and_nested_containers():
     assert not is_same()
 
 
+SCALE = torch.ones(())
+
+
+class Scaled:
+    """A step that is an object."""
+
+    def __call__(self):
+        return SCALE * 2
+
+
+@pytest.mark.parametrize("step", [lambda: [SCALE * k for k in range(2)], lambda: sum(SCALE * k for k in range(2)),
+                                  lambda: (lambda k: SCALE * k)(2), Scaled()],
+                         ids=["comprehension", "generator", "lambda", "object"])
+def test_globals_are_found_in_what_is_inside_a_step(step):
+    assert [value for _, key, value in replay._bindings(step) if key == "SCALE"] == [SCALE]
+
+
 # --- on a GPU ---------------------------------------------------------------------------------------------------
 
 

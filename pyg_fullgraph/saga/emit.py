@@ -151,7 +151,7 @@ class Emitter:
 
     def masked(self, root: Node) -> str:
         """The same with zeros where there is no edge."""
-        price = self.idle.price(root)
+        price, _ = self.idle.price(root)
         if price == 0:
             return self.number(root)
         if price < root.numel:

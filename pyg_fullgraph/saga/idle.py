@@ -22,6 +22,9 @@ _BOUNDED = (*_ODD, "sigmoid", "cos", "dropout", "eid", *ir.TRUTHS)
 #: What operations make of zeros that may overflow elsewhere.
 _GROWING = {"exp": 1, "expm1": 0, "sqrt": 0, "sinh": 0, "cosh": 1}
 _LAYOUT = ("view", "expand", "permute", "lift", "neg")
+#: Most operations between a value and the factor that is masked for it: they are written as one expression, and Python
+#: takes no more than 200 parentheses inside each other.
+_MAX_NESTED = 50
 
 
 class Idle(IntEnum):
@@ -38,11 +41,14 @@ class IdleLanes:
     def __init__(self, fixed: Sequence[Domain]) -> None:
         self._fixed = fixed
         self._states: dict[Node, Idle] = {}
+        self._prices: dict[Node, tuple[int, int]] = {}
 
     def state(self, node: Node) -> Idle:
         """What ``node`` is there."""
-        if node not in self._states:
-            self._states[node] = self._state(node)
+        if node not in self._states:  # operands first, without recursion: programs may be longer than Python's stack
+            for n in ir.walk(node):
+                if n not in self._states:
+                    self._states[n] = self._state(n)
         return self._states[node]
 
     def _state(self, node: Node) -> Idle:
@@ -53,7 +59,7 @@ class IdleLanes:
             return Idle.ZERO if value == 0 else Idle.FINITE if abs(value) < float("inf") else Idle.ANY
         if node.op == "weight":  # of a softmax: exp of minus infinity
             return Idle.ZERO
-        args = [self.state(a) for a in node.args]
+        args = [self._states[a] for a in node.args]
         if node.op == "where":
             return max(args[1:])
         if node.op == "mul" and Idle.ZERO in args and Idle.ANY not in args:
@@ -66,15 +72,25 @@ class IdleLanes:
             return max(Idle.FINITE, *args) if args else Idle.FINITE
         return Idle.ANY
 
-    def price(self, node: Node) -> int:
-        """How many features have to be masked for ``node`` to be zero there."""
-        if self.state(node) == Idle.ZERO:
-            return 0
-        prices = [node.numel]
+    def price(self, node: Node) -> tuple[int, int]:
+        """How many features have to be masked for ``node`` to be zero there, and how many operations below it."""
+        if node not in self._prices:
+            self.state(node)
+            for n in ir.walk(node):
+                if n not in self._prices:
+                    self._prices[n] = self._price(n)
+        return self._prices[node]
+
+    def _price(self, node: Node) -> tuple[int, int]:
+        if self._states[node] == Idle.ZERO:
+            return 0, 0
+        below: list[tuple[Node, ...]] = []
         if node.op == "mul":
-            prices += [self.price(a) for a, b in (node.args, node.args[::-1]) if self.state(b) != Idle.ANY]
-        elif node.op in ("add", "sub"):
-            prices.append(sum(map(self.price, node.args)))
-        elif node.op in _LAYOUT:
-            prices.append(self.price(node.args[0]))
+            below = [(a,) for a, b in (node.args, node.args[::-1]) if self._states[b] != Idle.ANY]
+        elif node.op in ("add", "sub") or node.op in _LAYOUT:
+            below = [node.args]
+        prices = [(node.numel, 0)]
+        for args in below:
+            features, depth = zip(*(self._prices[a] for a in args), strict=True)
+            prices += [(sum(features), max(depth) + 1)] if max(depth) < _MAX_NESTED else []
         return min(prices)
