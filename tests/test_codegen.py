@@ -248,6 +248,21 @@ def test_a_kernel_that_is_refused_in_the_middle_is_an_error(monkeypatch):
     assert calls[1] == calls[0] and calls[0] not in calls[2:]
 
 
+def test_axes_are_not_shared_where_programs_could_no_longer_split_them():
+    """Sums over one feature axis and over the other, and a value that has both."""
+    def summed(name, size):
+        product = ir.pointwise("mul", ir.input(f"{name}_src", Domain.SRC, (size,)),
+                               ir.input(f"{name}_dst", Domain.DST, (size,)))
+        return ir.reduce_features("sum", product, (0,))
+
+    value = ir.pointwise("mul", ir.input("v", Domain.SRC, (64, 128)), ir.pointwise("mul", summed("a", 64),
+                                                                                  summed("b", 128)))
+    phase = EdgePhase(split(EdgeProgram((Output("sum", value),))).stages[0].core)
+    (sweep,) = phase.forward_plan(KERNELS, False).sweeps
+    kernel = kernel_of(sweep)
+    assert isinstance(kernel, KernelSource) and kernel.width <= 256
+
+
 def test_tile_sizes_are_bounded():
     for name in CASES:
         for sweep in sweeps_of(program_of(name)):

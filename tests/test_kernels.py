@@ -17,7 +17,7 @@ from tiled import run_in_tiles, ties
 
 import zoo
 from oracle import check, gradients, program_of, random_case
-from programs import CASES, EDGE, MORE_CASES, SRC, make_tensors
+from programs import CASES, DST, EDGE, MORE_CASES, SRC, make_tensors
 from pyg_fullgraph import chunks, execution
 from pyg_fullgraph.autograd import compile_program, run
 from pyg_fullgraph.execution import interpreted
@@ -280,6 +280,28 @@ def test_dropout_masks_are_the_references(device):
         want = reference.dropout_mask(torch.tensor([number]), torch.arange(90), (3,), 0.3)
         assert torch.equal(got.cpu(), want)
         assert 0.1 < (want == 0).float().mean() < 0.5
+
+
+def overflowing(kind):
+    """What is hidden of a product of rows that overflows: with a destination's row of 1e30, in float32."""
+    x, y, w = ir.input("x", SRC, (5,)), ir.input("y", DST, (5,)), ir.input("w", EDGE, (1,))
+    square = ir.pointwise("mul", y, y)
+    value = {"sigmoid": lambda: ir.pointwise("sigmoid", ir.pointwise("mul", x, square)),
+             "where": lambda: ir.pointwise("where", ir.pointwise("gt", x, 0.0), x, square),
+             "relu": lambda: ir.pointwise("relu", ir.pointwise("neg", ir.pointwise("mul", x, square))),
+             "tanh": lambda: ir.pointwise("tanh", ir.pointwise("mul", x, square)),
+             "minimum": lambda: ir.pointwise("minimum", ir.pointwise("mul", x, square), 1.0)}[kind]()
+    return EdgeProgram((Output("sum", ir.pointwise("mul", value, w)),))
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@pytest.mark.parametrize("kind", ["sigmoid", "where", "relu", "tanh", "minimum"])
+def test_lanes_without_an_edge_do_not_make_a_finite_result_nan(kind, device):
+    edge_index = torch.tensor([[0, 1, 2, 3, 1], [0, 0, 0, 1, 2]])
+    tensors = {"x": torch.rand(4, 5) + 0.5, "y": torch.full((4, 5), 1e30), "w": torch.rand(5, 1) + 0.5}
+    tensors = {k: v.to(device) for k, v in tensors.items()}
+    (got,) = run(overflowing(kind), Graph.from_edge_index(edge_index.to(device), (4, 4)), tensors)
+    assert torch.isfinite(got).all()
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ where one has to be both 256 and 4 x 64, it is split for everybody.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from pyg_fullgraph.errors import NotFusable
@@ -65,25 +66,37 @@ class AxisMap:
             self.dims[node] = dims
         self.order = list(dict.fromkeys(_leaves(self.order)))
 
-    def share(self) -> None:
+    def share(self, whole: Iterable[Axis], most: int) -> None:
         """Let axes of one size be the same where no value has both: a tile then needs fewer dimensions.
 
         The features of queries and keys and those of values, say: sums over the former are as wide as the latter.
+
+        Args:
+            whole: Axes that cannot be split over programs.
+            most: Features of a value that may become unsplittable by this.
         """
+        values = [set(self.axes(node)) for node in self.dims]
         beside: dict[Axis, set[Axis]] = {a: {a} for a in self.order}
-        for node in self.dims:
-            axes = self.axes(node)
+        for axes in values:
             for axis in axes:
-                beside[axis].update(axes)
+                beside[axis] |= axes
+        unsplit = set(whole)
         for axis in list(self.order):
-            twin = next((a for a in self.order[:self.order.index(axis)]
-                         if a.size == axis.size and a not in beside[axis]), None)
-            if twin is not None:
+            for twin in self.order[:self.order.index(axis)]:
+                if twin.size != axis.size or twin in beside[axis]:
+                    continue
+                pair = {axis, twin}
+                if len(pair & unsplit) == 1 and max(math.prod(a.size for a in axes & (unsplit | pair))
+                                                    for axes in values if axes & pair) > most:
+                    continue
                 axis.same = twin
                 self.order.remove(axis)
+                unsplit |= pair if pair & unsplit else set()
+                values = [axes - {axis} | {twin} if axis in axes else axes for axes in values]
                 for other in beside[axis] - {axis}:
                     beside[other].add(twin)
                 beside[twin] |= beside[axis] - {axis}
+                break
         self.dims = {node: tuple(_leaves(d) for d in dims) for node, dims in self.dims.items()}
 
     def axes(self, node: Node) -> AxisList:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.axes import Axis
-from pyg_fullgraph.saga.idle import Idle, IdleLanes
+from pyg_fullgraph.saga.idle import IdleLanes
 from pyg_fullgraph.saga.ir import Domain, Node
 from pyg_fullgraph.saga.plans import is_staged
 from pyg_fullgraph.saga.tiles import MIN_DOT_SIZE, Edges, Lowering, Tile, next_power_of_2
@@ -157,7 +157,7 @@ class Emitter:
         if price < root.numel:
             if root.op == "mul":
                 narrow, wide = min((root.args, root.args[::-1]), key=lambda pair: (
-                    self.idle.state(pair[1]) == Idle.ANY, self.idle.price(pair[0])))
+                    self.idle.state(pair[1]) is None, self.idle.price(pair[0])))
                 return f"({self.masked(narrow)} * {self.number(wide)})"
             parts = [self.masked(a) for a in root.args]
             return parts[0] if root.op not in ("add", "sub", "neg") else ir.OPS[root.op].triton.format(*parts)

@@ -1,38 +1,45 @@
 """What the lanes of a block hold where there is no edge: sums must not see it.
 
 Tensors with a row per edge, or per vertex at its other end, are loaded as zeros there, so most sums need no mask, or
-one of the narrow factor of a product. Rows of the vertex itself and parameters count as finite: where they are not, a
-result that is infinite may be NaN instead. In blocks of edges of several rows those of both ends are loaded per edge.
+one of the narrow factor of a product. What is the same for all edges of a block, rows of the vertex itself, may
+overflow. A product with it is then NaN there, which does no harm as long as everything up to the sum is linear: the
+edges that are there then make the result infinite or NaN as well. What comes out of an operation that could hide it is
+masked. Parameters count as finite. In blocks of edges of several rows those of both ends are loaded per edge.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import IntEnum
+from typing import NamedTuple
 
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, Node
 
-__all__ = ["Idle", "IdleLanes"]
+__all__ = ["IdleLanes", "State"]
 
-#: Operations that keep zeros zeros and finite numbers finite.
-_ODD = ("neg", "abs", "relu", "tanh", "sin", "erf", "floor", "stop", "float", "add", "sub", "mul", "maximum", "minimum")
-#: Operations that are finite wherever their operands are.
-_BOUNDED = (*_ODD, "sigmoid", "cos", "dropout", "eid", *ir.TRUTHS)
-#: What operations make of zeros that may overflow elsewhere.
-_GROWING = {"exp": 1, "expm1": 0, "sqrt": 0, "sinh": 0, "cosh": 1}
-_LAYOUT = ("view", "expand", "permute", "lift", "neg")
 #: Most operations between a value and the factor that is masked for it: they are written as one expression, and Python
 #: takes no more than 200 parentheses inside each other.
 _MAX_NESTED = 50
+#: Operations that return what they were given, but for its place or sign.
+_SAME = ("view", "expand", "permute", "lift", "neg", "floor", "abs", "stop", "float")
+_LAYOUT = ("view", "expand", "permute", "lift", "neg")
 
 
-class Idle(IntEnum):
-    """What is known of a value where there is no edge."""
+class State(NamedTuple):
+    """What is known of a value where there is no edge.
 
-    ZERO = 0
-    FINITE = 1
-    ANY = 2
+    Attributes:
+        is_zero: Whether it is zero, or NaN if ``may_be_nan``.
+        loud: Inputs that make it infinite if they are.
+        may_be_nan: Whether it may be NaN if one of ``loud`` is infinite.
+    """
+
+    is_zero: bool
+    loud: frozenset[Node] = frozenset()
+    may_be_nan: bool = False
+
+
+_ZERO, _FINITE = State(True), State(False)
 
 
 class IdleLanes:
@@ -40,37 +47,59 @@ class IdleLanes:
 
     def __init__(self, fixed: Sequence[Domain]) -> None:
         self._fixed = fixed
-        self._states: dict[Node, Idle] = {}
+        self._states: dict[Node, State | None] = {}
         self._prices: dict[Node, tuple[int, int]] = {}
 
-    def state(self, node: Node) -> Idle:
-        """What ``node`` is there."""
+    def state(self, node: Node) -> State | None:
+        """What ``node`` is there; None if it may be anything."""
         if node not in self._states:  # operands first, without recursion: programs may be longer than Python's stack
             for n in ir.walk(node):
                 if n not in self._states:
                     self._states[n] = self._state(n)
         return self._states[node]
 
-    def _state(self, node: Node) -> Idle:
-        if node.op == "input":
-            return Idle.FINITE if node.domain in self._fixed else Idle.ZERO
-        if node.op == "const":
+    def _state(self, node: Node) -> State | None:
+        op = node.op
+        if op == "input":
+            is_fixed = node.domain in self._fixed
+            loud = frozenset([node] if is_fixed and node.domain != Domain.PARAM else [])
+            return State(not is_fixed, loud)
+        if op == "const":
             value = node.attr("value")
-            return Idle.ZERO if value == 0 else Idle.FINITE if abs(value) < float("inf") else Idle.ANY
-        if node.op == "weight":  # of a softmax: exp of minus infinity
-            return Idle.ZERO
-        args = [self._states[a] for a in node.args]
-        if node.op == "where":
-            return max(args[1:])
-        if node.op == "mul" and Idle.ZERO in args and Idle.ANY not in args:
-            return Idle.ZERO
-        if node.op in _ODD or node.op in _LAYOUT or (node.op == "sum" and ir.OPS["sum"].kind == "reduce"):
-            return max(args)
-        if node.op in _GROWING and args[0] == Idle.ZERO:
-            return Idle(_GROWING[node.op])
-        if node.op in _BOUNDED:
-            return max(Idle.FINITE, *args) if args else Idle.FINITE
-        return Idle.ANY
+            return _ZERO if value == 0 else _FINITE if abs(value) < float("inf") else None
+        if op == "weight":  # of a softmax: exp of minus infinity
+            return _ZERO
+        if op in ("dropout", "eid") or op in ir.TRUTHS:
+            return _FINITE
+        found = [self._states[a] for a in node.args[op == "where":]]
+        args = [s for s in found if s is not None]
+        if len(args) < len(found) or not args:
+            return None
+        loud, nan = frozenset().union(*(s.loud for s in args)), any(s.may_be_nan for s in args)
+        is_zero = all(s.is_zero for s in args)
+        if op in _SAME:
+            return args[0]
+        if op == "sum" and ir.OPS[op].kind == "reduce":
+            return State(is_zero, loud, nan or bool(loud))
+        if op in ("add", "sub"):
+            return State(is_zero, loud, nan or all(s.loud for s in args))
+        if op == "mul":
+            is_scaled = any(a.op == "const" and a.attr("value") != 0 for a in node.args)
+            return State(any(s.is_zero for s in args), loud, nan or (bool(loud) and not is_scaled))
+        if nan:
+            return None
+        if op == "where":
+            # Infinite both ways, or neither: the edges that are there may have taken the other one.
+            return State(is_zero, loud) if all(s.loud == loud for s in args) else None
+        if op in ("relu", "maximum", "minimum"):
+            return State(is_zero, loud)
+        if op in ("tanh", "erf", "sigmoid"):
+            return State(is_zero and op != "sigmoid")
+        if op in ("sin", "cos"):
+            return None if loud else State(is_zero and op == "sin")
+        if op in ("exp", "expm1", "sqrt", "sinh", "cosh") and is_zero and not loud:
+            return _FINITE if op in ("exp", "cosh") else _ZERO
+        return None
 
     def price(self, node: Node) -> tuple[int, int]:
         """How many features have to be masked for ``node`` to be zero there, and how many operations below it."""
@@ -82,11 +111,12 @@ class IdleLanes:
         return self._prices[node]
 
     def _price(self, node: Node) -> tuple[int, int]:
-        if self._states[node] == Idle.ZERO:
+        state = self._states[node]
+        if state is not None and state.is_zero:
             return 0, 0
         below: list[tuple[Node, ...]] = []
         if node.op == "mul":
-            below = [(a,) for a, b in (node.args, node.args[::-1]) if self._states[b] != Idle.ANY]
+            below = [(a,) for a, b in (node.args, node.args[::-1]) if self._states[b] is not None]
         elif node.op in ("add", "sub") or node.op in _LAYOUT:
             below = [node.args]
         prices = [(node.numel, 0)]

@@ -138,7 +138,7 @@ class Tile:
         self.axes = AxisMap(operands)
         nodes = list(ir.walk(*operands))
         if not any(n.op == "mm" for n in nodes) and not any(g.attr("kind") in _MATRICES for _, g in gathers):
-            self.axes.share()
+            self.axes.share(self._reduced(nodes)[0], WARP_FEATURES)
         for result, g in gathers:
             kind, dims = g.attr("kind"), self.axes.dims[g.args[-1]]
             if kind == "outer":
