@@ -295,23 +295,35 @@ def _kernel_for(sweep: Sweep, like: Tensor, order: EdgeOrder | None = None,
     if like.device.type != "cuda" and not interpreted():
         return None
     lanes = 16 // like.element_size()
+    kernel = _fitting(sweep, lanes) if order is None else \
+        kernel_on(sweep, lanes, order.num_edges / max(order.num_rows, 1), is_whole)
+    return kernel if isinstance(kernel, codegen.KernelSource) and kernel.source not in _TOO_LARGE else None
+
+
+def kernel_on(sweep: Sweep, lanes: int, degree: float, is_whole: bool = True) -> codegen.KernelSource | NotFusable:
+    """The generated kernel that is best where rows have ``degree`` edges on average, or why there is none.
+
+    Args:
+        sweep: What to compute.
+        lanes: Features per 16 bytes.
+        degree: Edges per row.
+        is_whole: Whether all edges come at once and not in tiles.
+    """
     kernel = _fitting(sweep, lanes)
-    if order is not None and isinstance(kernel, codegen.KernelSource) and kernel.is_sliced_freely:
-        degree = order.num_edges / max(order.num_rows, 1)
-        slices = (size // like.element_size() for least, size in SLICES if degree >= least)
-        features = next(slices, kernel.width)
-        if 2 * features < kernel.width:
-            kernel = kernel_of(sweep, lanes, features)
-    kernels = [kernel]
-    if is_whole and order is not None and _prefers_blocks(kernel, order):
-        kernels.insert(0, kernel_of(sweep, lanes, takes_blocks=True))
-    return next((k for k in kernels if isinstance(k, codegen.KernelSource) and k.source not in _TOO_LARGE), None)
+    if not isinstance(kernel, codegen.KernelSource):
+        return kernel
+    better: list[codegen.KernelSource | NotFusable] = []
+    if is_whole and not kernel.takes_blocks and _prefers_blocks(kernel, degree):
+        better.append(kernel_of(sweep, lanes, takes_blocks=True))
+    features = next((size * lanes // 16 for least, size in SLICES if degree >= least), kernel.width)
+    if kernel.is_sliced_freely and 2 * features < kernel.width:
+        better.append(kernel_of(sweep, lanes, features))
+    return next((k for k in better if isinstance(k, codegen.KernelSource) and k.source not in _TOO_LARGE), kernel)
 
 
-def _prefers_blocks(kernel: codegen.KernelSource | NotFusable, order: EdgeOrder) -> bool:
+def _prefers_blocks(kernel: codegen.KernelSource, degree: float) -> bool:
     """Whether rows are so short that blocks of edges of several rows fill the matrix products of ``kernel`` better."""
-    return isinstance(kernel, codegen.KernelSource) and not kernel.takes_blocks \
-        and kernel.product_work >= MIN_BLOCK_WORK and order.num_edges <= MAX_BLOCK_DEGREE * order.num_rows
+    return kernel.product_work >= MIN_BLOCK_WORK and degree <= MAX_BLOCK_DEGREE
 
 
 @lru_cache(maxsize=4096)

@@ -18,9 +18,10 @@ from torch.nn import Module
 
 from pyg_fullgraph import debug, picture
 from pyg_fullgraph.autograd import EdgePhase, Run, observing
+from pyg_fullgraph.edge_order import EdgeOrder
 from pyg_fullgraph.errors import InputError
 from pyg_fullgraph.estimate import Saved, Sizes, Unfused, Work, plan_work, saved_by, unfused, vertex_work
-from pyg_fullgraph.execution import chunk_reasons, kernel_of, row_kernels, target_of
+from pyg_fullgraph.execution import chunk_reasons, kernel_on, row_kernels, target_of
 from pyg_fullgraph.formula import formulas, short_names
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn.propagation import FusedMixin
@@ -301,7 +302,7 @@ class Explanation:
         return lines
 
     def source(self, name: str, backward: bool = False) -> str:
-        """Generated Triton source of a layer's kernels for float32, the same on every machine.
+        """Generated Triton source of a layer's kernels for float32 and this graph, the same on every machine.
 
         Args:
             name: Qualified name of the layer, a key of :attr:`layers`.
@@ -309,13 +310,14 @@ class Explanation:
         Raises: InputError if there is no such layer or it did not run fused.
         """
         parts = []
-        for phase in (p for part in self._fused(name).parts for p in part.phases):
+        for graph, phase in ((part.graph, p) for part in self._fused(name).parts for p in part.phases):
             plan = phase.backward(KERNELS) if backward else phase.forward(KERNELS)
             for batch in (*(b for b, _ in plan.batches), plan.last) if plan is not None else ():
                 if not isinstance(batch, Sweep):
                     parts += [kernel.source for _, kernel in row_kernels(batch, False)]
                     continue
-                kernel = kernel_of(batch)
+                num_rows = graph.num_dst if batch.rows == Domain.DST else graph.num_src
+                kernel = kernel_on(batch, 4, graph.num_edges / max(num_rows, 1), isinstance(graph.incoming, EdgeOrder))
                 parts.append(kernel.source if isinstance(kernel, KernelSource)
                              else f"# Runs in chunks: {'; '.join(kernel.reasons)}\n")
         return "\n\n".join(parts)

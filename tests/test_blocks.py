@@ -34,7 +34,7 @@ def in_blocks(monkeypatch):
         shape = shape_of(kernel, order)
         return dataclasses.replace(shape, block_e=max(4, kernel.min_block_e)) if kernel.takes_blocks else shape
 
-    monkeypatch.setattr(execution, "_prefers_blocks", lambda kernel, order: True)
+    monkeypatch.setattr(execution, "_prefers_blocks", lambda kernel, degree: True)
     monkeypatch.setattr(execution, "_default_shape", small)
 
 
