@@ -38,7 +38,7 @@ UNARY = ("torch.tanh({a})", "torch.sigmoid({a})", "torch.sin({a})", "torch.cos({
 BINARY = ("{a} + {b}", "{a} - {b}", "{a} * {b}", "{a} / ({b}.abs() + 0.5)", "torch.maximum({a}, {b})",
           "torch.minimum({a}, {b})", "torch.where({a} > {b}, {a}, {b} * 0.5)", "torch.atan2({a}, {b}.abs() + 0.5)",
           "torch.lerp({a}, {b}, 0.3)", "torch.addcmul({a}, {b}, {a}, value=0.3)", "{a} * ({b} <= 0.2)",
-          "{a} - {b}.detach()", "torch.hypot({a}.abs() + 0.3, {b})", "({a} + {b}) / 2",
+          "{a} - 0.5 * {b}.detach()", "torch.hypot({a}.abs() + 0.3, {b})", "({a} + {b}) / 2",
           "torch.where(({a} > 0) & ({b} < 0.5), {a}, -{b})", "{a}.sub({b}, alpha=0.5)")
 #: Last dimension only; {w} is its width.
 OVER_FEATURES = ("F.softmax({a}, dim=-1)", "F.log_softmax({a}, dim=-1)", "F.normalize({a} + 0.1, dim=-1)",

@@ -396,6 +396,7 @@ class _Generator:
         once = sum(tile.padded(tile.axes.axes(n)) for n in inputs if n.domain in inside)
         once += sum(width * max(tile.edge_lanes, 1) for held, width in carries if held != Edges.BLOCK)
         threads = WARP * tile.num_warps(1)
+        threads //= 2 if self.emitter.lanes == 2 else 1  # a float64 takes two registers
         # Values of a head, say, are worked out by one lane each where a block has as many as lanes.
         narrow = max((w for w in gathered if w * tile.edge_lanes < min(WARP, tile.width)), default=0)
         most = tile.edge_lanes
