@@ -6,16 +6,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_kernels import GPU, GRAPHS, INTERPRETER, graph_for, poisoned  # noqa: F401
+from test_kernels import GPU, GRAPHS, INTERPRETER, check_same_bits, graph_for, poisoned  # noqa: F401
 from tiled import run_in_tiles
 from triton.runtime.errors import OutOfResources
 
 import zoo
-from oracle import check, gradients, program_of
-from programs import CASES, DST, EDGE, MORE_CASES, SRC, make_tensors
+from oracle import check, program_of
+from programs import CASES, DST, EDGE, MORE_CASES, SRC
 from pyg_fullgraph import execution
 from pyg_fullgraph.autograd import run
-from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import EdgeProgram, Output
 from triton_kernels import launch, segment
@@ -156,14 +155,4 @@ def test_pieces_of_blocks(degrees, block):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [*CASES, *MORE_CASES])
 def test_runs_are_bit_identical(name, in_blocks):
-    case, program = graph_for("cuda"), program_of(name)
-    tensors = make_tensors(program, *case.size, case.num_edges, torch.float32, "cuda")
-    graph = Graph.from_edge_index(case.edge_index.cuda(), case.size)
-
-    def step():
-        out = run(program, graph, tensors)
-        return [*out, *gradients(out, tensors, [torch.ones_like(o) for o in out])]
-
-    first = step()
-    for _ in range(9):
-        assert all(torch.equal(a, b) for a, b in zip(first, step(), strict=True))
+    check_same_bits(name, 10)
