@@ -147,10 +147,11 @@ def test_order_derives_degrees_and_schedules_once():
 
 
 def test_row_ids_of_large_graphs_are_not_kept(monkeypatch):
-    order = Graph.from_edge_index(zoo.prime().edge_index).incoming
-    assert order.row is order.row
+    small, large = (Graph.from_edge_index(zoo.prime().edge_index).incoming for _ in range(2))
+    assert small.row is small.row
     monkeypatch.setattr(edge_order, "_MAX_CACHED_ROWS", 0)
-    assert order.row is not order.row
+    assert large.row is not large.row
+    assert large.kept_row is large.row
 
 
 # Every form PyG has

@@ -130,7 +130,7 @@ def test_every_shape_gives_the_same_results(monkeypatch, name):
     monkeypatch.setattr(execution, "MAX_PIECE", 256)
     check(program_of(name), zoo.hub())
     assert {s.max_piece for s in tried} == {128, 256, 512}
-    assert len({s.block_e for s in tried}) > 2 and len({s.num_warps for s in tried}) > 1
+    assert len({s.block_e for s in tried}) > 1 and len({s.num_warps for s in tried}) > 1
 
 
 @pytest.mark.gpu
