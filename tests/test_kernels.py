@@ -47,7 +47,7 @@ NAN, INFINITY = float("nan"), float("inf")
 @pytest.mark.slow
 @pytest.mark.skipif(interpreted(), reason="this is the interpreter's session")
 def test_interpreted():
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "interpreter", "-p", "no:cacheprovider",
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "interpreter", "-p", "no:cacheprovider",
                str(Path(__file__).parent)]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, cwd=Path(__file__).parents[1], capture_output=True, text=True)
