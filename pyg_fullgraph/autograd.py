@@ -51,6 +51,7 @@ class EdgePhase:
         self.inputs: tuple[Node, ...] = core.inputs
         self.results = tuple(ir.input(f"out.{o.name}", o.domain, o.value.shape) for o in core.outputs)
         self._plans: dict[object, Plan] = {}
+        self._kept: dict[object, tuple[tuple[Node, ...], tuple[int, ...]]] = {}
 
     @cached_property
     def adjoint(self) -> Adjoint:
@@ -111,9 +112,19 @@ class EdgePhase:
         made = dict(zip(chosen.outputs, run_plan(chosen, graph.incoming, outgoing, env, like), strict=True))
         return [made.get(n.name) for n in self.inputs]
 
-    def reads(self, target: Target, needs: Needs) -> frozenset[Node]:
-        """Inputs and stand-ins that the backward plan reads; nothing else has to be kept."""
-        return self.backward_plan(target, needs).inputs
+    def kept(self, target: Target, needs: Needs, is_half: bool) -> tuple[tuple[Node, ...], tuple[int, ...]]:
+        """What the backward plan reads, nothing else has to be kept: inputs and stand-ins, and the place of each among
+        inputs, results and what :meth:`saved` names, in this order."""
+        key = (target, needs, is_half)
+        if key not in self._kept:
+            named = [*(f"out.{o.name}" for o in self.core.outputs), *self.saved(is_half)]
+            known = self.adjoint.saved
+            pool = [*self.inputs, *(known[n][0] if n in known else None for n in named)]
+            places = {n: k for k, n in enumerate(pool)}  # of what is there twice, the exact one, which comes later
+            reads = self.backward_plan(target, needs).inputs
+            kept = tuple(n for n in dict.fromkeys(pool) if n is not None and n in reads)
+            self._kept[key] = kept, tuple(places[n] for n in kept)
+        return self._kept[key]
 
 
 class CompiledProgram:
@@ -173,17 +184,10 @@ class _EdgePhaseFunction(torch.autograd.Function):
         results = _own(results, tensors)
         ctx.phase, ctx.graph, ctx.like = phase, graph, like
         ctx.meta = [(t.dtype, t.shape) for t in tensors]
-        needs = ctx.needs_input_grad[3:]
-        reads = phase.reads(target_of(like.device), needs)
-        is_half = _is_half(like.dtype)
-        stand_ins = {stand_in: t for (stand_in, _), t in zip(phase.saved(is_half).values(), statistics, strict=True)}
-        for output, result in zip(phase.core.outputs, results, strict=True):
-            known = phase.adjoint.saved.get(f"out.{output.name}")
-            if known is not None:
-                stand_ins.setdefault(known[0], result)
-        kept = {n: t for n, t in (*zip(phase.inputs, tensors, strict=True), *stand_ins.items()) if n in reads}
-        ctx.kept = tuple(kept)
-        ctx.save_for_backward(*kept.values())
+        needs = tuple(ctx.needs_input_grad[3:])
+        ctx.kept, places = phase.kept(target_of(like.device), needs, _is_half(like.dtype))
+        pool = (*tensors, *results, *statistics)
+        ctx.save_for_backward(*(pool[k] for k in places))
         return tuple(results)
 
     @staticmethod
@@ -409,8 +413,9 @@ def check_derivatives(tensors: Iterable[Tensor]) -> None:
         ForwardModeError: One carries a forward-mode tangent.
         FunctionTransformError: One is of a transform of ``torch.func``.
     """
+    has_tangents = forward_ad._current_level >= 0
     for tensor in tensors:
-        if forward_ad.unpack_dual(tensor).tangent is not None:
+        if has_tangents and forward_ad.unpack_dual(tensor).tangent is not None:
             raise ForwardModeError()
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             raise FunctionTransformError()
@@ -509,6 +514,8 @@ def _result(value: Node, env: Mapping[Node, Tensor], graph: Graph, like: Tensor)
 
 def _merge_inputs(program: EdgeProgram, tensors: Mapping[str, Tensor]) -> EdgeProgram:
     """Let inputs of one domain that are the same tensor be one input, so that its rows are read once."""
+    if len(set(map(id, tensors.values()))) == len(tensors):
+        return program
     first: dict[object, Node] = {}
     same = {n: first.setdefault((id(tensors.get(n.name)), n.domain, n.shape), n)
             for n in program.inputs if n.name in tensors}
@@ -531,8 +538,6 @@ def _seeds(program: EdgeProgram) -> tuple[Node, ...]:
 
 
 def _bind(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> dict[Node, Tensor]:
-    rows = {Domain.SRC: (graph.num_src, "source"), Domain.DST: (graph.num_dst, "destination"),
-            Domain.EDGE: (graph.num_edges, "edge")}
     env: dict[Node, Tensor] = {}
     for node in program.inputs:
         if node is ir.DEGREE or node is ir.INV_DEGREE:
@@ -542,9 +547,19 @@ def _bind(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> 
             value = graph.draw_seed()
         if value is None:
             raise InputError(node.name, "among the inputs of the program", sorted(tensors))
-        want = node.shape if not node.is_row else (rows[node.domain][0], *node.shape)
-        if tuple(value.shape) != want:
-            what = "a parameter" if not node.is_row else f"one row per {rows[node.domain][1]}"
+        rows, per = _rows_of(graph, node)
+        want = node.shape if rows is None else (rows, *node.shape)
+        if value.shape != want:
+            what = "a parameter" if rows is None else f"one row per {per}"
             raise InputError(node.name, f"to have shape {list(want)}, {what}", list(value.shape))
         env[node] = value
     return env
+
+
+def _rows_of(graph: Graph, node: Node) -> tuple[int | None, str]:
+    """How many rows an input has, None for a parameter, and what each is of."""
+    if node.domain == Domain.SRC:
+        return graph.num_src, "source"
+    if node.domain == Domain.DST:
+        return graph.num_dst, "destination"
+    return (graph.num_edges, "edge") if node.is_row else (None, "")

@@ -225,8 +225,9 @@ def saved_by(phase: EdgePhase, needs: tuple[bool, ...], target: Target, sizes: S
     """What one edge phase keeps for its backward: of its inputs and results what the backward plan reads."""
     if not any(needs):
         return ()
-    reads = phase.reads(target, needs)
-    statistics = phase.saved(is_half=dtype.itemsize < 4)
+    is_half = dtype.itemsize < 4
+    reads, _ = phase.kept(target, needs, is_half)
+    statistics = phase.saved(is_half)
     found = []
     for node in phase.inputs:
         if node in reads:

@@ -8,6 +8,7 @@ import operator
 import os
 import warnings
 from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -112,8 +113,8 @@ def run_plan(plan: Plan, incoming: Order, outgoing: Order | None, tensors: Mappi
             env.update(run_rows(step, env.__getitem__, exact_like, widen=True))
         for node in done:
             del env[node]
-    made = run_rows(plan.last, env.__getitem__, like)
-    return [made[r] for r, _ in plan.last]
+    env.update(run_rows(plan.last, env.__getitem__, like) if plan.last else ())
+    return [env[r] for r in plan.results]
 
 
 # --- vertex steps ---------------------------------------------------------------------------------------------------
@@ -253,8 +254,8 @@ def run_tiles(sweep: Sweep, rows: EdgeOrder, tiles: Sequence[EdgeOrder], leaves:
             the one before are queued.
         like, exact: As for :func:`chunks.run_sweep`, whose results are returned.
 
-    In chunks what is reduced is carried from tile to tile. Kernels leave one more partial result per row and tile, and
-    the kernel that merges the pieces of long rows merges these; rows times tiles is what that takes of memory.
+    What is reduced is carried from tile to tile (MG-GCN 4.3). Kernels keep it in one slot per row, and per piece of a
+    long row, to which each tile adds; the kernel that merges the pieces of long rows makes the results of all rows.
 
     Raises: TileRefusedError (RuntimeError) if the device refuses the kernel after it ran on a tile.
     """
@@ -408,6 +409,48 @@ def _launch_in(shape: tune.Shape, sweep: Sweep, kernel: codegen.KernelSource, or
     return launched.finish()
 
 
+@dataclass(frozen=True, eq=False)
+class _Site:
+    """A kernel in a shape on the edges of one order: what its launches have in common.
+
+    Attributes:
+        order: The edges.
+        schedule: Pieces of their rows; None where no rows are reduced.
+        num_workers: Programs per feature tile.
+        tables, more_tables: Index arrays before and after that of places, which depends on who reads what is written.
+        counts: Numbers that follow them.
+        constants: Of the kernel, but for places.
+    """
+
+    order: EdgeOrder
+    schedule: segment.RowSchedule | None
+    num_workers: int
+    tables: tuple[Tensor, ...]
+    more_tables: tuple[Tensor, ...]
+    counts: tuple[int, ...]
+    constants: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, order: EdgeOrder, schedule: segment.RowSchedule | None, kernel: codegen.KernelSource, sweep: Sweep,
+           block_e: int) -> _Site:
+        num_pieces = -(-order.num_edges // block_e) if schedule is None or kernel.takes_blocks else schedule.num_pieces
+        num_workers = _num_workers(kernel, num_pieces)
+        # Ids stand in the place of places where a kernel needs no places.
+        ids = order.ids if order.ids is not None and sweep.needs_ids else None
+        eid = order.eid if ids is None or kernel.uses_ids else ids
+        tables = [order.other, order.ptr if eid is None else eid]
+        constants: dict[str, Any] = {"BLOCK_E": block_e, "HAS_EID": eid is not None}
+        if kernel.uses_ids:
+            tables.append(order.ptr if ids is None else ids)
+            constants["HAS_IDS"] = ids is not None
+        more = [order.kept_row] if kernel.takes_blocks else []
+        if schedule is not None:
+            more += [] if schedule.block_ptr is None else [schedule.block_ptr]
+            more += [schedule.piece_row, schedule.piece_start, schedule.piece_end, schedule.piece_slot]
+        counts = (order.num_edges if kernel.takes_blocks else num_pieces, *([num_workers] * kernel.has_workers))
+        return cls(order, schedule, num_workers, tuple(tables), tuple(more), counts, constants)
+
+
 class _Launch:
     """A sweep by a kernel: one launch per tile, and one to merge what is partial."""
 
@@ -415,46 +458,49 @@ class _Launch:
                  tiles: Sequence[EdgeOrder], like: Tensor, exact: Container[Node],
                  staging: EdgeOrder | None = None) -> None:
         self.staging = staging
-        self.shape, self.sweep, self.kernel, self.rows, self.tiles = shape, sweep, kernel, rows, tiles
+        self.shape, self.sweep, self.kernel, self.rows = shape, sweep, kernel, rows
         self.like, self.exact = like, exact
         self.stat_dtype = chunks.compute_dtype(like.dtype)
-        self.kinds = {r: g.attr("kind") for r, g in sweep.gathers}
-        self.schedules = self._schedules()
-        self.results = {b.node: self._result(b.node) for b in kernel.outputs if b.node.domain != Domain.PARAM}
+        self.sites = self._sites(tiles)
+        self.results = {b.node: self._result(b.node) for b in kernel.outputs if b.node.is_row}
         self.totals: dict[Node, Tensor] = {}
         self.is_begun = False
-        self.workspace = [
-            torch.empty((self.schedules[0].num_slots, features), dtype=rows.id_dtype if integer else self.stat_dtype,
-                        device=like.device) for features, integer in kernel.carries]
-        floats = tl.float64 if self.stat_dtype == torch.float64 else tl.float32
-        ids = tl.int32 if rows.id_dtype == torch.int32 else tl.int64
-        self.constants = {"FLOAT": floats, "ID": ids, "UNSET": torch.iinfo(rows.id_dtype).max}
+        self.workspace: list[Tensor] = []
+        if kernel.has_merge:
+            assert self.sites[0].schedule is not None
+            self.merged = self.sites[0].schedule
+            self.workspace = [
+                torch.empty((self.merged.num_slots, features), dtype=rows.id_dtype if integer else self.stat_dtype,
+                            device=like.device) for features, integer in kernel.carries]
+        self.constants = _constants(self.stat_dtype, rows.id_dtype)
 
-    def _schedules(self) -> list[segment.RowSchedule]:
-        """Pieces for each tile; none are needed where no rows are reduced."""
-        if not self.kernel.takes_blocks:
-            return [self.rows.schedule(self.shape.max_piece)] if len(self.tiles) == 1 else \
-                schedule_tiles(self.rows, self.tiles, self.shape.max_piece)
-        assert len(self.tiles) == 1 or not self.kernel.has_merge
-        return [self.rows.blocks(self.shape.block_e)] if self.kernel.has_merge else []
+    def _sites(self, tiles: Sequence[EdgeOrder]) -> list[_Site]:
+        """Where each tile is launched, with the pieces of its rows; none are needed where no rows are reduced."""
+        kernel, rows, (block_e, max_piece) = self.kernel, self.rows, (self.shape.block_e, self.shape.max_piece)
+        if len(tiles) == 1:  # all edges: known from the last time
+            tile = tiles[0]
+            return [tile._cached(("site", kernel, block_e, max_piece), lambda: _Site.of(
+                tile, (rows.blocks(block_e) if kernel.has_merge else None) if kernel.takes_blocks
+                else rows.schedule(max_piece), kernel, self.sweep, block_e))]
+        assert not (kernel.takes_blocks and kernel.has_merge)
+        schedules = [None] * len(tiles) if kernel.takes_blocks else schedule_tiles(rows, tiles, max_piece)
+        return [_Site.of(tile, schedule, kernel, self.sweep, block_e)
+                for tile, schedule in zip(tiles, schedules, strict=True)]
 
     def _result(self, node: Node, num_workers: int = 0) -> Tensor:
         rows = {Domain.EDGE: self.rows.num_edges, Domain.PARAM: num_workers}.get(node.domain, self.rows.num_rows)
-        is_statistic = self.kinds.get(node) == "lse" or node.domain == Domain.PARAM or node in self.exact
+        kind = self.sweep.kinds.get(node)
+        is_statistic = kind == "lse" or not node.is_row or node in self.exact
         dtype = self.rows.id_dtype if node.is_integer else self.stat_dtype if is_statistic else self.like.dtype
-        if self.kernel.takes_blocks and node.domain in (Domain.SRC, Domain.DST):  # no block has the rows without edges
-            empty = {"argmax": -1, "mul": 1}.get(self.kinds[node], 0)
+        if self.kernel.takes_blocks and kind is not None and node.is_row:  # no block has the rows without edges
+            empty = {"argmax": -1, "mul": 1}.get(kind, 0)
             return torch.full((rows, *node.shape), empty, dtype=dtype, device=self.like.device)
         return torch.empty((rows, *node.shape), dtype=dtype, device=self.like.device)
 
     def take(self, k: int, leaf: chunks.Leaf) -> None:
         """Launch the kernel on tile ``k``."""
-        kernel, order = self.kernel, self.tiles[k]
-        schedule = self.schedules[k] if self.schedules else None
-        num_pieces = -(-order.num_edges // self.shape.block_e) if schedule is None or kernel.takes_blocks else \
-            schedule.num_pieces
-        num_workers = _num_workers(kernel, num_pieces)
-        if num_workers == 0 and len(self.tiles) > 1:
+        kernel, site = self.kernel, self.sites[k]
+        if site.num_workers == 0 and len(self.sites) > 1:
             return
         inputs: list[Any] = []
         for buffer in kernel.inputs:
@@ -466,28 +512,20 @@ class _Launch:
                 inputs += [value, value.stride(0)]
             else:
                 inputs.append(value.contiguous())
-        # Ids stand in the place of places where a kernel needs no places.
-        ids = order.ids if order.ids is not None and codegen.needs_ids(self.sweep) else None
-        eid = order.eid if ids is None or kernel.uses_ids else ids
-        tables = [order.other, order.ptr if eid is None else eid]
-        has: dict[str, Any] = {"HAS_EID": eid is not None}
-        if kernel.uses_ids:
-            tables.append(order.ptr if ids is None else ids)
-            has["HAS_IDS"] = ids is not None
+        tables, constants = site.tables, {**site.constants, **self.constants}
+        copies = [self.workspace[n].clone() if k else self.workspace[n] for n in kernel.apart]
+        if kernel.takes_tiles:
+            constants["ADDS"] = k > 0
         if kernel.uses_places:
+            order = site.order
             places = order.eid if self.staging is None else order.places_in(self.staging)
-            tables.append(order.ptr if places is None else places)
-            has["HAS_PLACES"] = places is not None
-        parameters = {b.node: self._result(b.node, num_workers) for b in kernel.totals}
+            tables = *tables, order.ptr if places is None else places
+            constants["HAS_PLACES"] = places is not None
+        parameters = {b.node: self._result(b.node, site.num_workers) for b in kernel.totals}
         out = [parameters[b.node] if b.node in parameters else self.results[b.node] for b in kernel.outputs]
-        tables += [order.kept_row] if kernel.takes_blocks else []
-        if schedule is not None:
-            tables += [] if schedule.block_ptr is None else [schedule.block_ptr]
-            tables += [schedule.piece_row, schedule.piece_start, schedule.piece_end, schedule.piece_slot]
-        counts = [order.num_edges if kernel.takes_blocks else num_pieces, *([num_workers] * kernel.has_workers)]
-        launch.launch(kernel.source, kernel.name, num_workers * kernel.num_tiles,
-                      [*tables, *counts, *inputs, *out, *self.workspace],
-                      {"BLOCK_E": self.shape.block_e, **has, **self.constants}, self.shape.num_warps, self.like.device)
+        launch.launch(kernel.source, kernel.name, site.num_workers * kernel.num_tiles,
+                      [*tables, *site.more_tables, *site.counts, *inputs, *out, *self.workspace, *copies], constants,
+                      self.shape.num_warps, self.like.device)
         self.is_begun = True
         # A parameter's gradient leaves the kernel as one row per program.
         for node, value in parameters.items():
@@ -497,8 +535,8 @@ class _Launch:
     def finish(self) -> dict[Node, Tensor]:
         """Merge, and give the results."""
         kernel = self.kernel
-        if kernel.has_merge:
-            merged = self.schedules[0]
+        if kernel.has_merge and self.merged.num_split > 0:
+            merged = self.merged
             launch.launch(kernel.source, kernel.merge_name, merged.num_split * kernel.num_tiles,
                           [merged.split_row, merged.split_ptr, self.rows.ptr, merged.num_split,
                            *(self.results[b.node] for b in kernel.rows), *self.workspace], self.constants,
@@ -510,37 +548,54 @@ class _Launch:
         return self.results
 
 
-def schedule_tiles(rows: EdgeOrder, tiles: Sequence[EdgeOrder], max_piece: int) -> list[segment.RowSchedule]:
-    """Pieces for each of several tiles of ``rows``; every piece has a slot, and all rows are merged from their slots.
+@lru_cache
+def _constants(dtype: torch.dtype, id_dtype: torch.dtype) -> Mapping[str, Any]:
+    """What every kernel is told of the dtypes of its arithmetic and of ids."""
+    return {"FLOAT": tl.float64 if dtype == torch.float64 else tl.float32,
+            "ID": tl.int32 if id_dtype == torch.int32 else tl.int64, "UNSET": torch.iinfo(id_dtype).max}
 
-    The slots of a row are in the order of the tiles, and of the edges within one. A row without any edges has an empty
-    piece in the first tile. Made once and kept with ``rows``.
+
+def schedule_tiles(rows: EdgeOrder, tiles: Sequence[EdgeOrder], max_piece: int) -> list[segment.RowSchedule]:
+    """Pieces for each of several tiles of ``rows``; all rows are merged from their slots.
+
+    Every row has as many slots as it has pieces in the tile where it has most, and at least one. Piece j of a row adds
+    to its slot j in every tile; the first tile has an empty piece for each slot that it has nothing for, and so writes
+    them all. Made once and kept with ``rows``.
     """
     known = rows._cache.get(("tiles", max_piece))
     if known is not None and len(known[0]) == len(tiles) and all(map(operator.is_, known[0], tiles)):
         return known[1]
-    pieces, places = [], []
-    for k, tile in enumerate(tiles):
+    num_rows, device, dtype = rows.num_rows, rows.ptr.device, rows.ptr.dtype
+    pieces = []  # row, number within the row, start and end of each that is not empty
+    count = torch.ones(num_rows, dtype=torch.int64, device=device)
+    for tile in tiles:
         made = tile.schedule(max_piece)
-        stays = made.piece_end > made.piece_start
+        kept = (made.piece_end > made.piece_start).nonzero().view(-1)
+        row, start, end = (t.index_select(0, kept).long() for t in (made.piece_row, made.piece_start, made.piece_end))
+        in_tile = torch.bincount(row, minlength=num_rows)
+        first = torch.cumsum(in_tile, 0) - in_tile
+        number = torch.empty_like(row)
+        # Positions of edges ascend from row to row, and so do pieces of one row.
+        number[start.argsort()] = torch.arange(row.numel(), device=device)
+        pieces.append((row, number - first[row], start, end))
+        count = torch.maximum(count, in_tile)
+    ends = torch.cumsum(count, 0)
+    num_slots = int(ends[-1]) if num_rows else 0
+    split_ptr = torch.cat([ends.new_zeros(1), ends])
+    split_row = torch.arange(num_rows, dtype=dtype, device=device)
+    schedules = []
+    for k, (row, number, start, end) in enumerate(pieces):
+        slot = split_ptr[row] + number
         if k == 0:
-            stays |= rows.is_empty.index_select(0, made.piece_row)
-        kept = stays.nonzero().view(-1)
-        pieces.append([t.index_select(0, kept) for t in (made.piece_row, made.piece_start, made.piece_end)])
-        by_edge = pieces[-1][1].argsort(stable=True)
-        places.append(by_edge[pieces[-1][0][by_edge].argsort(stable=True)])
-    row = torch.cat([p[0][place] for p, place in zip(pieces, places, strict=True)])
-    rank = torch.empty(row.numel(), dtype=torch.int32, device=row.device)
-    rank[row.argsort(stable=True)] = torch.arange(row.numel(), dtype=torch.int32, device=row.device)
-    split_ptr = segment.compress_rows(row.sort().values, rows.num_rows).to(rows.ptr.dtype)
-    split_row = torch.arange(rows.num_rows, dtype=rows.ptr.dtype, device=row.device)
-    schedules, first = [], 0
-    for (piece_row, start, end), place in zip(pieces, places, strict=True):
-        slot = torch.empty_like(rank[:place.numel()])
-        slot[place] = rank[first:first + place.numel()]
-        first += place.numel()
-        schedules.append(segment.RowSchedule(piece_row, start, end, slot, split_row, split_ptr, max_piece,
-                                             place.numel(), row.numel(), rows.num_rows))
+            is_free = torch.ones(num_slots, dtype=torch.bool, device=device)
+            is_free[slot] = False
+            free = is_free.nonzero().view(-1)
+            row = torch.cat([row, torch.searchsorted(ends, free, right=True)])
+            slot = torch.cat([slot, free])
+            start, end = (torch.cat([t, torch.zeros_like(free)]) for t in (start, end))
+        schedules.append(segment.RowSchedule(row.to(dtype), start.to(dtype), end.to(dtype), slot.to(torch.int32),
+                                             split_row, split_ptr.to(dtype), max_piece, row.numel(), num_slots,
+                                             num_rows))
     rows._cache["tiles", max_piece] = (list(tiles), schedules)
     return schedules
 
@@ -558,6 +613,8 @@ def _contiguous_rows(value: Tensor, run: int, pitch: int) -> Tensor:
 
     A copy only where the layout asks for one.
     """
+    if run == pitch and value.is_contiguous():
+        return value
     features = value.numel() // max(value.shape[0], 1)
     if run != pitch:
         return torch.nn.functional.pad(value.reshape(value.shape[0], features // run, run), (0, pitch - run)).flatten(1)

@@ -25,7 +25,7 @@ from pyg_fullgraph.execution import chunk_reasons, kernel_on, row_kernels, targe
 from pyg_fullgraph.formula import formulas, short_names
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn.propagation import FusedMixin
-from pyg_fullgraph.nn.tracing import is_lazy
+from pyg_fullgraph.nn.surroundings import is_lazy
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.codegen import KernelSource
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node

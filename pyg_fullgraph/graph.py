@@ -226,7 +226,8 @@ class Graph(Tensor):
     def outgoing(self) -> EdgeOrder:
         if self._outgoing is not None:
             return self._outgoing
-        made = self._incoming.transpose()
+        with torch.inference_mode(False):  # it outlives this call
+            made = self._incoming.transpose()
         return keep_by(made, lambda: self._set_outgoing(made), lambda: self._set_outgoing(None))
 
     def _set_outgoing(self, order: EdgeOrder | None) -> None:
@@ -258,7 +259,10 @@ class Graph(Tensor):
         Shares all index memory; remembered, so that its memo lasts as long as this graph.
         """
         known = self.memo.get("reverse")
-        return keep(self.memo, "reverse", Graph(self.outgoing, self._incoming)) if known is None else known
+        if known is not None:
+            return known
+        with torch.inference_mode(False):
+            return keep(self.memo, "reverse", Graph(self.outgoing, self._incoming))
 
     def rewired(self, kept: Tensor | None, num_loops: int) -> Tensor:
         """The edges at the positions ``kept`` (None for all) and, after them, a loop at each of the first nodes.
@@ -516,7 +520,9 @@ def graph_of(edge_index: Tensor, size: int | Size | None = None) -> Graph:
     graphs = _remembered.of(edge_index)
     if wanted in graphs:
         return taken(graphs[wanted])
-    return keep(graphs, wanted, Graph.from_any(edge_index, None if wanted == (None, None) else wanted))
+    # What outlives this call must not be marked as made for inference.
+    with torch.inference_mode(False), torch.no_grad():
+        return keep(graphs, wanted, Graph.from_any(edge_index, None if wanted == (None, None) else wanted))
 
 
 def _graph_of_sparse_tensor(matrix: Any, wanted: Size) -> Graph:

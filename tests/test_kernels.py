@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiled import run_in_tiles, ties
+from tiled import TiledOrder, run_in_tiles, ties
 
 import zoo
 from oracle import check, gradients, program_of, random_case
@@ -22,9 +22,9 @@ from pyg_fullgraph import chunks, execution
 from pyg_fullgraph.autograd import compile_program, run
 from pyg_fullgraph.execution import interpreted
 from pyg_fullgraph.graph import Graph
-from pyg_fullgraph.saga import ir
+from pyg_fullgraph.saga import interpret, ir
 from pyg_fullgraph.saga.codegen import KernelSource
-from pyg_fullgraph.saga.ir import EdgeProgram, Output
+from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
 from pyg_fullgraph.saga.plans import KERNELS, STAGED
 from triton_kernels import reference, segment
 
@@ -117,6 +117,40 @@ def test_every_kind_of_graph(name, graph, device, monkeypatch):
 def test_tiles_are_the_whole(name, device, monkeypatch):
     monkeypatch.setattr(execution, "MAX_PIECE", 8)
     check(program_of(name), graph_for(device), torch.float64, device, runner=run_in_tiles)
+
+
+def test_tiles_share_the_slots_of_a_row():
+    """As many as the tile has pieces that has most of them, and the first tile writes them all."""
+    order = Graph.from_edge_index(zoo.hub().edge_index).incoming
+    tiles = TiledOrder(order).tiles
+    schedules = execution.schedule_tiles(order, tiles, 4)
+    pieces = [[-(-int(degree) // 4) for degree in tile.degree] for tile in tiles]
+    assert schedules[0].num_slots == sum(max(1, *counts) for counts in zip(*pieces, strict=True))
+    assert sorted(schedules[0].piece_slot.tolist()) == list(range(schedules[0].num_slots))
+    for tile, schedule in zip(tiles, schedules, strict=True):
+        slots, sizes = schedule.piece_slot.tolist(), (schedule.piece_end - schedule.piece_start).tolist()
+        assert len(set(slots)) == len(slots) and sum(sizes) == tile.num_edges and max(sizes, default=0) <= 4
+        rows = torch.bucketize(schedule.piece_slot, schedule.split_ptr, right=True) - 1
+        assert torch.equal(rows, schedule.piece_row)
+    assert execution.schedule_tiles(order, tiles, 4) is schedules
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+def test_tiles_where_programs_share_a_softmax(device, only_kernels):
+    """Each adds its features to a slot, and the maximum that they share is there once."""
+    weight, value = ir.input("weight", Domain.SRC, (1,)), ir.input("value", Domain.SRC, (600,))
+    program = EdgeProgram((Output("sum", ir.pointwise("mul", ir.softmax(ir.lift(weight)), ir.lift(value))),))
+    (sweep,) = compile_program(program).phases[0].forward_plan(KERNELS, False).sweeps
+    kernel = execution.kernel_of(sweep)
+    assert kernel.num_tiles > 1 and kernel.apart == (0, 1)
+    case = random_case(9, 5, 60)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {"weight": torch.randn(9, 1, generator=generator), "value": torch.randn(9, 600, generator=generator)}
+    exact = {k: t.double() for k, t in tensors.items()}
+    (want,) = interpret.run_reference(program, *case.edge_index, case.num_dst, exact)
+    graph = Graph.from_edge_index(case.edge_index.to(device), case.size)
+    (got,) = run_in_tiles(program, graph, {k: t.to(device) for k, t in tensors.items()})
+    torch.testing.assert_close(got.double().cpu(), want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])

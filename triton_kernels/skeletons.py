@@ -4,6 +4,7 @@
 features. BLOCK_E edges are in flight. What a thread holds of them it adds up itself; lanes of the tile keep their own
 partial results, so the loop needs no communication, and are merged once at the end (``RESULT``, unless only edge values
 are written). A piece that is a whole row writes the result, a piece of a cut row writes its carry to a workspace slot.
+Where edges come in tiles, all pieces do, and from the second tile on (``ADDS``) they merge with what is in the slot.
 
 ``ONE_PIECE`` is a kernel with one program per piece. ``WORKERS`` has a fixed number of programs that take every
 ``num_workers``-th piece; they hold matrices of weights, and sums over all edges: gradients of parameters, which leave
@@ -95,7 +96,13 @@ if slot < 0:
     count = (end - start).to(FLOAT)
 {finish}
 else:
+{add}
 {spill}
+'''
+
+ADD = '''\
+if ADDS:
+{merge}
 '''
 
 MERGE = '''

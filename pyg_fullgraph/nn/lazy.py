@@ -6,6 +6,7 @@ nothing of size E is written; any other torch function sees the plain tensor.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -32,7 +33,8 @@ _METADATA = {
 
 def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
     """:func:`pyg_fullgraph.autograd.run` in the dtype of the tensors, whatever autocast says."""
-    with torch.autocast(graph.device.type, enabled=False):
+    kind = graph.device.type
+    with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext():
         return autograd.run(program, graph, tensors)
 
 

@@ -25,6 +25,7 @@ from pyg_fullgraph import debug, reuse
 from pyg_fullgraph.errors import InputError
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn.lazy import LazyTensor, run
+from pyg_fullgraph.nn.surroundings import submodules
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output
 
@@ -45,7 +46,7 @@ def is_open(layer: Any) -> bool:
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
         return False
     # A hook may keep what it sees, and read it when the weights are others.
-    if any(m._forward_hooks for m in layer.modules() if m is not layer):
+    if any(m._forward_hooks for _, m in submodules(layer) if m is not layer):
         return False
     return getattr(type(layer).forward, "__module__", "").startswith("torch_geometric.")
 

@@ -320,18 +320,16 @@ def prepared_graph(edge_index: Tensor, size: tuple[int | None, int | None]) -> G
     Raises:
         As :func:`pyg_fullgraph.graph.graph_of`.
     """
-    with torch.inference_mode(False), torch.no_grad():
-        if isinstance(edge_index, WithoutLoops):
-            return _without_loops(edge_index.origin, size)
-        origin = _remembered.of(edge_index).get(_REVERSE_OF) if type(edge_index) is Tensor else None
-        if origin is not None and origin.tensor is not None:
-            return prepared_graph(origin.tensor, size[::-1]).reverse()
-        if is_derived(edge_index):
-            known = (edge_index.num_src, edge_index.num_dst)
-            if any(s not in (None, k) for s, k in zip(size, known, strict=True)):
-                return _once(edge_index.memo, ("resized", size),
-                             lambda: Graph.from_edge_index(edge_index.to_edge_index(), size))
-        return graph_of(edge_index, size)
+    if isinstance(edge_index, WithoutLoops):
+        return _without_loops(edge_index.origin, size)
+    origin = _remembered.of(edge_index).get(_REVERSE_OF) if type(edge_index) is Tensor else None
+    if origin is not None and origin.tensor is not None:
+        return prepared_graph(origin.tensor, size[::-1]).reverse()
+    if is_derived(edge_index) and any(s not in (None, k) for s, k in
+                                      zip(size, (edge_index.num_src, edge_index.num_dst), strict=True)):
+        return _once(edge_index.memo, ("resized", size),
+                     lambda: Graph.from_edge_index(edge_index.to_edge_index(), size))
+    return graph_of(edge_index, size)
 
 
 def _without_loops(origin: Tensor, size: tuple[int | None, int | None]) -> Graph:

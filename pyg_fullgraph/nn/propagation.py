@@ -23,6 +23,7 @@ from pyg_fullgraph.graph import is_part
 from pyg_fullgraph.nn import classes, compiled, derived, order
 from pyg_fullgraph.nn.arguments import Call
 from pyg_fullgraph.nn.lazy import EdgeExpr, as_plain, run
+from pyg_fullgraph.nn.surroundings import submodules
 from pyg_fullgraph.nn.tracing import METHODS, mentioned
 
 __all__ = ["FusedMixin", "refusals"]
@@ -60,7 +61,7 @@ def refusals(conv: typing.Any) -> tuple[str, ...]:
 def _has_hooks(module: torch.nn.Module) -> bool:
     return any(m._forward_hooks or m._backward_hooks or m._backward_pre_hooks
                or any(getattr(h, "__name__", "") not in _INITIALIZERS for h in m._forward_pre_hooks.values())
-               for m in module.modules())
+               for _, m in submodules(module))
 
 
 # Hooks of modules that wait for their first input, PyG's and torch's.
@@ -75,9 +76,10 @@ def _momentary_refusals(conv: typing.Any, function: str) -> list[str]:
     for method in METHODS[function]:
         if getattr(conv, f"_{method}_forward_pre_hooks") or getattr(conv, f"_{method}_forward_hooks"):
             reasons.append(f"{method} has hooks")
-    names = mentioned(type(conv), function)
-    for name, module in conv._modules.items():
-        if module is not None and (names is None or name in names) and _has_hooks(module):
+    hooked = [name for name, module in conv._modules.items() if module is not None and _has_hooks(module)]
+    names = mentioned(type(conv), function) if hooked else frozenset()
+    for name in hooked:
+        if names is None or name in names:
             reasons.append(f"submodule {name!r}, which {' or '.join(METHODS[function])} calls, has hooks")
     if torch.jit.is_tracing():
         reasons.append("torch.jit is tracing")

@@ -25,7 +25,7 @@ from torch.nn import Module
 
 from pyg_fullgraph.saga.trace import ArgSpec
 
-__all__ = ["Key", "Numbers", "Reached", "initialized", "reached"]
+__all__ = ["Key", "Numbers", "Reached", "initialized", "is_lazy", "reached", "submodules"]
 
 Numbers = tuple[tuple[str, float], ...]
 
@@ -43,7 +43,8 @@ _INTERNAL = frozenset({
 
 # Names in a method that may tell a number from a tensor, and those that may reach any attribute.
 _ASKS_FOR_TYPES = frozenset({"isinstance", "type", "is_tensor", "callable", "float", "int", "bool"})
-_DYNAMIC = frozenset({"getattr", "vars", "__dict__", "eval", "__getattr__", "super"})
+_DYNAMIC = frozenset({"getattr", "vars", "__dict__", "eval", "__getattr__", "super", "_parameters", "_buffers",
+                      "_modules"})
 _LIBRARIES = frozenset({"torch", "torch_geometric", "torch_sparse", "torch_scatter", "pyg_fullgraph", "triton_kernels",
                         "numpy", "scipy"}) | sys.stdlib_module_names
 _ABSENT = object()
@@ -177,12 +178,32 @@ def code_names(code: types.CodeType) -> Iterator[str]:
             yield from code_names(constant)
 
 
-def initialized(conv: Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers that are initialized, by their dotted names."""
-    for items in (conv.named_parameters(), conv.named_buffers()):
-        for name, value in items:
-            if not torch.nn.parameter.is_lazy(value):
-                yield name, value
+def submodules(module: Module) -> Iterator[tuple[str, Module]]:
+    """``module`` and all in it, each after the dotted name that its parameters have in front.
+
+    As ``named_modules``, in a tenth of the time and without looking for what is there twice.
+    """
+    yield "", module
+    for name, child in module._modules.items():
+        if child is not None:
+            for below, inner in submodules(child):
+                yield f"{name}.{below}", inner
+
+
+def initialized(conv: Module, names: frozenset[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers that are initialized, by their dotted names; those of ``names``, or of modules in it."""
+    for prefix, module in submodules(conv):
+        if names is not None and prefix and prefix.partition(".")[0] not in names:
+            continue
+        for items in (module._parameters, module._buffers):
+            for name, value in items.items():
+                if value is not None and (prefix or names is None or name in names) and not is_lazy(value):
+                    yield prefix + name, value
+
+
+def is_lazy(value: Tensor | None) -> bool:
+    """Whether a parameter or buffer waits for its first input."""
+    return value is not None and torch.nn.parameter.is_lazy(value)
 
 
 class Key:
@@ -208,12 +229,12 @@ class Key:
         lifted = {k for k, _ in self.numbers}
         own = self._attributes(conv, names, lifted)
         if self._calls_functions and names is not None:  # which may read anything if they are handed the layer
-            own = self._attributes(conv, None, lifted)
+            names, own = None, self._attributes(conv, None, lifted)
         functions = [ref() for ref in found.functions]
         self.structure = (
             tuple(f.__code__ for f in functions if f is not None),
             conv.training,
-            tuple((k, tuple(v.shape), v.is_floating_point()) for k, v in initialized(conv)),
+            tuple((k, tuple(v.shape), v.is_floating_point()) for k, v in initialized(conv, names)),
             own,
             tuple((n, self.value(getattr(kind, n))) for n in found.attributes if n not in vars(conv)),
             tuple((i, n, self._outside(functions[i], n, found.mentions)) for i, n in found.reads),

@@ -21,11 +21,11 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyg_fullgraph.errors import NotFusable
-from pyg_fullgraph.nn.surroundings import Key, Numbers, initialized, reached
+from pyg_fullgraph.nn.surroundings import Key, Numbers, initialized, is_lazy, reached, submodules
 from pyg_fullgraph.saga.ir import Domain
 from pyg_fullgraph.saga.trace import INDEX, SIZE_I, SIZE_J, ArgSpec, Traced, trace_edge_update, trace_propagate
 
-__all__ = ["METHODS", "attribute", "initialize_lazy", "is_lazy", "mentioned", "result_dtype", "traced"]
+__all__ = ["METHODS", "attribute", "initialize_lazy", "mentioned", "result_dtype", "traced"]
 
 aten = torch.ops.aten
 
@@ -137,21 +137,18 @@ def attribute(conv: Module, path: str) -> Any:
     return functools.reduce(getattr, path.split("."), conv)
 
 
-def is_lazy(value: Tensor | None) -> bool:
-    """Whether a parameter or buffer waits for its first input."""
-    return value is not None and torch.nn.parameter.is_lazy(value)
-
-
 def initialize_lazy(conv: Module, function: str, args: Arguments, tensors: Mapping[str, Tensor]) -> None:
     """Let modules that wait for their first input see one of the right shape, as PyG's first call would.
 
     Raises:
         NotFusable: they do not take it.
     """
-    names = mentioned(type(conv), function)
-    waiting = [m for k, m in conv._modules.items() if m is not None and (names is None or k in names)
-               and any(is_lazy(p) for p in m.parameters())]
+    waiting = {prefix.partition(".")[0] for prefix, m in submodules(conv)
+               if prefix and any(map(is_lazy, m._parameters.values()))}
     if not waiting:
+        return
+    names = mentioned(type(conv), function)
+    if names is not None and not waiting & names:
         return
     device = next(iter(tensors.values())).device
     given = {k: _blank(spec, {n: t.dtype for n, t in tensors.items()}, device) for k, spec in args[0].items()}

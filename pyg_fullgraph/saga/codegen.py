@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.saga import ir
@@ -23,7 +24,7 @@ from triton_kernels import skeletons
 from triton_kernels.skeletons import fill as _fill
 from triton_kernels.skeletons import indent as _indent
 
-__all__ = ["KernelSource", "generate", "needs_ids", "pointers", "reduces_rows", "store"]
+__all__ = ["KernelSource", "generate", "pointers", "reduces_rows", "store"]
 
 #: Values per thread that are held: loaded for the edges in flight, carried, and of the row; and the same while narrow
 #: values do not fill the lanes yet. More leaves too few programs on a multiprocessor. Measured on an H200.
@@ -39,7 +40,7 @@ _CONSTANTS = ["FLOAT: tl.constexpr", "ID: tl.constexpr", "UNSET: tl.constexpr"]
 _EDGE_CONSTANTS = ["BLOCK_E: tl.constexpr", "HAS_EID: tl.constexpr"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KernelSource:
     """Generated source with what a launch has to know.
 
@@ -49,6 +50,8 @@ class KernelSource:
         inputs: Input buffers; those with a row dimension are followed by a row stride parameter.
         outputs: Results of gathers, then edge results. Those in domain ``PARAM`` get one row per program.
         carries: Features and integer-ness of each workspace buffer, ``[num_slots, features]``.
+        apart: Which of these, counted from 0, a kernel that takes tiles reads from a copy, because one thread writes
+            what others read.
         num_tiles: Feature tiles per piece.
         width: Features of the widest tile.
         block_e: Most edges in flight per program.
@@ -62,6 +65,7 @@ class KernelSource:
         has_workers: Whether it has a fixed number of programs, and takes that number after the number of pieces.
         takes_blocks: Whether programs take blocks of edges, of whatever rows: it has workers, and takes the row of each
             edge and the number of edges in place of pieces and their number; pieces, if it reduces rows, go by block.
+        takes_tiles: Whether it can take the edges of rows in tiles, adding to what those before left.
         product_work: Multiply-adds of matrix products of a block of edges, per edge and feature that is reduced by row.
     """
 
@@ -70,6 +74,7 @@ class KernelSource:
     inputs: tuple[Buffer, ...]
     outputs: tuple[Buffer, ...]
     carries: tuple[tuple[int, bool], ...]
+    apart: tuple[int, ...]
     num_tiles: int
     width: int
     block_e: int
@@ -82,6 +87,7 @@ class KernelSource:
     uses_places: bool
     has_workers: bool
     takes_blocks: bool
+    takes_tiles: bool
     product_work: float
 
     @property
@@ -92,12 +98,12 @@ class KernelSource:
     def merge_name(self) -> str:
         return f"merge_{self.name}"
 
-    @property
+    @cached_property
     def rows(self) -> tuple[Buffer, ...]:
         """Results with one row per vertex."""
         return tuple(b for b in self.outputs if b.node.domain in (Domain.SRC, Domain.DST))
 
-    @property
+    @cached_property
     def totals(self) -> tuple[Buffer, ...]:
         """Results with one row per program, still to be added up."""
         return tuple(b for b in self.outputs if b.node.domain == Domain.PARAM)
@@ -131,12 +137,6 @@ def reduces_rows(sweep: Sweep) -> bool:
     return any(g.domain != Domain.PARAM for _, g in sweep.gathers)
 
 
-def needs_ids(sweep: Sweep) -> bool:
-    """Whether results depend on edge ids: dropout masks, arguments of extrema."""
-    return any(g.attr("kind") == "argmax" for _, g in sweep.gathers) or \
-        any(n.op in ("eid", "dropout") for n in ir.walk(*sweep.operands))
-
-
 # --- generator --------------------------------------------------------------------------------------------------
 
 
@@ -155,7 +155,7 @@ class _Generator:
         has_lanes = not (takes_blocks and reduces_rows(sweep))
         self.tile = Tile(self.gathers, self.edges, lanes, max_width, has_lanes, takes_blocks)
         held = (*(r for r, _ in sweep.edges), *(n for n in sweep.inputs if n.domain == Domain.EDGE))
-        uses_ids = needs_ids(sweep) and not all(map(is_staged, held))
+        uses_ids = sweep.needs_ids and not all(map(is_staged, held))
         self.emitter = Emitter(lowering, self.tile, sweep.rows, lanes, uses_ids, takes_blocks)
         reducers = reducers_of(self.gathers, self.tile.precision,
                                has_large_blocks=takes_blocks and self.tile.has_products)
@@ -167,6 +167,10 @@ class _Generator:
         self.carries = [c for r in self.reducers for c in r.carries]
         self.outputs = {result: Buffer(f"out{k}", result, result.shape, result.is_integer)
                         for k, (result, _) in enumerate([*self.gathers, *self.edges])}
+        self.takes_tiles = bool(self.carries) and not takes_blocks
+        widest = max(map(self._width, self.carries), default=0)
+        self.apart = tuple(k for k, c in enumerate(self.carries) if self.takes_tiles and (
+            self._width(c) < widest or self.tile.first(self.tile.axes.axes(c.node))))
         # Sums over all edges, and weights, are held for many pieces.
         self.has_workers = takes_blocks or bool(self.totals) or self.tile.has_products
         kinds = list(dict.fromkeys(g.attr("kind") for _, g in self.gathers))
@@ -190,12 +194,12 @@ class _Generator:
         if self.carries:
             text += self._merge_kernel()
         block_e, min_block_e = self._edges_in_flight()
-        widths = tuple((math.prod(a.size for a in self.tile.axes.axes(c.node)), c.integer) for c in self.carries)
+        widths = tuple((self._width(c), c.integer) for c in self.carries)
         return KernelSource(text, self.name, tuple(self.emitter.inputs.values()), tuple(self.outputs.values()), widths,
-                            self.tile.num_programs, self.tile.width, block_e, min_block_e,
+                            self.apart, self.tile.num_programs, self.tile.width, block_e, min_block_e,
                             self.tile.num_warps(block_e), self.tile.edge_lanes, self._is_sliced_freely,
                             self.emitter.uses_eid, self.emitter.uses_ids, self.emitter.uses_places, self.has_workers,
-                            self.takes_blocks, self._product_work())
+                            self.takes_blocks, self.takes_tiles, self._product_work())
 
     # --- kernels ----------------------------------------------------------------------------------------------------
 
@@ -214,8 +218,10 @@ class _Generator:
         ins = pointers(emitter.inputs.values())
         outs = [f"{b.name}_ptr" for b in self.outputs.values()]
         has_ids = ["HAS_IDS: tl.constexpr"] * emitter.uses_ids + ["HAS_PLACES: tl.constexpr"] * emitter.uses_places
-        params = ", ".join([*tables, *workers, *ins, *outs, *self._workspaces(), *_EDGE_CONSTANTS, *_CONSTANTS,
-                            *has_ids])
+        adds = ["ADDS: tl.constexpr"] * self.takes_tiles
+        copies = [f"old{k}_ptr" for k in self.apart]
+        params = ", ".join([*tables, *workers, *ins, *outs, *self._workspaces(), *copies, *_EDGE_CONSTANTS, *_CONSTANTS,
+                            *has_ids, *adds])
         totals = self._totals() if self.has_workers else []
         programs, once = "num_pieces", emitter.once_lines
         if self.has_workers:
@@ -263,22 +269,27 @@ class _Generator:
     def _result(self, before: Sequence[str]) -> str:
         """``before``, what merges the lanes of a piece, and where the result goes."""
         after = [*before, *(line for r in self.reducers for line in r.merge_lanes(self.tile))]
+        add = "" if not self.takes_tiles else _fill(skeletons.ADD, merge=_indent(self._merges(self.apart), 1))
         return _fill(skeletons.RESULT, after=_indent(after, 0), finish=_indent(self._row_stores(), 1),
-                     spill=_indent(self._spills(), 1))
+                     add=_indent(add.splitlines(), 1), spill=_indent(self._spills(), 1))
 
     def _merge_kernel(self) -> str:
         """The kernel that merges the pieces of rows that were cut."""
-        loop = []
-        for c in self.carries:
-            mask = self.tile.mask(c.node)
-            loop.append(f"new_{c.name} = tl.load({self._workspace(c)}{f', mask={mask}, other=0' if mask else ''})")
-        loop += [line for r in self.reducers for line in r.merge_piece()]
         rows = [f"{self.outputs[r].name}_ptr" for r, g in self.gathers if g.domain != Domain.PARAM]
         params = ["split_row_ptr", "split_ptr_ptr", "row_ptr_ptr", "num_split", *rows, *self._workspaces(), *_CONSTANTS]
         return _fill(skeletons.MERGE, name=f"merge_{self.name}", params=", ".join(params),
                      tiles=_indent(self.tile.lines("num_split") + self.tile.flat_lines, 1),
-                     before=_indent(self._starts(self.reducers, is_merged=True), 1), loop=_indent(loop, 2),
+                     before=_indent(self._starts(self.reducers, is_merged=True), 1), loop=_indent(self._merges(), 2),
                      finish=_indent(self._row_stores(), 1))
+
+    def _merges(self, apart: Container[int] = ()) -> list[str]:
+        """Lines that merge what is in a slot into the carries; those ``apart`` are read from a copy."""
+        lines = []
+        for k, c in enumerate(self.carries):
+            mask = self.tile.mask(c.node)
+            place = self._workspace(c, "old" if k in apart else "ws")
+            lines.append(f"new_{c.name} = tl.load({place}{f', mask={mask}, other=0' if mask else ''})")
+        return lines + [line for r in self.reducers for line in r.merge_piece()]
 
     def _prefetched(self, start: str, end: str, step: str) -> tuple[list[str], list[str]]:
         """Lines before and in the loop that load indices one block ahead: a row is asked for by an index that is here.
@@ -361,10 +372,13 @@ class _Generator:
     def _workspaces(self) -> list[str]:
         return [f"ws{k}_ptr" for k in range(len(self.carries))]
 
-    def _workspace(self, carry: Carry) -> str:
+    def _workspace(self, carry: Carry, kind: str = "ws") -> str:
         """Where a carry lies between the two kernels."""
         place = f"slot * {max(carry.node.numel, 1)} + {self.tile.offset(carry.node)}"
-        return f"ws{self.carries.index(carry)}_ptr + {place}"
+        return f"{kind}{self.carries.index(carry)}_ptr + {place}"
+
+    def _width(self, carry: Carry) -> int:
+        return math.prod(a.size for a in self.tile.axes.axes(carry.node))
 
     def _spills(self) -> list[str]:
         lines = []

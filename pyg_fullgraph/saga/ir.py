@@ -149,14 +149,24 @@ class Node:
         attrs: Sorted ``(name, value)`` pairs, hashable.
         shape: Feature shape (see the module's legend).
         domain: Where the rows come from.
+        name: Of an input, empty for other nodes.
+        numel: Number of features per row.
+        is_integer: Whether the values are integers.
+        is_row: Whether the value has a row dimension.
     """
 
-    __slots__ = ("op", "args", "attrs", "shape", "domain", "_digest", "__weakref__")
+    # What every run asks of its nodes is worked out once.
+    __slots__ = ("op", "args", "attrs", "shape", "domain", "name", "numel", "is_integer", "is_row", "_digest",
+                 "__weakref__")
     op: str
     args: tuple[Node, ...]
     attrs: tuple[tuple[str, Any], ...]
     shape: Shape
     domain: Domain
+    name: str
+    numel: int
+    is_integer: bool
+    is_row: bool
     _digest: str | None
     _interned: weakref.WeakValueDictionary[tuple, Node] = weakref.WeakValueDictionary()
 
@@ -169,31 +179,15 @@ class Node:
             node = super().__new__(cls)
             node.op, node.args, node.attrs = op, args, items
             node.shape, node.domain, node._digest = tuple(shape), Domain(domain), None
+            node.name, node.numel = attrs.get("name", ""), math.prod(node.shape)
+            node.is_integer = op == "eid" or bool(attrs.get("integer", False))
+            node.is_row = node.domain != Domain.PARAM
             cls._interned[key] = node
         return node
 
     def attr(self, name: str, default: Any = None) -> Any:
         """The attribute ``name``, or ``default``."""
-        return dict(self.attrs).get(name, default)
-
-    @property
-    def name(self) -> str:
-        """The name of an input."""
-        return self.attr("name", "")
-
-    @property
-    def numel(self) -> int:
-        """Number of features per row."""
-        return math.prod(self.shape)
-
-    @property
-    def is_integer(self) -> bool:
-        return self.op == "eid" or bool(self.attr("integer", False))
-
-    @property
-    def is_row(self) -> bool:
-        """Whether the value has a row dimension."""
-        return self.domain != Domain.PARAM
+        return next((value for key, value in self.attrs if key == name), default)
 
     def rebuild(self, args: Iterable[Node]) -> Node:
         """This node over other operands; the domain follows them, the shape stays."""
@@ -473,6 +467,13 @@ class EdgeProgram:
     @cached_property
     def inputs(self) -> tuple[Node, ...]:
         return inputs_of(*(o.value for o in self.outputs))
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.outputs)
+
+    def __hash__(self) -> int:  # asked for in every run, to find what was made of the program
+        return self._hash
 
     @cached_property
     def digest(self) -> str:

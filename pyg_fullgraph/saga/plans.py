@@ -63,16 +63,33 @@ class Sweep:
     gathers: tuple[tuple[Node, Node], ...]
     edges: tuple[tuple[Node, Node], ...]
 
-    @property
+    @cached_property
     def operands(self) -> tuple[Node, ...]:
         """The edge expressions of the sweep."""
         return tuple(a for _, g in self.gathers for a in g.args) + tuple(e for _, e in self.edges)
 
-    @property
+    @cached_property
     def inputs(self) -> tuple[Node, ...]:
         return ir.inputs_of(*self.operands)
 
-    @property
+    @cached_property
+    def kinds(self) -> Mapping[Node, str]:
+        """Result of a gather -> how it is reduced."""
+        return {result: gather.attr("kind") for result, gather in self.gathers}
+
+    @cached_property
+    def needs_ids(self) -> bool:
+        """Whether results depend on edge ids: dropout masks, arguments of extrema."""
+        return "argmax" in self.kinds.values() or any(n.op in ("eid", "dropout") for n in ir.walk(*self.operands))
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.rows, self.gathers, self.edges))
+
+    def __hash__(self) -> int:  # asked for in every run, to find what was made of the sweep
+        return self._hash
+
+    @cached_property
     def digest(self) -> str:
         """A content hash that is the same in every process."""
         parts = [node for pair in (*self.gathers, *self.edges) for node in pair]
@@ -131,9 +148,15 @@ class Plan:
         return tuple(batches)
 
     @cached_property
+    def results(self) -> tuple[Node, ...]:
+        """The outputs: of a step or of :attr:`last`, or inputs."""
+        return tuple(e if e.op == "input" else ir.input(f"%output{k}", e.domain, e.shape)
+                     for k, e in enumerate(self.outputs.values()))
+
+    @cached_property
     def last(self) -> tuple[Step, ...]:
-        """The outputs as steps."""
-        return tuple((ir.input(f"%output{k}", e.domain, e.shape), e) for k, e in enumerate(self.outputs.values()))
+        """The outputs that are made of results of steps, as steps."""
+        return tuple((r, e) for r, e in zip(self.results, self.outputs.values(), strict=True) if r is not e)
 
     @cached_property
     def staging(self) -> Domain:
@@ -151,7 +174,7 @@ class Plan:
         other = Domain.EDGE & ~last
         return other if moved[other] > moved[last] else last
 
-    @property
+    @cached_property
     def sweeps(self) -> tuple[Sweep, ...]:
         return tuple(s for s in self.steps if isinstance(s, Sweep))
 

@@ -7,7 +7,7 @@ from triton_kernels import device
 
 
 @triton.jit
-def sum_by_src_7b1b02(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_end_ptr, piece_slot_ptr, num_pieces, in0_ptr, in0_stride, in1_ptr, in1_stride, in2_ptr, in3_ptr, in3_stride, in4_ptr, in4_stride, in5_ptr, in5_stride, in6_ptr, out0_ptr, ws0_ptr, BLOCK_E: tl.constexpr, HAS_EID: tl.constexpr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr):
+def sum_by_src_7b1b02(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_end_ptr, piece_slot_ptr, num_pieces, in0_ptr, in0_stride, in1_ptr, in1_stride, in2_ptr, in3_ptr, in3_stride, in4_ptr, in4_stride, in5_ptr, in5_stride, in6_ptr, out0_ptr, ws0_ptr, BLOCK_E: tl.constexpr, HAS_EID: tl.constexpr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr, ADDS: tl.constexpr):
     pid = tl.program_id(0).to(tl.int64)
     piece = pid % num_pieces
     f0 = tl.arange(0, 4)[None, None, :, None]
@@ -61,6 +61,9 @@ def sum_by_src_7b1b02(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_
         count = (end - start).to(FLOAT)
         tl.store(out0_ptr + row * 15 + f0_0 * 5 + f1_0, tl.reshape(tl.broadcast_to(sum0, [1, 1, 4, 8]), [32]), mask=tl.broadcast_to((f0_0 < 3) & (f1_0 < 5), [32]))
     else:
+        if ADDS:
+            new_sum0 = tl.load(ws0_ptr + slot * 15 + f0 * 5 + f1, mask=(f0 < 3) & (f1 < 5), other=0)
+            sum0 += new_sum0
         tl.store(tl.broadcast_to(ws0_ptr + slot * 15 + f0 * 5 + f1, [1, 1, 4, 8]), sum0, mask=tl.broadcast_to((f0 < 3) & (f1 < 5), [1, 1, 4, 8]))
 
 
