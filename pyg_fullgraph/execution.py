@@ -285,19 +285,17 @@ def _refuse(kernel: codegen.KernelSource | RowsSource, error: Exception, otherwi
     warnings.warn(f"Kernel {kernel.name} does not fit the device ({error}); runs {otherwise}", stacklevel=3)
 
 
-def has_kernel(sweep: Sweep, like: Tensor) -> bool:
-    """Whether ``sweep`` runs by a kernel, which takes all edges at once."""
-    return _kernel_for(sweep, like) is not None
+def takes_blocks(sweep: Sweep, order: EdgeOrder, like: Tensor) -> bool:
+    """Whether ``sweep`` runs by a kernel that reduces blocks of edges of several rows, and has to have all at once."""
+    kernel = _kernel_for(sweep, like, order)
+    return kernel is not None and kernel.takes_blocks and kernel.has_merge
 
 
-def _kernel_for(sweep: Sweep, like: Tensor, order: EdgeOrder | None = None,
-                is_whole: bool = True) -> codegen.KernelSource | None:
+def _kernel_for(sweep: Sweep, like: Tensor, order: EdgeOrder, is_whole: bool = True) -> codegen.KernelSource | None:
     """The kernel that runs ``sweep`` over ``order``, at once or, if not ``is_whole``, in tiles; None without one."""
     if like.device.type != "cuda" and not interpreted():
         return None
-    lanes = 16 // like.element_size()
-    kernel = _fitting(sweep, lanes) if order is None else \
-        kernel_on(sweep, lanes, order.num_edges / max(order.num_rows, 1), is_whole)
+    kernel = kernel_on(sweep, 16 // like.element_size(), order.num_edges / max(order.num_rows, 1), is_whole)
     return kernel if isinstance(kernel, codegen.KernelSource) and kernel.source not in _TOO_LARGE else None
 
 

@@ -48,6 +48,12 @@ def test_layers_equal_the_whole_by_the_other_way(size):
     ranks(size).run(sharded.check_layers, ON_PAIRS[::2], "bipartite_wide", *other)
 
 
+@pytest.mark.interpreter
+def test_layers_equal_the_whole_by_kernels():
+    ranks(2).run(sharded.check_layers, ["gcn_weight", "gat_edge", "sage_max", "edge_conv"], "self_loops", *BOTH)
+    ranks(3).run(sharded.check_layers, ["gatv2"], "isolated", *BOTH)
+
+
 @pytest.mark.multi_gpu
 def test_layers_equal_the_whole_by_nccl():
     """From graphs on a CPU, which go to the GPU of each process."""

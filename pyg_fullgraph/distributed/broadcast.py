@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Container, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pyg_fullgraph import execution
 from pyg_fullgraph.chunks import Leaf
 from pyg_fullgraph.distributed.group import Group, Transfer
-from pyg_fullgraph.distributed.way import Way, fetched_inputs
+from pyg_fullgraph.distributed.way import Buffers, Way, fetched_inputs
 from pyg_fullgraph.partition import ShardOrder
 from pyg_fullgraph.saga.ir import Node
 from pyg_fullgraph.saga.plans import Sweep
@@ -35,7 +33,7 @@ class Broadcast(Way):
     name = "broadcast"
 
     def __init__(self) -> None:
-        self._memory: dict[tuple[int, int, torch.device], Tensor] = {}
+        self._buffers = Buffers()
 
     def run_sweep(self, sweep: Sweep, side: ShardOrder, group: Group, leaf: Leaf, like: Tensor,
                   exact: Container[Node]) -> dict[Node, Any]:
@@ -47,7 +45,7 @@ class Broadcast(Way):
 
         def buffer(k: int, owner: int, value: Tensor) -> Tensor:
             count = side.bounds[owner + 1] - side.bounds[owner]
-            return self._buffer(2 * k + others.index(owner) % 2, (count, *value.shape[1:]), value)
+            return self._buffers.take((k, others.index(owner) % 2), count, value)
 
         def swap(owner: int) -> None:
             """Both directions at once, where there is one other rank."""
@@ -87,13 +85,6 @@ class Broadcast(Way):
         for transfer in going:
             transfer.wait()
         return results
-
-    def _buffer(self, slot: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Memory of ``shape`` in a slot, which is used again and grows."""
-        num_bytes, key = math.prod(shape) * like.element_size(), (slot, like.element_size(), like.device)
-        if key not in self._memory or self._memory[key].numel() < num_bytes:
-            self._memory[key] = torch.empty(num_bytes, dtype=torch.uint8, device=like.device)
-        return self._memory[key][:num_bytes].view(like.dtype).view(shape)
 
 
 def _leaf_of(blocks: Mapping[Node, Tensor], leaf: Leaf, node: Node) -> Tensor:

@@ -255,6 +255,7 @@ class FeatureSplit(Halo):
     name = "feature_split"
 
     def __init__(self) -> None:
+        super().__init__()
         self._structures: WeakKeyDictionary[Shard, Structure] = WeakKeyDictionary()
 
     def run_whole(self, sweep: Sweep, shard: Shard, is_incoming: bool, group: Group, leaf: Leaf, like: Tensor,

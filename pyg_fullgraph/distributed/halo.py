@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pyg_fullgraph import execution
 from pyg_fullgraph.chunks import Leaf
 from pyg_fullgraph.distributed.group import Group
-from pyg_fullgraph.distributed.way import Way, fetched_inputs
+from pyg_fullgraph.distributed.way import Buffers, Way, fetched_inputs
 from pyg_fullgraph.partition import ShardOrder
 from pyg_fullgraph.saga.ir import Node
 from pyg_fullgraph.saga.plans import Sweep
@@ -21,38 +22,46 @@ __all__ = ["Halo"]
 class Halo(Way):
     """All-to-all of the rows that each rank needs.
 
-    Sweeps in chunks compute the edges between own vertices while the rows are on their way and carry on with the
-    others. A kernel takes all edges at once, in the order of the whole graph, after the rows are there.
+    The edges between own vertices are computed while the rows are on their way; then the others, which carry on with
+    what is reduced. Kernels that take blocks of edges of several rows wait for all rows, and take all edges at once.
 
-    Cost: per sweep and input one row for each remote vertex with an edge to this rank, sent and received; memory for
-        them and for the rows that are sent.
+    Cost: per sweep and input one row for each remote vertex with an edge to this rank, sent and received; buffers for
+        them and for the rows that are sent, which all layers share.
     """
 
     name = "halo"
 
+    def __init__(self) -> None:
+        self._buffers = Buffers()
+
     def run_sweep(self, sweep: Sweep, side: ShardOrder, group: Group, leaf: Leaf, like: Tensor,
                   exact: Container[Node]) -> dict[Node, Any]:
         nodes, count = fetched_inputs(sweep), side.num_own
-        both, transfers = {}, []
-        for node in nodes:
+        if group.size == 1 or not nodes:
+            return execution.run_sweep(sweep, side.rows, leaf, like, exact)
+        is_whole = execution.takes_blocks(sweep, side.rows, like)
+        values, transfers = {}, []
+        for k, node in enumerate(nodes):
             own = leaf(node)
-            both[node] = rows = own.new_empty((count + side.halo.numel(), *own.shape[1:]))
-            rows[:count] = own
-            sent = own.index_select(0, side.sent)
-            transfers.append(group.exchange(sent, side.sent_counts, side.halo_counts, rows[count:], wait=False))
+            sent = self._buffers.take(("sent", k), side.sent.numel(), own)
+            torch.index_select(own, 0, side.sent, out=sent)
+            rows = self._buffers.take(("rows", k), count * is_whole + side.halo.numel(), own)
+            values[node] = rows
+            if is_whole:
+                rows[:count] = own
+                rows = rows[count:]
+            transfers.append(group.exchange(sent, side.sent_counts, side.halo_counts, rows, wait=False))
 
-        def arrived() -> None:
-            for transfer in transfers:
-                transfer.wait()
-
-        if group.size == 1 or execution.has_kernel(sweep, like):
-            arrived()
-            return execution.run_sweep(sweep, side.rows, lambda n: both[n] if n in both else leaf(n), like, exact)
+        def arrived(node: Node) -> Tensor:
+            return values[node] if node in values else leaf(node)
 
         def leaves() -> Iterator[Leaf]:
-            yield leaf
-            arrived()
-            yield lambda n: both[n][count:] if n in both else leaf(n)
+            if not is_whole:
+                yield leaf
+            for transfer in transfers:
+                transfer.wait()
+            yield arrived
 
-        tiles = [side.tile(side.rank), side.remote]
-        return execution.run_tiles(sweep, side.rows, tiles, leaves(), like, exact)
+        if is_whole:
+            return execution.run_sweep(sweep, side.rows, next(leaves()), like, exact)
+        return execution.run_tiles(sweep, side.rows, [side.tile(side.rank), side.remote], leaves(), like, exact)

@@ -119,23 +119,23 @@ def prices(shard: Shard, group: Group, costs: Costs, row_bytes: int, is_known: b
     """
     sides = (shard.incoming, shard.outgoing)
     received = [side.halo.numel() for side in sides]
-    own = [(max(r, side.sent.numel()), side.sent.numel(), side.rows.num_edges) for r, side in zip(received, sides,
-                                                                                                  strict=True)]
+    own = [(max(r, side.sent.numel()), side.sent.numel(), side.rows.num_edges,
+            int((side.rows.other >= side.num_own).sum())) for r, side in zip(received, sides, strict=True)]
     worst = group.reduce(torch.tensor([*own[0], *own[1], sum(received)], device=shard.edge_ids.device), "max").tolist()
     halo, broadcast, blocks = 0.0, 0.0, 0
-    for side, (rows, sent, edges) in zip(sides, (worst[:3], worst[3:6]), strict=True):
+    for side, (rows, sent, edges, remote) in zip(sides, (worst[:4], worst[4:8]), strict=True):
         compute = edges * row_bytes / costs.gather
         arrival = costs.latency + rows * row_bytes / costs.exchange
-        # In chunks edges between own vertices are computed meanwhile; kernels wait for all rows.
-        hidden = min(arrival, compute / group.size) if shard.edge_ids.device.type == "cpu" else 0.0
+        # Edges between own vertices are computed meanwhile.
+        hidden = min(arrival, max(edges - remote, 0) * row_bytes / costs.gather)
         halo += sent * row_bytes / costs.gather + arrival + compute - hidden
         sizes = _sizes(side.bounds)
         stages = [costs.latency + n * row_bytes / costs.broadcast for n in sizes]
         # The first block is waited for; the others arrive while the one before is computed.
         broadcast += stages[0] + max(sum(stages[1:]), compute * (group.size - 1) / group.size) + compute / group.size
         blocks += sum(sizes) - min(sizes)
-    remote = worst[6] / max(blocks, 1)
-    return sorted([Price("halo", halo, worst[6], f"each rank reads {remote:.0%} of the other ranks' rows"),
+    share = worst[8] / max(blocks, 1)
+    return sorted([Price("halo", halo, worst[8], f"each rank reads {share:.0%} of the other ranks' rows"),
                    Price("broadcast", broadcast, blocks, f"{group.size} stages, all rows to all ranks"),
                    _feature_split(shard, group.size, costs, row_bytes, is_known, memory)], key=lambda p: p.seconds)
 

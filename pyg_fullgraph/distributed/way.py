@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pyg_fullgraph.chunks import Leaf
@@ -13,7 +15,7 @@ from pyg_fullgraph.partition import Shard, ShardOrder
 from pyg_fullgraph.saga.ir import Domain, Node
 from pyg_fullgraph.saga.plans import Sweep
 
-__all__ = ["Way", "fetched_inputs"]
+__all__ = ["Buffers", "Way", "fetched_inputs"]
 
 
 class Way:
@@ -55,6 +57,25 @@ class Way:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
+
+
+class Buffers:
+    """Memory for what is sent and fetched, which all layers share, forward and backward (MG-GCN 4.2).
+
+    A transfer into a buffer is queued after whatever read it before (see :mod:`group`).
+    """
+
+    def __init__(self) -> None:
+        self._memory: dict[tuple[object, int, torch.device], Tensor] = {}
+
+    def take(self, slot: object, rows: int, like: Tensor) -> Tensor:
+        """``[rows, ...]`` like the rows of ``like``, in a slot that is used again and grows."""
+        shape = (rows, *like.shape[1:])
+        num_bytes, key = math.prod(shape) * like.element_size(), (slot, like.element_size(), like.device)
+        if key not in self._memory or self._memory[key].numel() < num_bytes:
+            self._memory.pop(key, None)
+            self._memory[key] = torch.empty(num_bytes, dtype=torch.uint8, device=like.device)
+        return self._memory[key][:num_bytes].view(like.dtype).view(shape)
 
 
 def fetched_inputs(sweep: Sweep) -> list[Node]:
