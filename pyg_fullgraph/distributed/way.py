@@ -79,5 +79,8 @@ class Buffers:
 
 
 def fetched_inputs(sweep: Sweep) -> list[Node]:
-    """The inputs of ``sweep`` that belong to other endpoints, in an order that is the same on every rank."""
-    return [n for n in sweep.inputs if n.domain == Domain.EDGE & ~sweep.rows]
+    """The inputs of ``sweep`` that belong to other endpoints, in an order that is the same on every rank.
+
+    The widest come first, so that sweeps put them into the same buffers.
+    """
+    return sorted((n for n in sweep.inputs if n.domain == Domain.EDGE & ~sweep.rows), key=lambda n: -n.numel)
