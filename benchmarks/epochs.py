@@ -3,7 +3,8 @@
 Providers are ours by each way of fetching rows, and MG-GCN's schedule (its paper, sections 4.1 to 4.4) written out here
 with torch's sparse products: blocks of the adjacency, a broadcast per block into one of two buffers while the block
 before is multiplied, products before or after the sum by the widths, weights on every rank. All run in the same
-processes, on the same partition of the same graph, from the same weights. One whose first losses differ from PyG's, or
+processes, on the same graph, from the same weights; MG-GCN's on its random partition (5.2), ours on those that
+``--partition`` names, of which that is the first. One whose first losses differ from PyG's, or
 from those of the first provider where PyG does not fit, is not timed. ``--tf32`` times all with dense products in TF32.
 Without torchrun it is one process.
 """
@@ -35,7 +36,7 @@ from pyg_fullgraph.distributed import DistributedModel, Group, ShardedGraph
 from pyg_fullgraph.distributed.graph import WAYS
 from pyg_fullgraph.distributed.group import under_torchrun
 from pyg_fullgraph.distributed.model import sum_gradients
-from pyg_fullgraph.partition import ShardOrder, partition
+from pyg_fullgraph.partition import METHODS, Partition, ShardOrder, partition
 
 #: Edges up to which losses are compared with plain PyG's in float64.
 MAX_PYG_EDGES = 3_000_000
@@ -92,21 +93,26 @@ class Problem:
         self.x = torch.randn(self.num_nodes, case.num_in, generator=generator)
         self.y = torch.randint(case.num_classes, (self.num_nodes,), generator=generator)
         self.train = torch.rand(self.num_nodes, generator=generator) < 0.66
-        whole = self._graph(self.edge_index)
-        self.partition = partition(whole, ranks.size, "random", seed)
+        self.seed, self._partitions = seed, {}
         torch.manual_seed(seed)
         self.state = Net(pyg_nn, case).state_dict()
 
-    def shard(self, edge_index: Tensor, way: str = "halo") -> ShardedGraph:
+    def partition(self, method: str) -> Partition:
+        """The partition of the graph by ``method``, made once."""
+        if method not in self._partitions:
+            self._partitions[method] = partition(self._graph(self.edge_index), self.ranks.size, method, self.seed)
+        return self._partitions[method]
+
+    def shard(self, edge_index: Tensor, method: str, way: str = "halo") -> ShardedGraph:
         """This rank's part of ``edge_index``."""
-        return pfg.shard(self._graph(edge_index), way, self.partition)
+        return pfg.shard(self._graph(edge_index), way, self.partition(method))
 
     def _graph(self, edge_index: Tensor) -> pfg.Graph:
         return pfg.Graph.from_edge_index(edge_index.to(self.device), self.num_nodes)
 
-    def take(self, value: Tensor) -> Tensor:
+    def take(self, value: Tensor, method: str) -> Tensor:
         """This rank's rows of a whole tensor."""
-        return self.partition.take(value, self.ranks.rank).to(self.device)
+        return self.partition(method).take(value, self.ranks.rank).to(self.device)
 
 
 class Net(nn.Module):
@@ -190,7 +196,7 @@ class Staged(nn.Module):
         self.biases = nn.ParameterList(nn.Parameter(state[f"convs.{k}.bias"].clone()) for k in convs)
         self.to(problem.device)
         loops, _ = add_remaining_self_loops(problem.edge_index.to(problem.device), num_nodes=problem.num_nodes)
-        shard = problem.shard(loops).shard
+        shard = problem.shard(loops, "random").shard
         scale = shard.incoming.rows.degree.to(torch.float32).rsqrt()
         widest = max(min(i, o) for i, o in zip(problem.case.widths, problem.case.widths[1:], strict=False))
         largest = max(b - a for a, b in zip(shard.incoming.bounds, shard.incoming.bounds[1:], strict=False))
@@ -216,11 +222,12 @@ class Epoch:
     Args:
         problem: What is trained.
         provider: One of :data:`PROVIDERS`.
+        method: Of the partition.
     """
 
-    def __init__(self, problem: Problem, provider: str) -> None:
+    def __init__(self, problem: Problem, provider: str, method: str) -> None:
         self.ranks = problem.ranks
-        self.x, self.y, self.train = (problem.take(t) for t in (problem.x, problem.y, problem.train))
+        self.x, self.y, self.train = (problem.take(t, method) for t in (problem.x, problem.y, problem.train))
         self.count = int(problem.train.sum())
         self.graph: ShardedGraph | None = None
         if provider == "mg_gcn":
@@ -229,7 +236,7 @@ class Epoch:
             net = Net(fullgraph_nn, problem.case)
             net.load_state_dict(problem.state)
             self.module = DistributedModel(net.to(problem.device))
-            self.graph = problem.shard(problem.edge_index, provider.removeprefix("ours-"))
+            self.graph = problem.shard(problem.edge_index, method, provider.removeprefix("ours-"))
         self._first = [p.detach().clone() for p in self.module.parameters()]
         self.restart()
 
@@ -288,7 +295,8 @@ def _matmul(precision: str) -> Iterator[None]:
 
 
 def run_case(case: EpochCase, providers: Sequence[str], device: str, ranks: Group, budget_s: float = 3.0,
-             matmul: str = "fp32", folder: Path | None = None) -> Iterator[dict[str, Any]]:
+             matmul: str = "fp32", folder: Path | None = None,
+             methods: Sequence[str] = ("random",)) -> Iterator[dict[str, Any]]:
     """Check and time one case on all ranks; times and peaks are those of the slowest and the largest.
 
     Args:
@@ -297,16 +305,18 @@ def run_case(case: EpochCase, providers: Sequence[str], device: str, ranks: Grou
         matmul: ``fp32``, or ``tf32`` for dense products of that precision while it is timed. Losses are compared in
             float32 first, then those of TF32 by a wider bound.
         folder: Where a timeline of one epoch of each provider goes, if anywhere.
+        methods: Of partitions for ours.
 
     Returns: one row per provider, the same on every rank, as they come; without times where losses were wrong.
     """
     problem = Problem(case, device, ranks)
     expected, known = reference_losses(problem), "pyg float64"
-    for provider in providers:
+    for provider, method in [(p, m) for p in providers for m in (("random",) if p == "mg_gcn" else methods)]:
         row = {"case": case.name, "provider": provider, "kind": "epoch", "ranks": ranks.size, "graph": case.graph,
                "num_nodes": problem.num_nodes, "num_edges": problem.edge_index.shape[1], "num_in": case.num_in,
-               "width": case.width, "layers": case.layers, "dtype": "float32", "matmul": matmul}
-        epoch = Epoch(problem, provider)
+               "width": case.width, "layers": case.layers, "dtype": "float32", "matmul": matmul,
+               "partition": method}
+        epoch = Epoch(problem, provider, method)
         memory = measure.PeakMemory(device)
         with _matmul("fp32"):
             losses = epoch.losses(NUM_CHECKED)
@@ -322,7 +332,7 @@ def run_case(case: EpochCase, providers: Sequence[str], device: str, ranks: Grou
             if error <= bound:
                 row.update(_measured(epoch, memory, device, ranks, budget_s))
                 if ranks.size > 1 and provider != "mg_gcn":
-                    row.update(_hidden(epoch, folder / f"{case.name}-{provider}" if folder else None))
+                    row.update(_hidden(epoch, folder / f"{case.name}-{provider}-{method}" if folder else None))
             else:
                 row["error"] = f"losses {losses} are not those of {known}, {expected}; not timed"
         yield {**row, **measure.environment(device)}
@@ -378,10 +388,12 @@ def main(
     budget_s: Annotated[float, typer.Option(help="Seconds of timing per case and provider.")] = 3.0,
     reuse: Annotated[bool, typer.Option(help="Let ours compute what is constant once, as it does by default.")] = True,
     tf32: Annotated[bool, typer.Option(help="Time with dense products in TF32, of all providers.")] = False,
+    partitions: Annotated[str, typer.Option("--partition", help=f"For ours, some of {', '.join(METHODS)}.")] = "random",
     timeline: Annotated[Path | None, typer.Option(help="A folder for a timeline of an epoch of each of ours.")] = None,
 ) -> None:
     """Time training epochs."""
-    for option, given, known in (("case", case, CASES), ("providers", providers, PROVIDERS)):
+    for option, given, known in (("case", case, CASES), ("providers", providers, PROVIDERS),
+                                 ("partition", partitions, METHODS)):
         unknown = [name for name in given.split(",") if name not in known]
         if unknown:
             raise typer.BadParameter(f"Expected --{option} out of {', '.join(known)} (got {', '.join(unknown)})")
@@ -390,7 +402,7 @@ def main(
     with under_torchrun(device) as ranks:
         for name in case.split(","):
             for row in run_case(CASES[name], providers.split(","), device, ranks, budget_s, "tf32" if tf32 else "fp32",
-                                timeline):
+                                timeline, partitions.split(",")):
                 row = row if reuse else {**row, "reuses": False}
                 rows.append(row)
                 if ranks.rank == 0:

@@ -71,7 +71,9 @@ def epoch_lines(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
 
     def key(row: dict[str, Any], provider: str, ranks: int) -> tuple[object, ...]:
         reuses, matmul = row.get("reuses", True) or provider == "mg_gcn", row.get("matmul", "fp32")
-        return row["device_name"], row["case"], provider, ranks, reuses, matmul
+        # On one rank there is nothing to divide, and MG-GCN has its own partition.
+        method = "random" if ranks == 1 or provider == "mg_gcn" else row.get("partition", "random")
+        return row["device_name"], row["case"], provider, ranks, reuses, matmul, method
 
     times = {key(r, r["provider"], r["ranks"]): r["p50_ms"] for r in rows if "p50_ms" in r}
 
@@ -82,8 +84,9 @@ def epoch_lines(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
 
     lines = []
     for row in rows:
-        provider = row["provider"] + " (nothing kept)" * (not row.get("reuses", True)) + \
-            " (TF32)" * (row.get("matmul") == "tf32")
+        method = row.get("partition", "random")
+        provider = row["provider"] + f", {method}" * (method != "random") + \
+            " (nothing kept)" * (not row.get("reuses", True)) + " (TF32)" * (row.get("matmul") == "tf32")
         if "error" in row:
             lines.append([row["case"], provider, str(row["ranks"]), row["error"], *[""] * (len(EPOCH_COLUMNS) - 4)])
             continue

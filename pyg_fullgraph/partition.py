@@ -25,7 +25,7 @@ from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.order import Permutation, metis_parts, order_vertices
 from triton_kernels import segment
 
-__all__ = ["Edges", "Partition", "Shard", "ShardOrder", "fingerprint", "order_by_row", "partition"]
+__all__ = ["METHODS", "Edges", "Partition", "Shard", "ShardOrder", "fingerprint", "order_by_row", "partition"]
 
 #: Vertices per part that are dealt out one by one, heaviest first.
 _HEAVY = 64
@@ -175,8 +175,8 @@ def partition(graph: Graph, num_parts: int, method: str = "random", seed: int = 
         raise InputError("side", "to be 'both', 'src' or 'dst'", repr(side))
     if side == "both" and graph.num_src != graph.num_dst:
         raise InputError("side", "to be 'src' or 'dst' for a graph with different sources and destinations", "'both'")
-    if method not in _METHODS:
-        raise InputError("method", f"to be one of {', '.join(_METHODS)}", repr(method))
+    if method not in METHODS:
+        raise InputError("method", f"to be one of {', '.join(METHODS)}", repr(method))
     if side != "both" and method in ("metis", "locality", "community"):
         raise InputError("method", f"to be 'random' or 'ranges' for side={side!r}", repr(method))
     weight = torch.zeros(graph.num_src if side == "src" else graph.num_dst, dtype=torch.int64)
@@ -184,7 +184,7 @@ def partition(graph: Graph, num_parts: int, method: str = "random", seed: int = 
         weight += graph.incoming.degree.cpu()
     if side != "dst":
         weight += graph.outgoing.degree.cpu()
-    return _METHODS[method](graph, weight, num_parts, seed)
+    return METHODS[method](graph, weight, num_parts, seed)
 
 
 def _random(graph: Graph, weight: Tensor, num_parts: int, seed: int) -> Partition:
@@ -226,7 +226,7 @@ def _metis(graph: Graph, weight: Tensor, num_parts: int, seed: int) -> Partition
     return Partition.from_owner(metis_parts(graph, weight, num_parts, seed), num_parts, "metis")
 
 
-_METHODS: dict[str, Callable[[Graph, Tensor, int, int], Partition]] = {
+METHODS: dict[str, Callable[[Graph, Tensor, int, int], Partition]] = {
     "random": _random, "ranges": _ranges, "locality": _ranges_of("rcm", "locality"),
     "community": _ranges_of("community", "community"), "metis": _metis}
 
