@@ -50,7 +50,12 @@ def rows_of(plans: list[Plan], is_narrow: bool) -> list[RowsSource]:
     return list({k.source: k for k in (*found, *(k for p in plans for _, k in row_kernels(p.last, False)))}.values())
 
 
-def compile_kernel(kernel: KernelSource, name: str, dtype: str = "fp32", index: str = "i32") -> dict[str, int]:
+#: Cases whose kernels are also compiled as they add to what tiles of edges before left.
+IN_TILES = ("gat", "many-outputs", "sage-max", "gat-edge")
+
+
+def compile_kernel(kernel: KernelSource, name: str, dtype: str = "fp32", index: str = "i32",
+                   adds: bool = False) -> dict[str, int]:
     """Registers, spilled bytes and shared memory of one kernel on sm_90."""
     function = getattr(launch.load(kernel.source), name)
     signature: dict[str, str] = {}
@@ -64,12 +69,13 @@ def compile_kernel(kernel: KernelSource, name: str, dtype: str = "fp32", index: 
             is_seed = buffer.integer and not buffer.node.is_row
             kept = stat if is_staged(buffer.node) else dtype
             signature[arg] = "*i64" if is_seed else f"*{index}" if buffer.integer else f"*{kept}"
-        elif arg.startswith("ws"):
-            signature[arg] = f"*{index}" if kernel.carries[int(arg[2:-4])][1] else f"*{stat}"
+        elif arg.startswith(("ws", "old")):
+            is_index = kernel.carries[int(arg.removeprefix("ws").removeprefix("old")[:-4])][1]
+            signature[arg] = f"*{index}" if is_index else f"*{stat}"
         elif arg == "piece_slot_ptr" or arg.endswith("_ptr"):
             signature[arg] = "*i32" if arg == "piece_slot_ptr" else f"*{index}"
     constants: dict[str, Any] = {
-        "BLOCK_E": kernel.block_e, "HAS_EID": True, "HAS_IDS": True, "HAS_PLACES": True,
+        "BLOCK_E": kernel.block_e, "HAS_EID": True, "HAS_IDS": True, "HAS_PLACES": True, "ADDS": adds,
         "FLOAT": tl.float64 if dtype == "fp64" else tl.float32,
         "ID": tl.int32 if index == "i32" else tl.int64, "UNSET": 2**31 - 1 if index == "i32" else 2**63 - 1}
     return _compile(function, signature, constants, kernel.num_warps(kernel.block_e))
@@ -137,6 +143,8 @@ def main(names: list[str]) -> None:
             for kernel in kernels:
                 for part in (kernel.name, *([kernel.merge_name] if kernel.has_merge else [])):
                     results[f"{name}/{k}/{part}"] = compile_kernel(kernel, part, dtype, index)
+                if case in IN_TILES and kernel.takes_tiles:
+                    results[f"{name}/{k}/{kernel.name}_adds"] = compile_kernel(kernel, kernel.name, dtype, index, True)
     print(json.dumps(results, indent=1))
 
 
