@@ -11,7 +11,7 @@ from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.partition import Partition, Shard, balanced_ranges, partition
 from triton_kernels import segment
 
-METHODS = ("random", "ranges", "locality", "community", "metis")
+METHODS = ("auto", "random", "ranges", "locality", "community", "metis")
 PARTS = (1, 2, 3, 4, 7)
 
 
@@ -61,6 +61,16 @@ def test_parts_of_real_graphs_have_equally_many_edges(data_dir, name, num_parts)
             assert max(made.part(k).numel() for k in range(num_parts)) - made.num_vertices // num_parts <= num_parts
 
 
+def test_ranges_are_taken_where_ids_have_locality():
+    """A ring; the same with its ids shuffled; and one whose first vertices have most of the edges."""
+    ring = torch.stack([torch.arange(1000), (torch.arange(1000) + 1) % 1000])
+    shuffled = torch.randperm(1000, generator=torch.Generator().manual_seed(0))[ring]
+    dense = torch.cat([ring, torch.arange(20).repeat(100).view(2, 1000)], dim=1)
+    made = [partition(Graph.from_edge_index(edges, 1000), 4, "auto") for edges in (ring, shuffled, dense)]
+    assert [p.method for p in made] == ["ranges", "random", "random"]
+    assert partition(Graph.from_edge_index(shuffled, 1000), 1, "auto").method == "ranges"
+
+
 @pytest.mark.parametrize("method", ["metis", "locality", "community"])
 def test_parts_with_locality_need_fewer_remote_rows(data_dir, method):
     need(method)
@@ -102,9 +112,9 @@ def test_saved_and_loaded(tmp_path):
 
 @pytest.mark.parametrize("change, message", [
     (dict(num_parts=0), "Expected 'num_parts' to be a number of parts, at least 1"),
-    (dict(method="metiss"), "Expected 'method' to be one of random, ranges, locality, community, metis"),
+    (dict(method="metiss"), "Expected 'method' to be one of auto, random, ranges, locality, community, metis"),
     (dict(side="left"), "Expected 'side' to be 'both', 'src' or 'dst'"),
-    (dict(side="src", method="metis"), "Expected 'method' to be 'random' or 'ranges'"),
+    (dict(side="src", method="metis"), "Expected 'method' to be 'auto', 'random' or 'ranges'"),
 ])
 def test_wrong_arguments(change, message):
     with pytest.raises(errors.InputError, match=message):

@@ -354,7 +354,7 @@ class _Largest(torch.autograd.Function):
         return is_largest * (ctx.group.reduce(grads[0].clone()) / ctx.count), None
 
 
-def shard(graph: Any, way: str | Way = "auto", partition: Any = "random", group: Any = None, seed: int = 0,
+def shard(graph: Any, way: str | Way = "auto", partition: Any = "auto", group: Any = None, seed: int = 0,
           device: torch.device | str | None = None) -> ShardedGraph:
     """This process's part of ``graph``; called by every process of the group with the same graph.
 
@@ -364,7 +364,8 @@ def shard(graph: Any, way: str | Way = "auto", partition: Any = "random", group:
             ``auto`` takes the cheapest for 1 KiB per row, by the partition's counts and constants that are measured
             once; the prices are :attr:`ShardedGraph.reasons`.
         partition: a :class:`Partition`, a pair of them for the sources and destinations of a bipartite graph, or the
-            name of a method of :func:`pyg_fullgraph.partition.partition`.
+            name of a method of :func:`pyg_fullgraph.partition.partition`: by default ranges of ids if these have
+            locality, else random parts.
         group: a process group; None for the default one, or for one process alone.
         seed: of the partition.
         device: where the part goes; by default where the graph is, or to this process's GPU under NCCL.
