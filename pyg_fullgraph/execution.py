@@ -412,7 +412,6 @@ class _Site:
     """A kernel in a shape on the edges of one order: what its launches have in common.
 
     Attributes:
-        order: The edges.
         schedule: Pieces of their rows; None where no rows are reduced.
         num_workers: Programs per feature tile.
         tables, more_tables: Index arrays before and after that of places, which depends on who reads what is written.
@@ -420,7 +419,6 @@ class _Site:
         constants: Of the kernel, but for places.
     """
 
-    order: EdgeOrder
     schedule: segment.RowSchedule | None
     num_workers: int
     tables: tuple[Tensor, ...]
@@ -446,7 +444,7 @@ class _Site:
             more += [] if schedule.block_ptr is None else [schedule.block_ptr]
             more += [schedule.piece_row, schedule.piece_start, schedule.piece_end, schedule.piece_slot]
         counts = (order.num_edges if kernel.takes_blocks else num_pieces, *([num_workers] * kernel.has_workers))
-        return cls(order, schedule, num_workers, tuple(tables), tuple(more), counts, constants)
+        return cls(schedule, num_workers, tuple(tables), tuple(more), counts, constants)
 
 
 class _Launch:
@@ -456,10 +454,10 @@ class _Launch:
                  tiles: Sequence[EdgeOrder], like: Tensor, exact: Container[Node],
                  staging: EdgeOrder | None = None) -> None:
         self.staging = staging
-        self.shape, self.sweep, self.kernel, self.rows = shape, sweep, kernel, rows
+        self.shape, self.sweep, self.kernel, self.rows, self.tiles = shape, sweep, kernel, rows, tiles
         self.like, self.exact = like, exact
         self.stat_dtype = chunks.compute_dtype(like.dtype)
-        self.sites = self._sites(tiles)
+        self.sites = self._sites()
         self.results = {b.node: self._result(b.node) for b in kernel.outputs if b.node.is_row}
         self.totals: dict[Node, Tensor] = {}
         self.is_begun = False
@@ -472,9 +470,10 @@ class _Launch:
                             device=like.device) for features, integer in kernel.carries]
         self.constants = _constants(self.stat_dtype, rows.id_dtype)
 
-    def _sites(self, tiles: Sequence[EdgeOrder]) -> list[_Site]:
+    def _sites(self) -> list[_Site]:
         """Where each tile is launched, with the pieces of its rows; none are needed where no rows are reduced."""
-        kernel, rows, (block_e, max_piece) = self.kernel, self.rows, (self.shape.block_e, self.shape.max_piece)
+        kernel, rows, tiles, block_e, max_piece = \
+            self.kernel, self.rows, self.tiles, self.shape.block_e, self.shape.max_piece
         if len(tiles) == 1:  # all edges: known from the last time
             tile = tiles[0]
             return [tile._cached(("site", kernel, block_e, max_piece), lambda: _Site.of(
@@ -515,7 +514,7 @@ class _Launch:
         if kernel.takes_tiles:
             constants["ADDS"] = k > 0
         if kernel.uses_places:
-            order = site.order
+            order = self.tiles[k]
             places = order.eid if self.staging is None else order.places_in(self.staging)
             tables = *tables, order.ptr if places is None else places
             constants["HAS_PLACES"] = places is not None

@@ -526,10 +526,14 @@ def graph_of(edge_index: Tensor, size: int | Size | None = None) -> Graph:
 
 
 def _graph_of_sparse_tensor(matrix: Any, wanted: Size) -> Graph:
-    ptr, col = matrix.storage.rowptr(), matrix.storage.col()
+    with torch.inference_mode(False):  # the matrix keeps what it makes here
+        ptr, col = matrix.storage.rowptr(), matrix.storage.col()
+    if ptr.is_inference():
+        return cast(Graph, Graph.from_any(matrix, wanted))
     graphs, size = _remembered.of(col), matrix.sparse_sizes()
     known = graphs.get(size)
     if known is None or known[0]() is not ptr or not is_unchanged(ptr, known[1]):
-        known = keep(graphs, size, (weakref.ref(ptr), state_of(ptr), Graph.from_any(matrix)))
+        with torch.inference_mode(False):
+            known = keep(graphs, size, (weakref.ref(ptr), state_of(ptr), Graph.from_any(matrix)))
     _check_size(known[2], wanted)
     return taken(known[2])

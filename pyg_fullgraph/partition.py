@@ -284,7 +284,7 @@ class ShardOrder:
 
     Attributes:
         rows: edges by local row; other endpoints are numbered from this rank's own vertices on, then those of the halo.
-            Within a row edges ascend by id, so that sums are those of the whole graph, bit by bit.
+            Within a row edges ascend by id, so that sums over all at once are those of the whole graph, bit by bit.
         bounds: places at which the other vertices of each rank begin; P + 1.
         rank: this rank.
         halo: [H] int64 place of each remote vertex that an edge reads, ascending, so by owner.

@@ -46,6 +46,13 @@ def test_listing():
     assert str(example()) == EXAMPLE
 
 
+def test_a_pickled_program_has_no_hash_of_another_process():
+    program = example()
+    hash(program)
+    assert "_hash" not in vars(pickle.loads(pickle.dumps(program)))
+    assert hash(pickle.loads(pickle.dumps(program))) == hash(program)
+
+
 def test_constants_stand_in_the_line_that_uses_them():
     x = ir.input("x", SRC, ())
     assert str(EdgeProgram((Output("max", ir.pointwise("mul", x, 0.5)),))) == (

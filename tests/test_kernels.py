@@ -5,9 +5,11 @@ Triton decides at import whether it interprets, so the tests marked `interpreter
 """
 
 import dataclasses
+import gc
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +119,23 @@ def test_every_kind_of_graph(name, graph, device, monkeypatch):
 def test_tiles_are_the_whole(name, device, monkeypatch):
     monkeypatch.setattr(execution, "MAX_PIECE", 8)
     check(program_of(name), graph_for(device), torch.float64, device, runner=run_in_tiles)
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+def test_a_graph_dies_with_its_last_name(device):
+    """What kernels remember with an order does not hold it, so it need not wait for the garbage collector."""
+    case = random_case(9, 5, 60)
+    program = program_of("gcn")
+    graph = Graph.from_edge_index(case.edge_index.to(device), case.size)
+    tensors = make_tensors(program, *case.size, case.num_edges, torch.float32, device)
+    gc.disable()
+    try:
+        sum(out.sum() for out in run(program, graph, tensors)).backward()
+        orders = weakref.ref(graph.incoming), weakref.ref(graph.outgoing)
+        del graph
+        assert [ref() for ref in orders] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_tiles_share_the_slots_of_a_row():

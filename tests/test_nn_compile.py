@@ -336,6 +336,28 @@ def test_calls_of_several_threads_leave_the_parameters():
     assert {k: id(v) for k, v in layer.named_parameters()} == {k: id(v) for k, v in names.items()}
 
 
+def test_parameters_of_a_call_have_gradients_where_the_own_have_none():
+    """Also without gradients of anything else, and from parameters made for inference."""
+    model = torch.nn.Sequential(fused_nn.SAGEConv(8, 4))
+    x, edge_index = case(40, 150)
+
+    def run(parameters, x):
+        return torch.func.functional_call(model[0], parameters, (x, edge_index))
+
+    for p in model.parameters():
+        p.requires_grad_(False)
+    got, want = ({k: p.detach().clone().requires_grad_() for k, p in model[0].named_parameters()} for _ in range(2))
+    torch.compile(run, backend="aot_eager")(got, x).square().sum().backward()
+    run(want, x).square().sum().backward()
+    for name, p in got.items():
+        assert want[name].grad.abs().sum() > 0
+        torch.testing.assert_close(p.grad, want[name].grad)
+    with torch.inference_mode():
+        made = fused_nn.GCNConv(8, 4)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(made, backend="aot_eager")(x, edge_index), made(x, edge_index))
+
+
 def test_a_layer_that_was_changed():
     """Another aggregation is taken as it comes; another shape is refused until it is compiled anew."""
     layer = fused_nn.SimpleConv(aggr="mean")

@@ -69,8 +69,13 @@ class Buffers:
         self._memory: dict[tuple[object, int, torch.device], Tensor] = {}
 
     def take(self, slot: object, rows: int, like: Tensor) -> Tensor:
-        """``[rows, ...]`` like the rows of ``like``, in a slot that is used again and grows."""
+        """``[rows, ...]`` like the rows of ``like``, in a slot that is used again and grows.
+
+        While a CUDA graph is captured it is memory of the graph's own, which nobody else writes to or gives back.
+        """
         shape = (rows, *like.shape[1:])
+        if like.is_cuda and torch.cuda.is_current_stream_capturing():
+            return like.new_empty(shape)
         num_bytes, key = math.prod(shape) * like.element_size(), (slot, like.element_size(), like.device)
         if key not in self._memory or self._memory[key].numel() < num_bytes:
             self._memory.pop(key, None)

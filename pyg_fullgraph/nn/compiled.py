@@ -229,8 +229,8 @@ def _call_apart(known: _Call, tensors: Sequence[Tensor], parameters: Sequence[Te
     # Others go in as they came: what was derived from them is remembered with them.
     inputs = [t.detach().requires_grad_() if need else t for t, need in zip(tensors, needs, strict=False)]
     # Parameters again, with the same flags: another thread that compares the layer with what it compiled may see them.
-    inputs += [torch.nn.Parameter(t.detach(), own.requires_grad)
-               for t, own in zip(parameters, layer.parameters(), strict=True)]
+    inputs += [torch.nn.Parameter(t.detach(), need or own.requires_grad) if need or not t.is_inference() else t
+               for t, own, need in zip(parameters, layer.parameters(), needs[len(tensors):], strict=True)]
     kept = _kept_with_gradient(layer)
     versions = [None if t.is_inference() else t._version for t in inputs[:len(tensors)]]
     with _autograd(), torch.set_grad_enabled(any(needs)):

@@ -475,6 +475,9 @@ class EdgeProgram:
     def __hash__(self) -> int:  # asked for in every run, to find what was made of the program
         return self._hash
 
+    def __getstate__(self) -> dict[str, Any]:  # another process has other hashes
+        return {"outputs": self.outputs}
+
     @cached_property
     def digest(self) -> str:
         text = repr([(o.kind, o.name, o.value.digest) for o in self.outputs])

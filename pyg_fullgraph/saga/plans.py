@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, Node
@@ -88,6 +89,9 @@ class Sweep:
 
     def __hash__(self) -> int:  # asked for in every run, to find what was made of the sweep
         return self._hash
+
+    def __getstate__(self) -> dict[str, Any]:  # another process has other hashes
+        return {"rows": self.rows, "gathers": self.gathers, "edges": self.edges}
 
     @cached_property
     def digest(self) -> str:
