@@ -122,6 +122,16 @@ def test_tiles_are_the_whole(name, device, monkeypatch):
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@pytest.mark.parametrize("kind", ["max", "edge"])
+def test_products_of_one_number(kind, device, only_kernels):
+    """A map from one feature to one, of what is worked out per edge: its matrices have no axes."""
+    x, y, weight = ir.input("x", Domain.SRC, (1,)), ir.input("y", Domain.DST, (1,)), ir.input("w", Domain.PARAM, (1, 1))
+    logit = ir.pointwise("add", x, y)
+    value = ir.softmax(logit) if kind == "edge" else ir.pointwise("tanh", logit)
+    check(EdgeProgram((Output(kind, ir.mm(value, weight)),)), random_case(9, 7, 40), torch.float32, device)
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
 def test_a_graph_dies_with_its_last_name(device):
     """What kernels remember with an order does not hold it, so it need not wait for the garbage collector."""
     case = random_case(9, 5, 60)

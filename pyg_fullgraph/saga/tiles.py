@@ -173,7 +173,8 @@ class Tile:
         # as fast on an H200 for blocks of 16 edges as three products of tf32 numbers, but holds matrices in registers,
         # and spills several or large ones. By three products a gradient summed over 2.3 million edges was 1.2e-5 off.
         is_small = (len(products) == 1 and not takes_blocks) or (takes_blocks and all(
-            min(self.block[a] for a in p) <= MIN_DOT_SIZE and self.padded(p) <= MAX_EDGE_PRODUCT for p in products))
+            min((self.block[a] for a in p), default=1) <= MIN_DOT_SIZE and self.padded(p) <= MAX_EDGE_PRODUCT
+            for p in products))
         self.precision = "tf32" if lanes == 8 else "ieee" if is_small else "tf32x3"
 
     def _reduced(self, nodes: Sequence[Node]) -> tuple[set[Axis], list[tuple[Axis, ...]]]:
