@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,7 @@ from pyg_fullgraph.memo import keep
 from triton_kernels import segment
 from triton_kernels.segment import RowSchedule
 
-__all__ = ["EdgeOrder", "HeadOrder"]
+__all__ = ["EdgeOrder", "HeadOrder", "schedule_tiles"]
 
 # Row ids of this many edges are kept once computed; more are computed on demand.
 _MAX_CACHED_ROWS = 1 << 20
@@ -196,3 +197,47 @@ class HeadOrder:
         edge = segment.scatter_by(torch.arange(place.numel(), dtype=place.dtype, device=place.device), place)
         other = (order.other[:, None] * count + heads).flatten().index_select(0, edge)
         return HeadOrder(ptr, other, edge, place)
+
+
+def schedule_tiles(rows: EdgeOrder, tiles: Sequence[EdgeOrder], max_piece: int) -> list[RowSchedule]:
+    """Pieces for each of several tiles of ``rows``; all rows are merged from their slots.
+
+    Every row has as many slots as it has pieces in the tile where it has most, and at least one. Piece j of a row adds
+    to its slot j in every tile; the first tile has an empty piece for each slot that it has nothing for, and so writes
+    them all. Made once and kept with ``rows``.
+    """
+    known = rows._cache.get(("tiles", max_piece))
+    if known is not None and len(known[0]) == len(tiles) and all(map(operator.is_, known[0], tiles)):
+        return known[1]
+    num_rows, device, dtype = rows.num_rows, rows.ptr.device, rows.ptr.dtype
+    pieces = []  # row, number within the row, start and end of each that is not empty
+    count = torch.ones(num_rows, dtype=torch.int64, device=device)
+    for tile in tiles:
+        made = tile.schedule(max_piece)
+        kept = (made.piece_end > made.piece_start).nonzero().view(-1)
+        row, start, end = (t.index_select(0, kept).long() for t in (made.piece_row, made.piece_start, made.piece_end))
+        in_tile = torch.bincount(row, minlength=num_rows)
+        first = torch.cumsum(in_tile, 0) - in_tile
+        number = torch.empty_like(row)
+        # Positions of edges ascend from row to row, and so do pieces of one row.
+        number[start.argsort()] = torch.arange(row.numel(), device=device)
+        pieces.append((row, number - first[row], start, end))
+        count = torch.maximum(count, in_tile)
+    ends = torch.cumsum(count, 0)
+    num_slots = int(ends[-1]) if num_rows else 0
+    split_ptr = torch.cat([ends.new_zeros(1), ends])
+    split_row = torch.arange(num_rows, dtype=dtype, device=device)
+    schedules = []
+    for k, (row, number, start, end) in enumerate(pieces):
+        slot = split_ptr[row] + number
+        if k == 0:
+            is_free = torch.ones(num_slots, dtype=torch.bool, device=device)
+            is_free[slot] = False
+            free = is_free.nonzero().view(-1)
+            row = torch.cat([row, torch.searchsorted(ends, free, right=True)])
+            slot = torch.cat([slot, free])
+            start, end = (torch.cat([t, torch.zeros_like(free)]) for t in (start, end))
+        schedules.append(RowSchedule(row.to(dtype), start.to(dtype), end.to(dtype), slot.to(torch.int32), split_row,
+                                     split_ptr.to(dtype), max_piece, row.numel(), num_slots, num_rows))
+    rows._cache["tiles", max_piece] = (list(tiles), schedules)
+    return schedules

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 import os
 import warnings
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from pyg_fullgraph import chunks, events
-from pyg_fullgraph.edge_order import EdgeOrder
+from pyg_fullgraph.edge_order import EdgeOrder, schedule_tiles
 from pyg_fullgraph.errors import NotFusable, TileRefusedError
 from pyg_fullgraph.saga import codegen, interpret, ir, tiles
 from pyg_fullgraph.saga.ir import Domain, Node
@@ -550,51 +549,6 @@ def _constants(dtype: torch.dtype, id_dtype: torch.dtype) -> Mapping[str, Any]:
     """What every kernel is told of the dtypes of its arithmetic and of ids."""
     return {"FLOAT": tl.float64 if dtype == torch.float64 else tl.float32,
             "ID": tl.int32 if id_dtype == torch.int32 else tl.int64, "UNSET": torch.iinfo(id_dtype).max}
-
-
-def schedule_tiles(rows: EdgeOrder, tiles: Sequence[EdgeOrder], max_piece: int) -> list[segment.RowSchedule]:
-    """Pieces for each of several tiles of ``rows``; all rows are merged from their slots.
-
-    Every row has as many slots as it has pieces in the tile where it has most, and at least one. Piece j of a row adds
-    to its slot j in every tile; the first tile has an empty piece for each slot that it has nothing for, and so writes
-    them all. Made once and kept with ``rows``.
-    """
-    known = rows._cache.get(("tiles", max_piece))
-    if known is not None and len(known[0]) == len(tiles) and all(map(operator.is_, known[0], tiles)):
-        return known[1]
-    num_rows, device, dtype = rows.num_rows, rows.ptr.device, rows.ptr.dtype
-    pieces = []  # row, number within the row, start and end of each that is not empty
-    count = torch.ones(num_rows, dtype=torch.int64, device=device)
-    for tile in tiles:
-        made = tile.schedule(max_piece)
-        kept = (made.piece_end > made.piece_start).nonzero().view(-1)
-        row, start, end = (t.index_select(0, kept).long() for t in (made.piece_row, made.piece_start, made.piece_end))
-        in_tile = torch.bincount(row, minlength=num_rows)
-        first = torch.cumsum(in_tile, 0) - in_tile
-        number = torch.empty_like(row)
-        # Positions of edges ascend from row to row, and so do pieces of one row.
-        number[start.argsort()] = torch.arange(row.numel(), device=device)
-        pieces.append((row, number - first[row], start, end))
-        count = torch.maximum(count, in_tile)
-    ends = torch.cumsum(count, 0)
-    num_slots = int(ends[-1]) if num_rows else 0
-    split_ptr = torch.cat([ends.new_zeros(1), ends])
-    split_row = torch.arange(num_rows, dtype=dtype, device=device)
-    schedules = []
-    for k, (row, number, start, end) in enumerate(pieces):
-        slot = split_ptr[row] + number
-        if k == 0:
-            is_free = torch.ones(num_slots, dtype=torch.bool, device=device)
-            is_free[slot] = False
-            free = is_free.nonzero().view(-1)
-            row = torch.cat([row, torch.searchsorted(ends, free, right=True)])
-            slot = torch.cat([slot, free])
-            start, end = (torch.cat([t, torch.zeros_like(free)]) for t in (start, end))
-        schedules.append(segment.RowSchedule(row.to(dtype), start.to(dtype), end.to(dtype), slot.to(torch.int32),
-                                             split_row, split_ptr.to(dtype), max_piece, row.numel(), num_slots,
-                                             num_rows))
-    rows._cache["tiles", max_piece] = (list(tiles), schedules)
-    return schedules
 
 
 def _num_workers(kernel: codegen.KernelSource, num_pieces: int) -> int:

@@ -22,6 +22,7 @@ from oracle import check, gradients, program_of, random_case
 from programs import CASES, DST, EDGE, MORE_CASES, SRC, make_tensors
 from pyg_fullgraph import chunks, execution
 from pyg_fullgraph.autograd import compile_program, run
+from pyg_fullgraph.edge_order import schedule_tiles
 from pyg_fullgraph.execution import interpreted
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.saga import interpret, ir
@@ -152,7 +153,7 @@ def test_tiles_share_the_slots_of_a_row():
     """As many as the tile has pieces that has most of them, and the first tile writes them all."""
     order = Graph.from_edge_index(zoo.hub().edge_index).incoming
     tiles = TiledOrder(order).tiles
-    schedules = execution.schedule_tiles(order, tiles, 4)
+    schedules = schedule_tiles(order, tiles, 4)
     pieces = [[-(-int(degree) // 4) for degree in tile.degree] for tile in tiles]
     assert schedules[0].num_slots == sum(max(1, *counts) for counts in zip(*pieces, strict=True))
     assert sorted(schedules[0].piece_slot.tolist()) == list(range(schedules[0].num_slots))
@@ -161,7 +162,7 @@ def test_tiles_share_the_slots_of_a_row():
         assert len(set(slots)) == len(slots) and sum(sizes) == tile.num_edges and max(sizes, default=0) <= 4
         rows = torch.bucketize(schedule.piece_slot, schedule.split_ptr, right=True) - 1
         assert torch.equal(rows, schedule.piece_row)
-    assert execution.schedule_tiles(order, tiles, 4) is schedules
+    assert schedule_tiles(order, tiles, 4) is schedules
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
