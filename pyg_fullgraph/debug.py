@@ -94,12 +94,14 @@ def record(layer: Module, method: str, program: EdgeProgram | None = None, graph
         raise NotFusedError({f"{kind.__name__}.{method}": tuple(reasons)})
     with _lock:
         _counts["plain" if program is None else "fused"] += 1
+        for events in _recorders:
+            events.append(Event(layer, method, program, graph, tuple(reasons)))
+        if not reasons:
+            return
         for reason in reasons:
             _reasons[f"{kind.__name__}.{method}", reason] += 1
         fresh = set(reasons) - _warned.setdefault(kind, set())
         _warned[kind] |= fresh
-        for events in _recorders:
-            events.append(Event(layer, method, program, graph, tuple(reasons)))
     for reason in sorted(fresh):
         warnings.warn(f"{kind.__name__}.{method} runs as plain PyG: {reason}", PlainPathWarning, _callers_level())
 

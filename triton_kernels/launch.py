@@ -53,7 +53,7 @@ def launch(source: str, name: str, programs: int, args: Sequence[Any], constants
     if programs == 0:
         return
     kernel = getattr(load(source), name)
-    if device.type == "cuda":
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             kernel[(programs,)](*args, **constants, num_warps=num_warps)
     else:

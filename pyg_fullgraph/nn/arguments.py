@@ -28,7 +28,7 @@ from pyg_fullgraph.saga.forms import TARGET_ROWS
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output
 from pyg_fullgraph.saga.trace import INDEX, SIZE_I, SIZE_J, ArgSpec
 
-__all__ = ["Call"]
+__all__ = ["Call", "inputs_of", "is_same"]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # What a method may ask for beside the arguments of propagate; None where there is nothing to give.
@@ -58,6 +58,9 @@ class Call:
         program: what to run.
         side: edge expressions that the methods leave on the layer, by attribute.
         dtype, dim: dtype of the result, and the position of its rows.
+        wanted: sources and destinations of the edges as they are given.
+        seeds: names of inputs that were drawn.
+        compared: pairs of tensors, of an argument and of an edge expression, whose being one decided what is read.
     Raises:
         NotFusable: this call has to run plain.
         InputError: the arguments do not fit together; nothing has run.
@@ -87,7 +90,8 @@ class Call:
         wanted = list(slots)
         wanted[i] = slots[j] if slots[i] is None else slots[i]
         self.edge_index = edge_index
-        graph = prepared_graph(edge_index, (wanted[0], wanted[1]))
+        self.wanted = wanted[0], wanted[1]
+        graph = prepared_graph(edge_index, self.wanted)
         self.graph = graph.reverse() if self.is_reversed else graph
         for name, rows in self.rows.items():
             # PyG takes x_j from the first of a pair whatever the flow, but the edges from the other row.
@@ -205,9 +209,10 @@ class Call:
         known = tuple({**{place: expr.node for place, expr in self.exprs.items()}, **self._aliases()}.items())
         program, inputs, side = _compose(found.value, tuple(found.side.items()), known, self.function == "propagate")
         for name, node in side.items():
-            if all(n.is_integer for n in _inputs_of(node)):
+            if all(n.is_integer for n in inputs_of(node)):
                 raise NotFusable([f"leaves '{name}' behind, which is computed from integers or nothing"])
         used = {n: self.tensors[n.name] for n in inputs if n.name in self.tensors}
+        self.seeds: set[str] = set()
         for node in inputs:
             if node.name.startswith("param."):
                 used[node] = self._parameter(node.name[6:])
@@ -216,6 +221,7 @@ class Call:
             elif node not in used and node.is_integer:
                 # Drawn here, so that an expression gives the same values each time it is computed.
                 used[node] = self.graph.draw_seed()
+                self.seeds.add(node.name)
         self._settle_dtype(used)
         self.program, self.side, self.dim = program, side, found.dim
         self.tensors = {n.name: self._cast(used[n]) for n in inputs if n in used}
@@ -288,17 +294,21 @@ class Call:
     def _aliases(self) -> dict[Node, Node]:
         """Arguments that an edge expression reads already: one input, read once and with one gradient."""
         out = {}
+        self.compared: list[tuple[Tensor, Tensor]] = []
         specs = [spec for args in self.args for spec in args.values()
                  if isinstance(spec, ArgSpec) and spec.name in self.tensors]
         for expr in self.exprs.values():
-            inputs = _inputs_of(expr.node)
+            inputs = inputs_of(expr.node)
             for spec in specs:
                 if spec.integer or spec.domain == Domain.EDGE or spec.dim:
                     continue
                 value = self.tensors[spec.name or ""]
                 for node in inputs:
-                    if node.is_row and node.domain == spec.domain and node.shape == spec.shape and \
-                            _is_same(value, expr.tensors[node.name]) and spec.name != node.name:
+                    if not node.is_row or node.domain != spec.domain or node.shape != spec.shape or \
+                            spec.name == node.name:
+                        continue
+                    self.compared.append((value, expr.tensors[node.name]))
+                    if is_same(*self.compared[-1]):
                         out[ir.input(spec.name or "", spec.domain, spec.shape)] = node
         return out
 
@@ -316,7 +326,7 @@ class Call:
 
     def side_results(self) -> dict[str, Tensor]:
         """What the methods leave on the layer, computed when something reads it."""
-        exprs = {name: EdgeExpr(node, {n.name: self.tensors[n.name] for n in _inputs_of(node)}, self.graph)
+        exprs = {name: EdgeExpr(node, {n.name: self.tensors[n.name] for n in inputs_of(node)}, self.graph)
                  for name, node in self.side.items()}
         # Sparse matrices take coefficients as their values, so they get a tensor.
         return {k: e.materialize() for k, e in exprs.items()} if self.is_matrix else dict(exprs)
@@ -369,7 +379,8 @@ def _compose(value: Node, side: tuple[tuple[str, Node], ...], known: tuple[tuple
     return program, ir.inputs_of(output.value, *others), dict(zip(names, others, strict=True))
 
 
-_inputs_of: Callable[[Node], tuple[Node, ...]] = functools.lru_cache(maxsize=1024)(ir.inputs_of)
+#: Inputs of an expression.
+inputs_of: Callable[[Node], tuple[Node, ...]] = functools.lru_cache(maxsize=1024)(ir.inputs_of)
 
 
 def _shown(name: str) -> str:
@@ -378,7 +389,8 @@ def _shown(name: str) -> str:
     return name[:-2] if name.endswith(("_i", "_j")) else name
 
 
-def _is_same(a: Tensor, b: Tensor) -> bool:
+def is_same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are one input, of which nobody can tell the difference."""
     if a is b:
         return True
     # Without gradients an expression holds detached tensors: the same memory is the same value.

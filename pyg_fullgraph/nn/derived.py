@@ -8,8 +8,9 @@ they made of the same unchanged tensors before. Two results of one call may ther
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -35,14 +36,15 @@ def remembering(layer: Module) -> contextlib.AbstractContextManager[Any]:
     return _Remembering(layer)
 
 
-@contextlib.contextmanager
-def paused() -> Iterator[None]:
-    """Keeps the edge phase from being watched, which would cost time in each of its operations."""
-    if not isinstance(_get_current_function_mode(), _Remembering):
-        yield
-        return
-    with _pop_mode_temporarily():
-        yield
+def paused(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keeps an edge phase from being watched, which would cost time in each of its operations."""
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        if not isinstance(_get_current_function_mode(), _Remembering):
+            return function(*args)
+        with _pop_mode_temporarily():
+            return function(*args)
+    return run
 
 
 class _Remembering(TorchFunctionMode):

@@ -29,7 +29,7 @@ from pyg_fullgraph.nn.surroundings import submodules
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output
 
-__all__ = ["LinearExpr", "SummedExpr", "is_open", "opened", "settle", "sum_later"]
+__all__ = ["LinearExpr", "SummedExpr", "has_update", "is_closed", "is_open", "opened", "settle", "sum_later"]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 #: Layers where keeping linear maps open was of use, and the number of calls of those where it was not so far.
@@ -39,16 +39,20 @@ _tries: weakref.WeakKeyDictionary[Module, int] = weakref.WeakKeyDictionary()
 MAX_TRIES = 3
 
 
+def is_closed(layer: Any) -> bool:
+    """Whether the linear maps of ``layer`` are not kept open in any call to come."""
+    return not getattr(type(layer).forward, "__module__", "").startswith("torch_geometric.") or \
+        _tries.get(layer, 0) >= MAX_TRIES
+
+
 def is_open(layer: Any) -> bool:
     """Whether the linear maps of ``layer`` are kept open in this call."""
-    if _tries.get(layer, 0) >= MAX_TRIES or layer.explain or torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if is_closed(layer) or layer.explain or torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
         return False
     # A hook may keep what it sees, and read it when the weights are others.
-    if any(m._forward_hooks for _, m in submodules(layer) if m is not layer):
-        return False
-    return getattr(type(layer).forward, "__module__", "").startswith("torch_geometric.")
+    return not any(m._forward_hooks for _, m in submodules(layer) if m is not layer)
 
 
 def opened(value: Any) -> Any:
@@ -66,10 +70,15 @@ def settle(layer: Module) -> None:
     _tries[layer] = 0 if layer in _useful else _tries.get(layer, 0) + 1
 
 
+def has_update(layer: Any) -> bool:
+    """Whether something of the layer's own comes after the aggregation."""
+    return type(layer).update is not PyGMessagePassing.update or "update" in vars(layer)
+
+
 def sum_later(layer: Any, program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> Tensor | None:
     """The result of a propagate, not computed yet, where a product after it could as well come before it."""
-    hooks = layer._propagate_forward_hooks or type(layer).update is not PyGMessagePassing.update
-    return None if hooks or not SummedExpr.suits(program) else SummedExpr(layer, program, graph, tensors)
+    is_changed = layer._propagate_forward_hooks or has_update(layer)
+    return None if is_changed or not SummedExpr.suits(program) else SummedExpr(layer, program, graph, tensors)
 
 
 class _Open(LazyTensor):

@@ -20,7 +20,7 @@ from torch_geometric.utils import is_sparse
 from pyg_fullgraph import debug
 from pyg_fullgraph.errors import NotFusable, NotFusedError, ShardedGraphError
 from pyg_fullgraph.graph import is_part
-from pyg_fullgraph.nn import classes, compiled, derived, order
+from pyg_fullgraph.nn import classes, compiled, derived, known, order
 from pyg_fullgraph.nn.arguments import Call
 from pyg_fullgraph.nn.lazy import EdgeExpr, as_plain, run
 from pyg_fullgraph.nn.surroundings import submodules
@@ -120,8 +120,14 @@ class FusedMixin(_Layer):
         return _own_refusals(self)
 
     @torch.compiler.disable(reason=compiled.REASON)
-    @derived.paused()
+    @derived.paused
     def _fullgraph_propagate(self, edge_index, size, kwargs):
+        bound = known.find(self, "propagate", edge_index, size, kwargs)
+        if bound is not None:
+            debug.record(self, "propagate", bound.program, bound.graph)
+            (out,) = run(bound.program, bound.graph, bound.tensors)
+            bound.leave_behind(self)
+            return out
         if isinstance(self, _OVER_ALL_NODES) and is_part(edge_index):
             raise ShardedGraphError(f"{type(self).__name__}, which averages over all nodes")
         reasons = [*_own_refusals(self), *_momentary_refusals(self, "propagate")]
@@ -132,7 +138,7 @@ class FusedMixin(_Layer):
             changed = hook(self, (edge_index, size, kwargs))
             if changed is not None:
                 edge_index, size, kwargs = changed
-        parts = _feature_parts(self, kwargs)
+        parts, fields = _feature_parts(self, kwargs), dict(vars(self))
         try:
             calls = [Call(self, "propagate", edge_index, size, part) for part in parts]
         except NotFusable as error:
@@ -142,6 +148,8 @@ class FusedMixin(_Layer):
             if later is not None:
                 return later
         results = [self._fullgraph_edge_phase(call, edge_index) for call in calls]
+        if len(calls) == 1 and order.is_closed(self) and not order.has_update(self):
+            known.remember(self, "propagate", edge_index, size, kwargs, calls[0], fields)
         out = results[0] if len(results) == 1 else torch.cat(results, dim=-1)
         for hook in self._propagate_forward_hooks.values():
             changed = hook(self, (edge_index, calls[0].size, kwargs), out)
@@ -157,8 +165,14 @@ class FusedMixin(_Layer):
         return self.update(call.result(out), **call.update_arguments())
 
     @torch.compiler.disable(reason=compiled.REASON)
-    @derived.paused()
+    @derived.paused
     def _fullgraph_edge_updater(self, edge_index, size, kwargs):
+        bound = known.find(self, "edge_updater", edge_index, size, kwargs)
+        if bound is not None:
+            debug.record(self, "edge_updater", bound.program, bound.graph)
+            bound.leave_behind(self)
+            return EdgeExpr(bound.program.outputs[0].value, bound.tensors, bound.graph)
+        fields = dict(vars(self))
         try:
             reasons = _momentary_refusals(self, "edge_updater")
             if "edge_update" in vars(self):
@@ -175,6 +189,7 @@ class FusedMixin(_Layer):
             (out,) = run(call.program, call.graph, call.tensors)
             return call.result(out)
         out = EdgeExpr(call.program.outputs[0].value, call.tensors, call.graph)
+        known.remember(self, "edge_updater", edge_index, size, kwargs, call, fields)
         return out.materialize() if is_sparse(edge_index) else out
 
 

@@ -11,10 +11,11 @@ import argparse
 import enum
 import functools
 import hashlib
+import operator
 import sys
 import types
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch.nn import Module
 
 from pyg_fullgraph.saga.trace import ArgSpec
 
-__all__ = ["Key", "Numbers", "Reached", "initialized", "is_lazy", "reached", "submodules"]
+__all__ = ["Key", "Numbers", "Reached", "Watch", "initialized", "is_lazy", "reached", "submodules"]
 
 Numbers = tuple[tuple[str, float], ...]
 
@@ -333,3 +334,141 @@ class Key:
         """What an object or a class holds; of a class what it inherits is not asked for."""
         return tuple((k, self.value(v)) for k, v in list(fields.items())
                      if not (k.startswith("__") and k.endswith("__")) and not _is_code(v))
+
+
+_MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Watch:
+    """Sees in a moment whether anything changed that a :class:`Key` of a layer was made of, and that it has no hooks.
+
+    Most is compared by identity, so there is a watch only where that is enough: where the methods read numbers,
+    strings, tensors, modules and containers of such, and code.
+    """
+
+    def __init__(self, conv: Module, methods: tuple[str, ...], fields: Mapping[str, Any]) -> None:
+        """See :meth:`of`."""
+        self.kind, self.methods = type(conv), methods
+        self.found = reached(self.kind, methods)
+        names = self.found.names
+        self._functions = [(f, f.__code__, f.__defaults__, f.__kwdefaults__, _cells(f))
+                           for ref in self.found.functions if (f := ref()) is not None]
+        for _, _, defaults, named, cells in self._functions:
+            _check(*(defaults or ()), *(named or {}).values(), *(c for c in cells if not isinstance(c, type)))
+        self._class = [(n, getattr(self.kind, n)) for n in self.found.attributes if n not in fields]
+        self._globals = [(f.__globals__, n, f.__globals__.get(n)) for i, n in self.found.reads
+                         if (f := self.found.functions[i]()) is not None]
+        _check(*(v for _, v in self._class), *(v for _, _, v in self._globals))
+        # Hooks of methods, which calls of them run; the layer itself must not be kept alive.
+        hooks = tuple(n for n in fields if n.endswith("_hooks") and n not in _MODULE_FIELDS)
+        self._views = [_View(conv, fields, names, hooks)]
+        self._views[0].module = None
+        for name, child in conv._modules.items():
+            if child is not None and (names is None or name in names):
+                modules = [m for _, m in submodules(child)]
+                _check(*map(type, modules))  # what other code reads is not followed here
+                self._views += [_View(m, vars(m), None, _MODULE_HOOKS) for m in modules]
+        self.tensors = [t for _, t in initialized(conv, names)]
+        self._looks = [(t, t.shape, t.dtype, t.device) for t in self.tensors]
+        if any(is_lazy(t) for _, m in submodules(conv) for t in (*m._parameters.values(), *m._buffers.values())):
+            raise _UnwatchedError()
+
+    @classmethod
+    def of(cls, conv: Module, methods: tuple[str, ...], fields: Mapping[str, Any]) -> Watch | None:
+        """A watch over what ``methods`` of ``conv`` read; None where that may change without being seen.
+
+        Args:
+            conv, methods: as for a :class:`Key`.
+            fields: what ``vars(conv)`` was before the methods ran, which may set attributes.
+        """
+        try:
+            return cls(conv, methods, fields)
+        except _UnwatchedError:
+            return None
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is a parameter or buffer that is watched."""
+        return any(t is tensor for t in self.tensors)
+
+    def holds(self, conv: Module) -> bool:
+        """Whether everything is as it was."""
+        if type(conv) is not self.kind or reached(self.kind, self.methods) is not self.found:
+            return False
+        return all(view.holds(conv) for view in self._views) and \
+            all(t.shape == shape and t.dtype is dtype and t.device == device
+                for t, shape, dtype, device in self._looks) and \
+            all(f.__code__ is code and f.__defaults__ is defaults and f.__kwdefaults__ is named and
+                (not cells or all(map(operator.is_, _cells(f), cells)))
+                for f, code, defaults, named, cells in self._functions) and \
+            all(getattr(self.kind, n, _ABSENT) is v for n, v in self._class) and \
+            all(space.get(n) is v for space, n, v in self._globals)
+
+
+class _View:
+    """What methods see of one module: attributes, parameters, buffers, modules in it; and its hooks.
+
+    Args:
+        module: what is looked at.
+        fields: its attributes.
+        names: those that are read, None for all.
+        hooks: attributes that hold hooks of which there may be none.
+    """
+
+    def __init__(self, module: Module, fields: Mapping[str, Any], names: frozenset[str] | None,
+                 hooks: Sequence[str]) -> None:
+        self.module: Module | None = module
+        self.kind, self.keys = type(module), tuple(fields)
+        read = {n: v for n, v in fields.items() if n not in _INTERNAL and (names is None or n in names)}
+        self.changing = [(n, _description(v)) for n, v in read.items() if isinstance(v, (Tensor, list, dict, set))]
+        same = [n for n in read if n not in dict(self.changing)]
+        _check(*(read[n] for n in same))
+        same += [n for n in ("training", "_explain", "_decomposed_layers", "fuse") if n in fields]
+        self.pick, self.values = operator.itemgetter(same[0], *same), (fields[same[0]], *(fields[n] for n in same))
+        self.hooks = operator.itemgetter(hooks[0], *hooks)
+        if any(self.hooks(fields)):
+            raise _UnwatchedError()
+        self.contents = [(n, tuple(fields[n]), tuple(fields[n].values())) for n in _CONTENTS]
+
+    def holds(self, layer: Module) -> bool:
+        module = layer if self.module is None else self.module
+        fields = vars(module)
+        if type(module) is not self.kind or tuple(fields) != self.keys or any(self.hooks(fields)) or \
+                not all(map(operator.is_, self.pick(fields), self.values)):
+            return False
+        for name, keys, values in self.contents:
+            known = fields[name]
+            if len(known) != len(keys) or tuple(known) != keys or not all(map(operator.is_, known.values(), values)):
+                return False
+        return not self.changing or all(_description(fields[n]) == was for n, was in self.changing)
+
+
+_CONTENTS = ("_parameters", "_buffers", "_modules")
+_MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_MODULE_FIELDS = frozenset(vars(Module()))
+
+
+class _UnwatchedError(Exception):
+    """A value may change without being seen."""
+
+
+def _check(*values: Any) -> None:
+    """Raise unless what a trace sees of each value cannot change while it is the same object."""
+    for value in values:
+        if isinstance(value, (tuple, frozenset)):
+            _check(*value)
+        elif not (isinstance(value, _SIMPLE) or (_is_code(value) and is_library(value))):
+            raise _UnwatchedError()
+
+
+def _description(value: Any) -> Any:
+    """What a trace sees of a tensor or of a container of numbers, strings and such; raises for others."""
+    if isinstance(value, Tensor):
+        return Tensor, tuple(value.shape)
+    if isinstance(value, dict):
+        return dict, tuple((k, _description(v)) for k, v in value.items())
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(map(_description, value))
+    if isinstance(value, (set, frozenset)):
+        return set, frozenset(map(_description, value))
+    _check(value)
+    return type(value), value

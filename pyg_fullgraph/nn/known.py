@@ -1,0 +1,234 @@
+"""Edge phases of layers that came before: their program and inputs, without sorting out the arguments again.
+
+What :class:`arguments.Call` finds follows from the shapes, dtypes and devices of the arguments and from what the
+methods of the layer can read. Where the latter is watched (:class:`surroundings.Watch`), a call that looks like an
+earlier one is that one with other tensors. Everything unusual takes the long way: lazy arguments but edge values,
+sparse matrices, parts of graphs, autocast, inputs that are not the tensors given as they are.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from pyg_fullgraph.autograd import check_derivatives
+from pyg_fullgraph.graph import Graph
+from pyg_fullgraph.nn.arguments import Call, inputs_of, is_same
+from pyg_fullgraph.nn.lazy import EdgeExpr
+from pyg_fullgraph.nn.preparation import is_derived, prepared_graph
+from pyg_fullgraph.nn.surroundings import Watch
+from pyg_fullgraph.saga.ir import EdgeProgram, Node
+
+__all__ = ["find", "remember"]
+
+_TENSORS = (Tensor, torch.nn.Parameter)
+_NUMBERS = (int, float, bool, str, type(None))
+#: Calls of one layer that are known at once; mini-batches of other sizes push out the oldest.
+MAX_CALLS = 16
+#: Times that something on a layer had changed when it was called, after which it is not watched any more.
+MAX_CHANGES = 8
+
+Source = Callable[[Mapping[str, Any]], Any]
+
+
+class Bound(NamedTuple):
+    """A call with its tensors: what runs, on which graph, with which inputs, and which edge values it leaves behind."""
+
+    program: EdgeProgram
+    graph: Graph
+    tensors: dict[str, Tensor]
+    side: Mapping[str, Node]
+
+    def leave_behind(self, conv: Any) -> None:
+        """Set the attributes of the layer that its methods set."""
+        for name, node in self.side.items():
+            setattr(conv, name, EdgeExpr(node, {n.name: self.tensors[n.name] for n in inputs_of(node)}, self.graph))
+
+
+class _Layer:
+    """What is known of one layer.
+
+    Attributes:
+        watches: per function what its last call depended on beside its arguments.
+        calls: by function and look.
+        num_changes: how often a watch had to be made anew.
+    """
+
+    def __init__(self) -> None:
+        self.watches: dict[str, Watch] = {}
+        self.calls: OrderedDict[Any, _Known] = OrderedDict()
+        self.num_changes = 0
+
+
+_layers: weakref.WeakKeyDictionary[Module, _Layer] = weakref.WeakKeyDictionary()
+
+
+def find(conv: Any, function: str, edge_index: Any, size: Any, kwargs: Mapping[str, Any]) -> Bound | None:
+    """Program, graph and inputs of a call, if one that looks the same came before and the layer is as it was."""
+    layer = _layers.get(conv)
+    if layer is None or not layer.calls or torch.jit.is_tracing():
+        return None
+    look = _look(function, edge_index, size, kwargs)
+    found = layer.calls.get(look) if look is not None else None
+    if found is None:
+        return None
+    if not found.watch.holds(conv):
+        layer.num_changes += 1
+        layer.calls.pop(look, None)
+        return None
+    return found.bind(edge_index, kwargs)
+
+
+def remember(conv: Any, function: str, edge_index: Any, size: Any, kwargs: Mapping[str, Any], call: Call,
+             fields: Mapping[str, Any]) -> None:
+    """Keep ``call``, which ran, for the next one that looks like it; does nothing where that is not possible.
+
+    Args:
+        conv, function, edge_index, size, kwargs: of the call.
+        call: what was found.
+        fields: the attributes of the layer before it.
+    """
+    layer = _layers.get(conv)
+    if layer is None:
+        layer = _layers[conv] = _Layer()
+    if layer.num_changes >= MAX_CHANGES or call.is_matrix or not call.is_plain or call.graph.is_part:
+        return
+    look = _look(function, edge_index, size, kwargs)
+    if look is None:
+        return
+    watch = layer.watches.get(function)
+    if watch is None or not watch.holds(conv):
+        watch = Watch.of(conv, call.methods, fields)
+        if watch is None:
+            layer.num_changes = MAX_CHANGES
+            return
+        layer.watches[function] = watch
+    known = _Known.of(call, watch, kwargs)
+    if known is not None:
+        layer.calls[look] = known
+        while len(layer.calls) > MAX_CALLS:
+            layer.calls.popitem(last=False)
+
+
+def _look(function: str, edge_index: Any, size: Any, kwargs: Mapping[str, Any]) -> Any:
+    """A hashable that is equal for calls that differ in the values of tensors only; None for unusual ones."""
+    kind = type(edge_index)
+    if kind is Graph:
+        edges: Any = (edge_index.num_src, edge_index.num_dst, edge_index.num_edges, is_derived(edge_index),
+                      edge_index.device)
+    elif kind is Tensor:
+        edges = _look_of(edge_index, [])
+    else:
+        return None
+    if edges is None or torch.is_autocast_enabled(edge_index.device.type):
+        return None
+    looks = [function, torch.get_default_dtype(), edges, None if size is None else tuple(size)]
+    held: list[int] = []
+    for name, value in kwargs.items():
+        look = _look_of(value, held)
+        if look is None:
+            return None
+        looks += (name, look)
+    # Which tensors are the same one decides what an input stands for.
+    if len(set(held)) < len(held):
+        looks.append(tuple(map(held.index, held)))
+    return tuple(looks)
+
+
+def _look_of(value: Any, held: list[int]) -> Any:
+    """What is seen of one argument; the identities of its tensors are added to ``held``."""
+    kind = type(value)
+    if kind in _TENSORS:
+        held.append(id(value))
+        return (value.shape, value.dtype, value.device) if value.layout is torch.strided else None
+    if kind in _NUMBERS:
+        return kind, value
+    if kind is EdgeExpr:
+        held += map(id, value.tensors.values())
+        return value.node, *((n, t.shape, t.dtype, t.device) for n, t in value.tensors.items())
+    if kind is tuple or kind is list:
+        looks = tuple([_look_of(part, held) for part in value])
+        return None if None in looks else (kind, looks)
+    return None
+
+
+class _Known:
+    """A call that can be made again.
+
+    Attributes:
+        watch: what it depends on beside its arguments.
+        program, side: as of :class:`Bound`.
+        sizes: sources and destinations of the edges before they are reversed, as :func:`prepared_graph` takes them.
+        is_reversed: whether they are.
+        sources: where each input comes from; None for seeds, which are drawn.
+        expressions: arguments that are edge values.
+        same: pairs of tensors that were, or were not, the same.
+    """
+
+    def __init__(self, call: Call, watch: Watch, sources: dict[str, Source | None], expressions: list[Source],
+                 same: list[tuple[Source, Source, bool]]) -> None:
+        self.watch, self.program, self.side = watch, call.program, call.side
+        self.sizes, self.is_reversed = call.wanted, call.is_reversed
+        self.sources, self.expressions, self.same = sources, expressions, same
+
+    @staticmethod
+    def of(call: Call, watch: Watch, kwargs: Mapping[str, Any]) -> _Known | None:
+        """None where an input is not a tensor that was given, or of the layer, as it is."""
+        places = _places(kwargs)
+        sources: dict[str, Source | None] = {}
+        for name, value in call.tensors.items():
+            source = _fixed(value) if name.startswith("param.") and watch.has(value) else places.get(id(value))
+            if source is None and name not in call.seeds:
+                return None
+            sources[name] = source
+        expressions = [s for s in places.values() if type(s(kwargs)) is EdgeExpr]
+        same = []
+        for a, b in call.compared:
+            if id(a) not in places or id(b) not in places:
+                return None
+            same.append((places[id(a)], places[id(b)], is_same(a, b)))
+        return _Known(call, watch, sources, expressions, same)
+
+    def bind(self, edge_index: Any, kwargs: Mapping[str, Any]) -> Bound | None:
+        """The call with other tensors, which look the same; None if they are not the same where those were."""
+        graph = prepared_graph(edge_index, self.sizes)
+        if self.is_reversed:
+            graph = graph.reverse()
+        for expression in self.expressions:
+            value = expression(kwargs)
+            if value.graph is not graph:
+                return None
+            value.check_unchanged()
+        for a, b, was_same in self.same:
+            if is_same(a(kwargs), b(kwargs)) != was_same:
+                return None
+        tensors = {name: graph.draw_seed() if source is None else source(kwargs)
+                   for name, source in self.sources.items()}
+        check_derivatives(tensors.values())
+        return Bound(self.program, graph, tensors, self.side)
+
+
+def _places(kwargs: Mapping[str, Any]) -> dict[int, Source]:
+    """Where each tensor and edge value among the arguments is found, by identity; the first of several places."""
+    found: dict[int, Source] = {}
+    for name, value in kwargs.items():
+        if type(value) in (tuple, list):
+            for k, part in enumerate(value):
+                found.setdefault(id(part), lambda given, name=name, k=k: given[name][k])  # type: ignore[misc]
+        else:
+            found.setdefault(id(value), lambda given, name=name: given[name])  # type: ignore[misc]
+        if type(value) is EdgeExpr:
+            for key, tensor in value.tensors.items():
+                found.setdefault(id(tensor), lambda given, name=name, key=key: given[name].tensors[key])  # type: ignore[misc]
+    return found
+
+
+def _fixed(value: Tensor) -> Source:
+    """A tensor of the layer, which is the same one as long as the watch holds."""
+    return lambda given: value
