@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pyg_fullgraph import reuse
@@ -491,7 +492,17 @@ def _like(env: Mapping[Node, Tensor], device: torch.device) -> Tensor:
     rows = [t for n, t in floating if n.is_row] or [t for _, t in floating]
     if not rows:
         return torch.empty((), device=device)
-    return torch.empty((), dtype=functools.reduce(torch.promote_types, (t.dtype for t in rows)), device=rows[0].device)
+    dtype = functools.reduce(torch.promote_types, (t.dtype for t in rows))
+    if all(type(t) in _PLAIN for t in rows):
+        return _empty(dtype, rows[0].device)
+    return torch.empty((), dtype=dtype, device=rows[0].device)
+
+
+@lru_cache
+def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of which only dtype and device are asked for, in any mode."""
+    with _disable_current_modes(), torch.inference_mode(False):
+        return torch.empty((), dtype=dtype, device=device)
 
 
 def _call(phase: EdgePhase, graph: Graph, like: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:

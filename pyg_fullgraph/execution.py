@@ -294,8 +294,12 @@ def _kernel_for(sweep: Sweep, like: Tensor, order: EdgeOrder, is_whole: bool = T
     """The kernel that runs ``sweep`` over ``order``, at once or, if not ``is_whole``, in tiles; None without one."""
     if like.device.type != "cuda" and not interpreted():
         return None
-    kernel = kernel_on(sweep, 16 // like.element_size(), order.num_edges / max(order.num_rows, 1), is_whole)
-    return kernel if isinstance(kernel, codegen.KernelSource) and kernel.source not in _TOO_LARGE else None
+
+    def choose() -> codegen.KernelSource | None:
+        kernel = kernel_on(sweep, 16 // like.element_size(), order.num_edges / max(order.num_rows, 1), is_whole)
+        return kernel if isinstance(kernel, codegen.KernelSource) and kernel.source not in _TOO_LARGE else None
+
+    return order._cached(("kernel", sweep, like.element_size(), is_whole, len(_TOO_LARGE)), choose)
 
 
 def kernel_on(sweep: Sweep, lanes: int, degree: float, is_whole: bool = True) -> codegen.KernelSource | NotFusable:
@@ -465,8 +469,8 @@ class _Launch:
             assert self.sites[0].schedule is not None
             self.merged = self.sites[0].schedule
             self.workspace = [
-                torch.empty((self.merged.num_slots, features), dtype=rows.id_dtype if integer else self.stat_dtype,
-                            device=like.device) for features, integer in kernel.carries]
+                _empty_rows(self.merged.num_slots, features, rows.id_dtype if integer else self.stat_dtype, like.device)
+                for features, integer in kernel.carries]
         self.constants = _constants(self.stat_dtype, rows.id_dtype)
 
     def _sites(self) -> list[_Site]:
@@ -542,6 +546,16 @@ class _Launch:
             self.results[buffer.node] = self.like.new_zeros(buffer.node.shape) if total is None else \
                 total.to(self.like.dtype)
         return self.results
+
+
+def _empty_rows(count: int, features: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory for ``[count, features]``; the same each time where that is none."""
+    return torch.empty((count, features), dtype=dtype, device=device) if count else _no_rows(features, dtype, device)
+
+
+@lru_cache
+def _no_rows(features: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty((0, features), dtype=dtype, device=device)
 
 
 @lru_cache

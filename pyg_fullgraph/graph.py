@@ -497,7 +497,8 @@ def _own(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 # The memo for plain tensors
 
 
-_remembered = Memo()
+#: What was derived from plain tensors; graphs under their sizes.
+remembered = Memo()
 
 
 def graph_of(edge_index: Tensor, size: int | Size | None = None) -> Graph:
@@ -517,7 +518,7 @@ def graph_of(edge_index: Tensor, size: int | Size | None = None) -> Graph:
         return _graph_of_sparse_tensor(edge_index, wanted)
     if isinstance(edge_index, Graph) or not isinstance(edge_index, Tensor):
         return cast(Graph, Graph.from_any(edge_index, size))
-    graphs = _remembered.of(edge_index)
+    graphs = remembered.of(edge_index)
     if wanted in graphs:
         return taken(graphs[wanted])
     # What outlives this call must not be marked as made for inference.
@@ -530,7 +531,7 @@ def _graph_of_sparse_tensor(matrix: Any, wanted: Size) -> Graph:
         ptr, col = matrix.storage.rowptr(), matrix.storage.col()
     if ptr.is_inference():
         return cast(Graph, Graph.from_any(matrix, wanted))
-    graphs, size = _remembered.of(col), matrix.sparse_sizes()
+    graphs, size = remembered.of(col), matrix.sparse_sizes()
     known = graphs.get(size)
     if known is None or known[0]() is not ptr or not is_unchanged(ptr, known[1]):
         with torch.inference_mode(False):

@@ -183,7 +183,10 @@ class _Known:
         places = _places(kwargs)
         sources: dict[str, Source | None] = {}
         for name, value in call.tensors.items():
-            source = _fixed(value) if name.startswith("param.") and watch.has(value) else places.get(id(value))
+            if name.startswith("param."):
+                source = _fixed(value) if watch.has(value) else _in_expression(name, value, kwargs)
+            else:
+                source = places.get(id(value))
             if source is None and name not in call.seeds:
                 return None
             sources[name] = source
@@ -232,3 +235,12 @@ def _places(kwargs: Mapping[str, Any]) -> dict[int, Source]:
 def _fixed(value: Tensor) -> Source:
     """A tensor of the layer, which is the same one as long as the watch holds."""
     return lambda given: value
+
+
+def _in_expression(name: str, value: Tensor, kwargs: Mapping[str, Any]) -> Source | None:
+    """A parameter that edge values among the arguments read: there it may be detached."""
+    for key, given in kwargs.items():
+        held = given.tensors.get(name) if type(given) is EdgeExpr else None
+        if held is not None and held.data_ptr() == value.data_ptr():
+            return lambda given, key=key: given[key].tensors[name]  # type: ignore[misc]
+    return None

@@ -26,7 +26,7 @@ from torch_geometric.utils.loop import compute_loop_attr
 from torch_geometric.utils.num_nodes import maybe_num_nodes
 
 from pyg_fullgraph.errors import DeviceError, DtypeError, IndexRangeError, RowCountError
-from pyg_fullgraph.graph import Graph, graph_of, is_part
+from pyg_fullgraph.graph import Graph, graph_of, is_part, remembered
 from pyg_fullgraph.memo import Memo, is_unchanged, keep, state_of, taken
 from pyg_fullgraph.nn.ends import EdgeValues, Ends
 from pyg_fullgraph.nn.lazy import EdgeExpr, LazyTensor, run
@@ -47,11 +47,8 @@ _TYPE = "type"  # marks a mask by what it asks of which tensor
 
 # --- what is remembered, and with what --------------------------------------------------------------------------
 
-_remembered = Memo()
-
-
 def _memo(edge_index: Tensor) -> dict[Any, Any]:
-    return edge_index.memo if isinstance(edge_index, Graph) else _remembered.of(edge_index)
+    return edge_index.memo if isinstance(edge_index, Graph) else remembered.of(edge_index)
 
 
 def _once(memo: dict[Any, Any], key: Any, build: Callable[[], Any]) -> Any:
@@ -322,9 +319,13 @@ def prepared_graph(edge_index: Tensor, size: tuple[int | None, int | None]) -> G
     """
     if isinstance(edge_index, WithoutLoops):
         return _without_loops(edge_index.origin, size)
-    origin = _remembered.of(edge_index).get(_REVERSE_OF) if type(edge_index) is Tensor else None
-    if origin is not None and origin.tensor is not None:
-        return prepared_graph(origin.tensor, size[::-1]).reverse()
+    if type(edge_index) is Tensor:
+        known = remembered.of(edge_index)
+        if size in known:  # in most calls
+            return taken(known[size])
+        origin = known.get(_REVERSE_OF)
+        if origin is not None and origin.tensor is not None:
+            return prepared_graph(origin.tensor, size[::-1]).reverse()
     if is_derived(edge_index) and any(s not in (None, k) for s, k in
                                       zip(size, (edge_index.num_src, edge_index.num_dst), strict=True)):
         return _once(edge_index.memo, ("resized", size),
@@ -355,7 +356,7 @@ def reversed_edges(edge_index: Tensor) -> Tensor:
     """``edge_index.flip(0)``, the same tensor while ``edge_index`` is the same unchanged one."""
     def build() -> Tensor:
         flipped = _to_plain(edge_index).flip(0)
-        _remembered.of(flipped)[_REVERSE_OF] = _Unchanged(edge_index)
+        remembered.of(flipped)[_REVERSE_OF] = _Unchanged(edge_index)
         return flipped
 
     return _once_unwritten(_memo(edge_index), "reversed", build)
@@ -363,12 +364,12 @@ def reversed_edges(edge_index: Tensor) -> Tensor:
 
 def note_type(mask: Tensor, edge_type: Tensor, number: int) -> None:
     """Remember with ``mask`` ``[E]`` that it is ``edge_type == number``."""
-    _remembered.of(mask)[_TYPE] = _Unchanged(edge_type), number
+    remembered.of(mask)[_TYPE] = _Unchanged(edge_type), number
 
 
 def chosen_edges(edge_index: Tensor, mask: Tensor, build: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
     """``edge_index[:, mask]``, the same tensor while ``edge_index`` and the mask, or what it asks of, are unchanged."""
-    known, number = _remembered.of(mask).get(_TYPE, (None, None))
+    known, number = remembered.of(mask).get(_TYPE, (None, None))
     values = None if known is None else known.tensor
     # Before ``mask`` dies what was derived from it does; edge types live on.
     memo = _memo(edge_index).setdefault("chosen", Memo()).of(mask if values is None else values)
@@ -451,7 +452,7 @@ def _gcn_norm_of_matrix(matrix: Any, options: tuple[Any, ...]) -> Any:
     parts = (ptr,) if value is None else (ptr, value)
     if value is not None and (value.requires_grad or value.is_inference()):
         return pyg_gcn.gcn_norm(matrix, *options)
-    memo, key = _remembered.of(col), ("gcn_norm", matrix.sparse_sizes(), options[1:])
+    memo, key = remembered.of(col), ("gcn_norm", matrix.sparse_sizes(), options[1:])
     slot = memo.get(key)
     if slot is not None and len(slot[0]) == len(parts) and \
             all(ref() is t and is_unchanged(t, state) for ref, state, t in zip(*slot[:2], parts, strict=True)):

@@ -1,0 +1,183 @@
+"""Calls that look like earlier ones: what they find is what the long way finds, whatever changed between them."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+import torch_geometric.nn as pyg_nn
+from layers import MORE, MORE_PAIRS, PAIRS, SQUARE, Layer, assert_same, reasons, run, twins
+from torch import nn
+from torch.func import functional_call
+
+import pyg_fullgraph.nn as fused_nn
+import zoo
+from pyg_fullgraph.nn import known, order, propagation
+
+LAYERS = [layer for layer in (*SQUARE, *PAIRS, *MORE, *MORE_PAIRS) if not layer.lacks_dst]
+BY_NAME = {layer.name: layer for layer in LAYERS}
+X, EDGES = torch.randn(12, 6, dtype=torch.float64), torch.randint(12, (2, 40))
+
+
+@pytest.fixture
+def hits(monkeypatch):
+    """For each edge phase whether its call was known."""
+    seen, find = [], known.find
+
+    def noted(*args):
+        found = find(*args)
+        seen.append(found is not None)
+        return found
+
+    monkeypatch.setattr(propagation.known, "find", noted)
+    return seen
+
+
+@pytest.mark.filterwarnings("ignore::pyg_fullgraph.debug.PlainPathWarning")
+@pytest.mark.parametrize("layer", LAYERS[::2], ids=str)
+def test_the_same_call_many_times(layer: Layer):
+    """Other inputs each time, and at last another graph and the first again."""
+    plain, fused = twins(layer)
+    case, other = (zoo.bipartite(), zoo.bipartite_wide()) if layer.is_pair else (zoo.self_loops(), zoo.hub())
+    for one in (case, case, case, case, case, other, case):
+        options = {"size": one.size} if layer.is_pair and layer in PAIRS and "gat" not in layer.name else {}
+        expected = run(plain, layer, one, one.edge_index, **options)
+        assert_same(run(fused, layer, one, one.edge_index, **options), expected)
+
+
+@pytest.mark.parametrize("name", ["gcn", "gat_edge", "gatv2", "transformer_edge", "edge_conv", "pna", "res_gated",
+                                  "sage_max", "gat_pair"])
+def test_calls_are_known(name, hits):
+    """Once it is known that the layer's linear maps stay where they are."""
+    layer = BY_NAME[name]
+    _, fused = twins(layer)
+    case = zoo.bipartite() if layer.is_pair else zoo.self_loops()
+    for _ in range(order.MAX_TRIES + 3):
+        run(fused, layer, case, case.edge_index)
+    phases = len(hits) // (order.MAX_TRIES + 3)
+    assert not any(hits[:phases])
+    assert all(hits[-2 * phases:])
+
+
+def pair(make):
+    torch.manual_seed(0)
+    ours = make(fused_nn).double()
+    theirs = make(pyg_nn).double()
+    theirs.load_state_dict(ours.state_dict())
+    return ours, theirs
+
+
+def replace_weight(layer):
+    layer.att_src = nn.Parameter(layer.att_src.detach() * 2)
+
+
+def hook_on_message(layer):
+    layer.register_message_forward_hook(lambda module, inputs, out: out * 2)
+
+
+CHANGES = {
+    "attribute": lambda layer: setattr(layer, "negative_slope", 0.9),
+    "parameter": replace_weight,
+    "in-place": lambda layer: layer.att_src.data.mul_(3),
+    "message-hook": hook_on_message,
+    "weights": lambda layer: layer.load_state_dict({k: v * 0.5 for k, v in layer.state_dict().items()}),
+    "other-dtype": lambda layer: layer.float(),
+    "evaluation": lambda layer: layer.eval(),
+}
+
+
+@pytest.mark.filterwarnings("ignore::pyg_fullgraph.debug.PlainPathWarning")
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_layer_that_changes(change):
+    ours, theirs = pair(lambda n: n.GATConv(6, 4, heads=2))
+    for _ in range(5):
+        torch.testing.assert_close(ours(X, EDGES), theirs(X, EDGES))
+    for layer in (ours, theirs):
+        CHANGES[change](layer)
+    x = X.float() if change == "other-dtype" else X
+    for _ in range(3):
+        torch.testing.assert_close(ours(x, EDGES), theirs(x, EDGES))
+
+
+@pytest.mark.filterwarnings("ignore::pyg_fullgraph.debug.PlainPathWarning")
+def test_a_module_inside_that_changes():
+    def net():
+        return nn.Sequential(nn.Linear(12, 4), nn.Dropout(0.0), nn.ReLU())
+
+    ours, theirs = pair(lambda n: n.EdgeConv(net()))
+    steps = [lambda m: None, lambda m: setattr(m.nn[1], "p", 1.0), lambda m: m.eval(),
+             lambda m: m.nn.__setitem__(2, nn.Tanh()),
+             lambda m: setattr(m.nn[0], "weight", nn.Parameter(m.nn[0].weight * 2)),
+             lambda m: m.nn[0].register_forward_hook(lambda module, inputs, out: out + 1)]
+    for step in steps:
+        for layer in (ours, theirs):
+            step(layer)
+        for _ in range(3):
+            torch.testing.assert_close(ours(X, EDGES), theirs(X, EDGES))
+    assert reasons() == {"submodule 'nn', which message or aggregate calls, has hooks"}
+
+
+class Weighted:
+    """Two arguments that may be one tensor."""
+
+    def forward(self, edge_index, a, b, slope):
+        return self.propagate(edge_index, a=a, b=b, slope=slope)
+
+    def message(self, a_j, b_j, slope):
+        return a_j * slope + b_j
+
+
+def test_arguments_that_are_one_tensor_or_two(hits):
+    layers = [type("Weighted", (base,), {k: v for k, v in vars(Weighted).items() if not k.startswith("__")})()
+              for base in (fused_nn.MessagePassing, pyg_nn.MessagePassing)]
+    other = X + 1
+    for a, b, slope in [(X, X, 1.0), (X, X, 1.0), (X, other, 1.0), (X, other, 1.0), (other, X, 2.0), (other, X, 2),
+                        (other, X, 2.0), (X, X, 1.0)]:
+        ours, theirs = (layer(EDGES, a, b, slope) for layer in layers)
+        torch.testing.assert_close(ours, theirs)
+    assert sum(hits) == 4
+
+
+def test_weights_that_are_lent():
+    ours, theirs = pair(lambda n: n.GATConv(6, 4))
+    for k in range(12):
+        state = {name: value.detach() * (k + 1) for name, value in ours.state_dict().items()}
+        torch.testing.assert_close(functional_call(ours, state, (X, EDGES)), functional_call(theirs, state, (X, EDGES)))
+        torch.testing.assert_close(ours(X, EDGES), theirs(X, EDGES))
+
+
+def test_modes():
+    ours, theirs = pair(lambda n: n.GATv2Conv(6, 4, heads=2))
+    x = X.clone().requires_grad_()
+    modes = torch.enable_grad(), torch.no_grad(), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16)
+    for mode in modes * 5:
+        with mode:
+            a, b = ours(x, EDGES), theirs(x, EDGES)
+        assert a.dtype == b.dtype
+        assert a.requires_grad == b.requires_grad
+        torch.testing.assert_close(a, b)
+
+
+def test_a_copy_knows_nothing_of_the_first():
+    ours, _ = pair(lambda n: n.GATConv(6, 4))
+    first = [ours(X, EDGES) for _ in range(5)][-1]
+    twin = copy.deepcopy(ours)
+    with torch.no_grad():
+        twin.att_dst.mul_(2).add_(1)
+    assert not torch.allclose(twin(X, EDGES), first)
+    torch.testing.assert_close(ours(X, EDGES), first)
+
+
+def test_nothing_is_kept_alive():
+    ours, _ = pair(lambda n: n.GATConv(6, 4))
+    x, edges = X.clone(), EDGES.clone()
+    for _ in range(5):
+        ours(x, edges)
+    gone = [weakref.ref(t) for t in (ours, ours.att_src, x, edges)]
+    gc.disable()
+    try:
+        del ours, x, edges
+        assert [ref() for ref in gone] == [None] * 4
+    finally:
+        gc.enable()
