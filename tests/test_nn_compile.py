@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch_geometric.nn as pyg_nn
 
 import pyg_fullgraph as pfg
@@ -243,6 +244,26 @@ def test_sizes_as_arguments():
     torch.testing.assert_close(got, want)
 
 
+class Scaled(fused_nn.MessagePassing):
+    def forward(self, x, edge_index, slope, times=2):
+        return self.propagate(edge_index, x=x, slope=slope, times=times)
+
+    def message(self, x_j, slope, times):
+        return torch.nn.functional.leaky_relu(x_j, slope) * (times / slope)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_numbers_as_arguments(backend):
+    """Those that change are compiled once more, not once each."""
+    layer, counter = Scaled(), torch._dynamo.testing.CompileCounterWithBackend(backend)
+    fast = torch.compile(layer, fullgraph=True, backend=counter)
+    x, edge_index = case(20, 60)
+    for slope, times in [(0.1, 2), (0.3, 2), (0.7, 3), (0.9, 3), (0.4, 4), (0.5, 5)]:
+        want, got = (torch.autograd.grad(run(x, edge_index, slope, times).square().sum(), x) for run in (layer, fast))
+        torch.testing.assert_close(got, want)
+    assert counter.frame_count <= 3
+
+
 @pytest.mark.parametrize("is_warm", [True, False])
 @pytest.mark.parametrize("make", [
     lambda: fused_nn.GCNConv(8, 4, cached=True), lambda: fused_nn.SGConv(8, 4, K=2, cached=True),
@@ -334,6 +355,18 @@ def test_calls_of_several_threads_leave_the_parameters():
         for got in threads.map(lambda _: fast(x, edge_index), range(30)):
             torch.testing.assert_close(got, want)
     assert {k: id(v) for k, v in layer.named_parameters()} == {k: id(v) for k, v in names.items()}
+
+
+def test_first_calls_of_several_threads():
+    """A trace of one does not show in the others."""
+    x, edge_index = case(20, 60)
+    for _ in range(3):
+        layer = LAYERS["gatv2"]()
+        with ThreadPoolExecutor(8) as threads:
+            found = list(threads.map(lambda _, layer=layer: layer(x, edge_index), range(8)))
+        want = layer(x, edge_index)
+        assert all(type(got) is torch.Tensor for got in found)
+        torch.testing.assert_close(found, [want] * 8)
 
 
 def test_parameters_of_a_call_have_gradients_where_the_own_have_none():

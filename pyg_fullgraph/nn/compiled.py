@@ -59,7 +59,7 @@ def takes(args: Sequence[Any]) -> bool:
         elif isinstance(value, dict):
             if not takes(tuple(value)) or not takes(tuple(value.values())):
                 return False
-        elif value is not None and not isinstance(value, (bool, int, float, str, torch.SymInt)):
+        elif value is not None and not isinstance(value, (bool, int, float, str, torch.SymInt, torch.SymFloat)):
             return False
     return True
 
@@ -84,7 +84,9 @@ def call(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The forward of ``layer`` as one operator; for code that a compiler traces."""
     tensors: list[Tensor] = []
     sizes: list[Any] = []
-    template = _flatten((args, tuple(kwargs.values())), tensors, sizes)
+    numbers: list[Tensor] = []
+    template = _flatten((args, tuple(kwargs.values())), tensors, sizes, numbers)
+    tensors += reversed(numbers)
     names = tuple(name for name, _ in layer.named_parameters())
     parameters = [p for _, p in layer.named_parameters()]
     key = _remember(layer._fullgraph_handle, template, tuple(kwargs), names, layer.training)
@@ -98,17 +100,22 @@ def call(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _unflatten(_results_of(key), results, ())
 
 
-def _flatten(value: Any, tensors: list[Tensor], sizes: list[Any]) -> Template:
+def _flatten(value: Any, tensors: list[Tensor], sizes: list[Any], numbers: list[Tensor]) -> Template:
     if isinstance(value, Tensor):
         tensors.append(value)
         return ("tensor", len(tensors) - 1)
     if isinstance(value, (tuple, list)):
-        return ("list" if isinstance(value, list) else "tuple", tuple(_flatten(v, tensors, sizes) for v in value))
+        parts = tuple(_flatten(v, tensors, sizes, numbers) for v in value)
+        return ("list" if isinstance(value, list) else "tuple", parts)
     if isinstance(value, dict):
-        return ("dict", tuple((k, _flatten(v, tensors, sizes)) for k, v in value.items()))
+        return ("dict", tuple((k, _flatten(v, tensors, sizes, numbers)) for k, v in value.items()))
     if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
         sizes.append(value)  # may be a number of nodes, which must not be baked in
         return ("size", len(sizes) - 1)
+    if isinstance(value, (float, torch.SymFloat)):
+        # May change from call to call: of the ways to make a tensor of it, the one that is not compiled for each value.
+        numbers.append(torch.zeros((), dtype=torch.float64, device="cpu") + value)
+        return ("number", len(numbers))
     return ("constant", value)
 
 
@@ -120,6 +127,8 @@ def _unflatten(template: Template, tensors: Sequence[Tensor], sizes: Sequence[in
         return [_unflatten(t, tensors, sizes) for t in value]
     if kind == "dict":
         return {k: _unflatten(t, tensors, sizes) for k, t in value}
+    if kind == "number":
+        return tensors[-value].item()
     return tensors[value] if kind == "tensor" else sizes[value] if kind == "size" else value
 
 
@@ -203,7 +212,7 @@ def layer_call(key: str, tensors: Sequence[Tensor], parameters: Sequence[Tensor]
 
     Args:
         key: What :func:`call` remembered the layer and the form of its arguments under.
-        tensors: Every tensor among the arguments.
+        tensors: Every tensor among the arguments, then every other number from the last to the first.
         parameters: The layer's.
         sizes: Every whole number among the arguments.
         autocast: Name of the dtype of autocast, empty if it is off.
@@ -240,7 +249,7 @@ def _call_apart(known: _Call, tensors: Sequence[Tensor], parameters: Sequence[Te
                                   "a write into one; let forward make a copy")
     outs: list[Tensor] = []
     with _autograd(), torch.set_grad_enabled(any(needs)):
-        form = _flatten(out, outs, [])
+        form = _flatten(out, outs, [], [])
         outs = [o.view_as(o) if o.is_leaf and o.requires_grad else o for o in outs]
     _check(known, form, outs, tensors, sizes, autocast)
     if any(needs):
@@ -411,14 +420,15 @@ def _probe(known: _Call, kinds: Sequence[tuple[torch.dtype, tuple[int, ...] | No
     samples = []
     for (dtype, tail), place in zip(kinds, places, strict=False):
         lead = () if place < 0 else (2, rows[place]) if tail is None else (rows[place],)
-        samples.append(torch.zeros((*lead, *(tail or ())), dtype=dtype))
+        is_number = dtype == torch.float64 and place < 0  # which may be divided by
+        samples.append(torch.full((*lead, *(tail or ())), 0.5 if is_number else 0, dtype=dtype))
         if tail is None and number == 0:
             samples[-1][1] = 1
     own = [p.detach() for p in layer.parameters()]
     with torch.no_grad():
         out = _run(layer, known, samples, own, [rows[p] for p in places[len(kinds):]], autocast)
     outs: list[Tensor] = []
-    form = _flatten(out, outs, [])
+    form = _flatten(out, outs, [], [])
     if not outs or not _is_made_of_tensors(form):
         raise CompiledResultError(layer, "to return tensors, and tuples, lists and dicts of them", type(out).__name__)
     return form, outs

@@ -255,7 +255,7 @@ class _Trace:
 
     def __init__(self, conv: torch.nn.Module, method: str, args: Mapping[str, Any],
                  dtype: torch.dtype | None = None) -> None:
-        self.conv, self.method, self.args = conv, method, args
+        self.conv, self.method, self.args = _stand_in(conv, {}), method, args
         self.dtype = dtype or torch.get_default_dtype()
         self.asked_dtype = False
         self.mode = mode = fake_mode()
@@ -279,7 +279,7 @@ class _Trace:
 
     def run(self, call: Callable[[Any, Mapping[str, Any]], Any]) -> _Result:
         """Trace ``call(layer, arguments)`` and import what it does."""
-        # A trace puts other parameters into the layer for a moment; it is kept, so without the caller's autocast.
+        # A trace is kept, so it is made without the caller's autocast.
         with _LOCK, torch.autocast("cpu", enabled=False):
             with _no_draws(f"{type(self.conv).__name__}.{self.method}"):
                 result, has_counted = self._run(call, NUM_TARGETS)
@@ -416,6 +416,16 @@ def _no_draws(what: str) -> Iterator[None]:
         random.setstate(before)
         np.random.set_state(state)  # noqa: NPY002
         raise NotFusable([f"{what} draws random numbers other than dropout"])
+
+
+def _stand_in(module: torch.nn.Module, known: dict[torch.nn.Module, torch.nn.Module]) -> torch.nn.Module:
+    """``module`` with places of its own for what it holds: a trace puts other parameters there, which threads that call
+    the layer meanwhile must not see."""
+    if module not in known:
+        known[module] = copy = object.__new__(type(module))
+        vars(copy).update({**vars(module), "_parameters": dict(module._parameters), "_buffers": dict(module._buffers)})
+        vars(copy)["_modules"] = {k: m if m is None else _stand_in(m, known) for k, m in module._modules.items()}
+    return known[module]
 
 
 @contextmanager
