@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -114,7 +114,7 @@ def _flatten(value: Any, tensors: list[Tensor], sizes: list[Any], numbers: list[
         return ("size", len(sizes) - 1)
     if isinstance(value, (float, torch.SymFloat)):
         # May change from call to call: of the ways to make a tensor of it, the one that is not compiled for each value.
-        numbers.append(torch.zeros((), dtype=torch.float64, device="cpu") + value)
+        numbers.append(torch.zeros((), dtype=torch.float64, device="cpu") + cast(float, value))
         return ("number", len(numbers))
     return ("constant", value)
 
