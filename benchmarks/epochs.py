@@ -36,7 +36,8 @@ from pyg_fullgraph.distributed import DistributedModel, Group, ShardedGraph
 from pyg_fullgraph.distributed.graph import WAYS
 from pyg_fullgraph.distributed.group import under_torchrun
 from pyg_fullgraph.distributed.model import sum_gradients
-from pyg_fullgraph.partition import METHODS, Partition, ShardOrder, partition
+from pyg_fullgraph.part_order import ShardOrder
+from pyg_fullgraph.partition import METHODS, Partition, partition
 
 #: Edges up to which losses are compared with plain PyG's in float64.
 MAX_PYG_EDGES = 3_000_000

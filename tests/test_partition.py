@@ -216,7 +216,8 @@ def check(shards, graph, src, dst):
             torch.testing.assert_close(total, to.take(expected, k))
             tiles = sum(sums(order.tile(q), rows[q], values[k]) for q in range(num_parts))
             torch.testing.assert_close(tiles, total)
-            parts = sums(order.tile(k), rows[k], values[k]) + sums(order.remote, halos[k], values[k])
+            mine, remote = order.own_and_remote()
+            parts = sums(mine, rows[k], values[k]) + sums(remote, halos[k], values[k])
             torch.testing.assert_close(parts, total)
             ids = order.rows.eid if order.rows.ids is None else order.rows.ids
             ids = order.rows.positions if ids is None else ids

@@ -12,7 +12,7 @@ from pyg_fullgraph import execution
 from pyg_fullgraph.chunks import Leaf
 from pyg_fullgraph.distributed.group import Group
 from pyg_fullgraph.distributed.way import Buffers, Way, fetched_inputs
-from pyg_fullgraph.partition import ShardOrder
+from pyg_fullgraph.part_order import ShardOrder
 from pyg_fullgraph.saga.ir import Node
 from pyg_fullgraph.saga.plans import Sweep
 
@@ -65,4 +65,4 @@ class Halo(Way):
 
         if is_whole:
             return execution.run_sweep(sweep, side.rows, next(leaves()), like, exact)
-        return execution.run_tiles(sweep, side.rows, [side.tile(side.rank), side.remote], leaves(), like, exact)
+        return execution.run_tiles(sweep, side.rows, side.own_and_remote(), leaves(), like, exact)
