@@ -43,6 +43,7 @@ class EdgeStore:
 
     Attributes:
         bounds, rank, halo, halo_counts: As of :class:`ShardOrder`.
+        num_edges: e.
         num_ids: Edge ids are below.
         given: [e] id of each row of edge tensors; None where these are in the order of ids, after that of owners if
             ``is_by_owner``.
@@ -56,16 +57,12 @@ class EdgeStore:
                  num_ids: int, given: Tensor | None, is_by_owner: bool) -> None:
         self.bounds, self.rank, self.halo, self.halo_counts = bounds, rank, halo, halo_counts
         self.num_ids, self.given, self.is_by_owner = num_ids, given, is_by_owner
+        self.num_edges, self.tiles, self.is_by_rank = rows.num_edges, [rows], False
         self.cuts: tuple[int, ...] = (0, rows.num_others)
-        self.tiles, self.is_by_rank = [rows], False
 
     @property
     def num_own(self) -> int:
         return self.bounds[self.rank + 1] - self.bounds[self.rank]
-
-    @property
-    def num_edges(self) -> int:
-        return sum(t.num_edges for t in self.tiles)
 
     @property
     def ids_are_places(self) -> bool:

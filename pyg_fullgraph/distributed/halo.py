@@ -26,8 +26,8 @@ class Halo(Way):
     what is reduced. Kernels that take blocks of edges of several rows wait for all rows, and take all edges at once.
 
     Cost: per sweep and input one row for each remote vertex with an edge to this rank, sent and received; buffers for
-        them and for the rows that are sent, which all layers share; from the first sweep on the structure of own and of
-        remote edges, beside that of both.
+        them and for the rows that are sent, which all layers share. Edges are held as own and remote ones from the
+        first sweep on, and once more in one order where some sweep takes all at once.
     """
 
     name = "halo"
