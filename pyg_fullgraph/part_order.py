@@ -9,6 +9,7 @@ order of its partition.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 from collections.abc import Sequence
@@ -127,9 +128,10 @@ class EdgeStore:
         counts = [n for k, n in enumerate(self.halo_counts) if k != self.rank] if is_by_rank else [self.halo.numel()]
         cuts = tuple(itertools.accumulate([self.num_own, *counts], initial=0))
         if (self.cuts, self.is_by_rank) != (cuts, is_by_rank):
-            whole = self.whole()
-            self.cuts, self.is_by_rank = cuts, is_by_rank
-            self.tiles = [self._part(whole, k) for k in range(len(cuts) - 1)]
+            laid, whole = copy.copy(self), self.whole()
+            laid.cuts, laid.is_by_rank = cuts, is_by_rank
+            tiles = [laid._part(whole, k) for k in range(len(cuts) - 1)]
+            self.cuts, self.is_by_rank, self.tiles = cuts, is_by_rank, tiles
         return self.tiles
 
     def _part(self, whole: EdgeOrder, k: int) -> EdgeOrder:
@@ -163,8 +165,7 @@ class EdgeStore:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> EdgeStore:
         """The same on another device."""
-        made = object.__new__(EdgeStore)
-        made.__dict__.update(self.__dict__)
+        made = copy.copy(self)
         made.tiles = [t.to(device, non_blocking) for t in self.tiles]
         made.halo = self.halo.to(device, non_blocking=non_blocking)
         made.given = None if self.given is None else self.given.to(device, non_blocking=non_blocking)

@@ -222,25 +222,26 @@ class ShardedGraph(Graph):
         Ids of the kept edges and of the loops are those that they have in the whole graph made that way.
         """
         shard, group = self.shard, self.group
-        home, away = shard.home, shard.away
         last = self.nodes_with_edges()
-        loops = self._loops(num_loops, last) if num_loops else home.ids[:0]
-        lost = home.ids[:0]
+        loops = self._loops(num_loops, last) if num_loops else shard.dst_ids[:0]
+        lost = shard.dst_ids[:0]
         if kept is not None:
-            lost = home.ids[torch.ones_like(home.ids, dtype=torch.bool).index_fill_(0, kept, False)]
+            is_lost = torch.ones(shard.num_edges, dtype=torch.bool, device=self.device).index_fill_(0, kept, False)
+            lost = shard.incoming.store.edge_ids()[is_lost].long()
         gone = torch.cat(group.gather(lost)).sort().values
         num_kept = shard.sizes[2] - gone.numel()
         counts = group.reduce(torch.tensor(loops.numel(), device=self.device))
         ids = num_kept + shard.dst_ids[loops]
         places = loops + shard.outgoing.bounds[shard.rank]
-        parts = []
-        for edges in (home, away):
+
+        def changed(edges: Edges) -> Edges:
             before = torch.searchsorted(gone, edges.ids)
             stays = torch.searchsorted(gone, edges.ids, right=True) == before
-            parts.append(Edges(*(torch.cat([old[stays], new]) for old, new in zip(
-                (edges.src, edges.dst, edges.ids - before), (places, places, ids), strict=True))))
-        made = Shard.build(parts[0], parts[1], shard.incoming.bounds, shard.outgoing.bounds, shard.rank, shard.src_ids,
-                           shard.dst_ids, (*shard.sizes[:2], num_kept + int(counts)))
+            return Edges(*(torch.cat([old[stays], new]) for old, new in zip(
+                (edges.src, edges.dst, edges.ids - before), (places, places, ids), strict=True)))
+
+        made = Shard.build(changed(shard.home), changed(shard.away), shard.incoming.bounds, shard.outgoing.bounds,
+                           shard.rank, shard.src_ids, shard.dst_ids, (*shard.sizes[:2], num_kept + int(counts)))
         return self._with(made, self.is_reversed)
 
     def _loops(self, num_loops: int, last: int) -> Tensor:
