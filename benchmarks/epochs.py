@@ -12,6 +12,7 @@ Without torchrun it is one process.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -36,7 +37,8 @@ from pyg_fullgraph.distributed import DistributedModel, Group, ShardedGraph
 from pyg_fullgraph.distributed.graph import WAYS
 from pyg_fullgraph.distributed.group import under_torchrun
 from pyg_fullgraph.distributed.model import sum_gradients
-from pyg_fullgraph.partition import METHODS, Partition, ShardOrder, partition
+from pyg_fullgraph.part_order import ShardOrder
+from pyg_fullgraph.partition import METHODS, Partition, partition
 
 #: Edges up to which losses are compared with plain PyG's in float64.
 MAX_PYG_EDGES = 3_000_000
@@ -230,6 +232,7 @@ class Epoch:
         self.x, self.y, self.train = (problem.take(t, method) for t in (problem.x, problem.y, problem.train))
         self.count = int(problem.train.sum())
         self.graph: ShardedGraph | None = None
+        self._before = torch.cuda.memory_allocated() if self.x.is_cuda else 0
         if provider == "mg_gcn":
             self.module: nn.Module = Staged(problem)
         else:
@@ -257,6 +260,19 @@ class Epoch:
             sum_gradients(self.module.parameters(), self.ranks)
         self.optimizer.step()
         return loss.detach()
+
+    def structure_bytes(self) -> int | None:
+        """What is held for the graph between epochs; None on a CPU. Gradients are dropped.
+
+        That is memory since before the graph was made, but for parameters, their first values and the optimizer's.
+        """
+        self.optimizer.zero_grad(set_to_none=True)
+        if not self.x.is_cuda:
+            return None
+        gc.collect()
+        kept = [v for state in self.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+        own = [t for t in (*self.module.parameters(), *self._first, *kept) if t.is_cuda]
+        return torch.cuda.memory_allocated() - self._before - sum(t.numel() * t.element_size() for t in own)
 
     def losses(self, count: int) -> list[float]:
         """The whole loss of the next ``count`` epochs."""
@@ -317,7 +333,6 @@ def run_case(case: EpochCase, providers: Sequence[str], device: str, ranks: Grou
                "width": case.width, "layers": case.layers, "dtype": "float32", "matmul": matmul,
                "partition": method}
         epoch = Epoch(problem, provider, method)
-        memory = measure.PeakMemory(device)
         with _matmul("fp32"):
             losses = epoch.losses(NUM_CHECKED)
         if expected is None:
@@ -330,7 +345,7 @@ def run_case(case: EpochCase, providers: Sequence[str], device: str, ranks: Grou
                 losses, bound = epoch.losses(NUM_CHECKED), TF32_TOLERANCE
                 row["check"][f"{matmul}_error"] = error = _difference(losses, expected)
             if error <= bound:
-                row.update(_measured(epoch, memory, device, ranks, budget_s))
+                row.update(_measured(epoch, device, ranks, budget_s))
                 if ranks.size > 1 and provider != "mg_gcn":
                     row.update(_hidden(epoch, folder / f"{case.name}-{provider}-{method}" if folder else None))
             else:
@@ -348,15 +363,18 @@ def _difference(losses: Sequence[float], expected: Sequence[float]) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
 
 
-def _measured(epoch: Epoch, memory: measure.PeakMemory, device: str, ranks: Group, budget_s: float) -> dict[str, Any]:
-    """Times, and memory: above what was there before the first epoch, and on a GPU all that this process holds."""
+def _measured(epoch: Epoch, device: str, ranks: Group, budget_s: float) -> dict[str, Any]:
+    """Times, and memory of one more epoch: above what is held between epochs, and on a GPU what that is for the graph
+    and all that this process holds."""
     times = _times(epoch, device, ranks, budget_s)
-    memory.restart()
+    structure = epoch.structure_bytes()
+    memory = measure.PeakMemory(device)
     epoch.step()
-    found = [memory.peak_bytes() or 0, torch.cuda.max_memory_allocated() if device == "cuda" else 0]
-    peak, total = ranks.reduce(torch.tensor(found, device=device), "max").tolist()
-    return {**measure.percentiles(times), "repeats": len(times), "peak_bytes": peak,
-            **({"total_bytes": total} if device == "cuda" else {})}
+    found = {"peak_bytes": memory.peak_bytes() or 0}
+    if structure is not None:
+        found |= {"structure_bytes": structure, "total_bytes": torch.cuda.max_memory_allocated()}
+    largest = ranks.reduce(torch.tensor(list(found.values()), device=device), "max").tolist()
+    return {**measure.percentiles(times), "repeats": len(times), **dict(zip(found, largest, strict=True))}
 
 
 def _hidden(epoch: Epoch, folder: Path | None) -> dict[str, float]:

@@ -17,7 +17,7 @@ RESULTS = Path(__file__).parent / "results"
 COLUMNS = ("case", "provider", "p50 ms (p20-p80)", "CPU ms", "against PyG (CPU)", "peak MB", "first call s", "kernels",
            "gather GB/s (share)", "largest error")
 EPOCH_COLUMNS = ("epoch of", "provider", "processes", "p50 ms (p20-p80)", "against mg_gcn", "against one process",
-                 "hidden", "peak MB (with graph and features)", "largest error of a loss")
+                 "hidden", "peak MB (all MB)", "structure MB", "largest error of a loss")
 FIRST_USE_COLUMNS = ("first step of", "cold ms", "warm ms (least)", "warm CPU ms", "later step ms",
                      "start of the process ms")
 
@@ -94,6 +94,7 @@ def epoch_lines(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
                       f"{row['p50_ms']:.2f} ({row['p20_ms']:.2f}-{row['p80_ms']:.2f})",
                       against(row, "mg_gcn", row["ranks"]), against(row, row["provider"], 1),
                       f"{row['hidden_share']:.0%}" if "hidden_share" in row else "", _peaks(row),
+                      f"{row['structure_bytes'] / 1e6:.0f}" if "structure_bytes" in row else "",
                       f"{row['check']['error']:.1e} ({row['check']['against']})"])
     return lines
 

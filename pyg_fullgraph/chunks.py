@@ -276,19 +276,17 @@ class _Chunk:
         self.order = order = sweep.tile
         self.sweep, self.first, self.count = sweep, first, stop - first
         self.is_whole = self.count == sweep.rows.num_edges
-        self.is_in_order = order.eid is None
         self.rescale: dict[Node, Tensor] = {}
         self._row: Tensor | None = None
         if self.is_whole:
             self.rows, self.num_rows = slice(None), order.num_rows
-            self.other, self._eid, self.ptr = order.other, order.eid, order.ptr
+            self.other, self.ptr = order.other, order.ptr
             return
         host = order.ptr_host
         low = int(torch.searchsorted(host, first, right=True)) - 1
         high = int(torch.searchsorted(host, stop, right=False))
         self.rows, self.num_rows = slice(low, high), high - low
         self.other = order.other[first:stop]
-        self._eid = None if order.eid is None else order.eid[first:stop]
         self.ptr = (order.ptr[low:high + 1] - first).clamp_(0, self.count)
 
     @property
@@ -307,9 +305,14 @@ class _Chunk:
     @property
     def eid(self) -> Tensor:
         """Where the edges are in edge tensors."""
-        if self._eid is None:
-            return torch.arange(self.first, self.first + self.count, device=self.ptr.device)
-        return self._eid
+        first, stop = self.first, self.first + self.count
+        eid = self.order.eid
+        return torch.arange(first, stop, device=self.ptr.device) if eid is None else eid[first:stop]
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether edge tensors have the edges as they come."""
+        return self.order.eid is None
 
     @property
     def positions(self) -> Tensor:

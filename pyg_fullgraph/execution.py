@@ -435,8 +435,9 @@ class _Site:
         num_pieces = -(-order.num_edges // block_e) if schedule is None or kernel.takes_blocks else schedule.num_pieces
         num_workers = _num_workers(kernel, num_pieces)
         # Ids stand in the place of places where a kernel needs no places.
-        ids = order.ids if order.ids is not None and sweep.needs_ids else None
-        eid = order.eid if ids is None or kernel.uses_ids else ids
+        # Parts of a graph work out both on first use: what the kernel does not read is not asked for.
+        ids = order.ids if sweep.needs_ids else None
+        eid = None if not kernel.uses_eid else order.eid if ids is None or kernel.uses_ids else ids
         tables = [order.other, order.ptr if eid is None else eid]
         constants: dict[str, Any] = {"BLOCK_E": block_e, "HAS_EID": eid is not None}
         if kernel.uses_ids:

@@ -19,13 +19,14 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from pyg_fullgraph.edge_order import EdgeOrder
 from pyg_fullgraph.errors import InputError, PartitionFileError, RowCountError
 from pyg_fullgraph.graph import Graph
+from pyg_fullgraph.memo import keep
 from pyg_fullgraph.order import Permutation, metis_parts, order_vertices
+from pyg_fullgraph.part_order import EdgeStore, ShardOrder, by_owner, owner_of, store_by_row
 from triton_kernels import segment
 
-__all__ = ["METHODS", "Edges", "Partition", "Shard", "ShardOrder", "fingerprint", "order_by_row", "partition"]
+__all__ = ["METHODS", "Edges", "Partition", "Shard", "fingerprint", "partition"]
 
 #: Vertices per part that are dealt out one by one, heaviest first.
 _HEAVY = 64
@@ -116,12 +117,6 @@ class Partition(Permutation):
         if not isinstance(held, dict) or held.get("format") != _FORMAT:
             raise PartitionFileError(path, "another format")
         return Partition(held["order"], tuple(held["bounds"]), held["method"])
-
-
-def owner_of(places: Tensor, bounds: Sequence[int]) -> Tensor:
-    """Part of each place, int64."""
-    inner = torch.tensor(bounds[1:-1], dtype=torch.int64, device=places.device)
-    return torch.bucketize(places, inner, right=True)
 
 
 def fingerprint(first: Tensor, second: Tensor | None = None, position: Tensor | None = None) -> str:
@@ -279,73 +274,6 @@ class Edges(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class ShardOrder:
-    """The edges of this rank's rows in one direction, and where their other endpoints live.
-
-    Attributes:
-        rows: edges by local row; other endpoints are numbered from this rank's own vertices on, then those of the halo.
-            Within a row edges ascend by id, so that sums over all at once are those of the whole graph, bit by bit.
-        bounds: places at which the other vertices of each rank begin; P + 1.
-        rank: this rank.
-        halo: [H] int64 place of each remote vertex that an edge reads, ascending, so by owner.
-        halo_counts: how many of them each rank owns.
-        sent: own vertices that other ranks read, by rank; rows of the tensor that is sent.
-        sent_counts: how many each rank reads.
-    """
-
-    rows: EdgeOrder
-    bounds: tuple[int, ...]
-    rank: int
-    halo: Tensor
-    halo_counts: tuple[int, ...]
-    sent: Tensor
-    sent_counts: tuple[int, ...]
-    _tiles: dict[int, EdgeOrder] = field(default_factory=dict, repr=False)
-
-    @property
-    def num_own(self) -> int:
-        """Other vertices that this rank owns."""
-        return self.bounds[self.rank + 1] - self.bounds[self.rank]
-
-    def tile(self, owner: int) -> EdgeOrder:
-        """The edges whose other endpoint ``owner`` has, numbered as its rows; made on first use and kept."""
-        if owner not in self._tiles:
-            start = self.num_own + sum(self.halo_counts[:owner])
-            self._tiles[owner] = self._block(*((0, self.num_own) if owner == self.rank else
-                                               (start, start + self.halo_counts[owner])), owner)
-        return self._tiles[owner]
-
-    @property
-    def remote(self) -> EdgeOrder:
-        """The edges whose other endpoint is remote, numbered as the halo."""
-        if -1 not in self._tiles:
-            self._tiles[-1] = self._block(self.num_own, self.num_own + self.halo.numel(), -1)
-        return self._tiles[-1]
-
-    def _block(self, first: int, stop: int, owner: int) -> EdgeOrder:
-        mask = (self.rows.other >= first) & (self.rows.other < stop)
-        other = self.rows.other[mask] - first
-        if owner < 0:
-            return self.rows.subset(mask, other, stop - first)
-        num_others = self.bounds[owner + 1] - self.bounds[owner]
-        if owner != self.rank:
-            places = self.halo[first - self.num_own:stop - self.num_own] - self.bounds[owner]
-            other = places.to(other.dtype).index_select(0, other)
-        return self.rows.subset(mask, other, num_others)
-
-    def places(self) -> Tensor:
-        """[e] int64 place of the other endpoint of each edge."""
-        own = torch.arange(self.bounds[self.rank], self.bounds[self.rank + 1], device=self.halo.device)
-        return torch.cat([own, self.halo]).index_select(0, self.rows.other)
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> ShardOrder:
-        """The same on another device."""
-        rows = self.rows.to(device, non_blocking)
-        halo, sent = (t.to(device, non_blocking=non_blocking) for t in (self.halo, self.sent))
-        return ShardOrder(rows, self.bounds, self.rank, halo, self.halo_counts, sent, self.sent_counts)
-
-
-@dataclass(frozen=True, eq=False)
 class Shard:
     """What one rank keeps of a graph.
 
@@ -353,13 +281,14 @@ class Shard:
     order of these edges. A pass over the edges that leave this rank's sources ("away") needs their values from the
     destinations' owners; the exchange is a fixed permutation in either direction.
 
+    Cost: 8 bytes per edge and direction with 32-bit ids (12 for home edges that are not in the order of their ids);
+        what edge tensors need beside is worked out for the first sweep that has some, and kept.
+
     Attributes:
         incoming, outgoing: edges by destination and by source.
         src_ids, dst_ids: the user's ids of this rank's vertices, int64; one tensor where both are one set of vertices.
-        edge_ids: [e] id in the whole graph of each home edge, int64.
         sizes: number of sources, destinations and edges of the whole graph.
-        departing: [e] home edges in the order in which their values leave, by owner of the source.
-        departing_counts: how many each rank gets.
+        departing_counts: how many values of home edges each rank gets.
         arriving_counts: how many away edges come from each rank; they arrive in the order of the away edge tensors.
     """
 
@@ -367,11 +296,10 @@ class Shard:
     outgoing: ShardOrder
     src_ids: Tensor
     dst_ids: Tensor
-    edge_ids: Tensor
     sizes: tuple[int, int, int]
-    departing: Tensor
     departing_counts: tuple[int, ...]
     arriving_counts: tuple[int, ...]
+    _cache: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     @property
     def rank(self) -> int:
@@ -426,51 +354,60 @@ class Shard:
             sizes: as the attribute.
         """
         owner_src, owner_dst = owner_of(home.src, src_bounds), owner_of(away.dst, dst_bounds)
-        departing = _by_owner(owner_src, home.ids)
-        arrived = _by_owner(owner_dst, away.ids)
-        away = Edges(*(t[arrived] for t in away))
-        owner_dst = owner_dst[arrived]
         num_parts = len(src_bounds) - 1
         home_row, away_row = home.dst - dst_bounds[rank], away.src - src_bounds[rank]
         incoming = _shard_order(home_row, home.src, owner_src, home.ids, src_bounds, dst_bounds, rank, away_row,
-                                owner_dst, sizes[2])
+                                owner_dst, sizes[2], is_home=True)
         outgoing = _shard_order(away_row, away.dst, owner_dst, away.ids, dst_bounds, src_bounds, rank, home_row,
-                                owner_src, sizes[2])
-        return Shard(incoming, outgoing, src_ids, dst_ids, home.ids, sizes, departing,
-                     _counts(owner_src, num_parts), _counts(owner_dst, num_parts))
+                                owner_src, sizes[2], is_home=False)
+        return Shard(incoming, outgoing, src_ids, dst_ids, sizes, _counts(owner_src, num_parts),
+                     _counts(owner_dst, num_parts))
+
+    @property
+    def num_edges(self) -> int:
+        """Edges that arrive here."""
+        return self.incoming.rows.num_edges
+
+    @property
+    def edge_ids(self) -> Tensor:
+        """[e] id in the whole graph of each home edge, int64; kept in a smaller dtype where that holds all ids."""
+        return self._cached("edge_ids", self.incoming.store.edge_ids).long()
+
+    @property
+    def departing(self) -> Tensor:
+        """[e] int64 home edges in the order in which their values leave, by owner of the source; kept."""
+        return self._cached("departing", lambda: _departing(self.home, self.incoming.bounds))
 
     @property
     def home(self) -> Edges:
-        """The edges that arrive here, in the order of edge tensors."""
-        return self._edges(self.incoming, self.outgoing, self.edge_ids)
+        """The edges that arrive here, in the order of edge tensors; made anew each time."""
+        return self._edges(self.incoming, self.outgoing)
 
     @property
     def away(self) -> Edges:
-        """The edges that leave here, in the order of away edge tensors."""
-        rows = self.outgoing.rows
-        ids = rows.ids if rows.ids is not None else rows.positions if rows.eid is None else rows.eid
-        found = self._edges(self.outgoing, self.incoming, segment.scatter_by(ids.long(), rows.eid))
+        """The edges that leave here, in the order of away edge tensors; made anew each time."""
+        found = self._edges(self.outgoing, self.incoming)
         return Edges(found.dst, found.src, found.ids)
 
-    def _edges(self, side: ShardOrder, opposite: ShardOrder, ids: Tensor) -> Edges:
-        order = side.rows
-        rows = segment.scatter_by(order.row.long() + opposite.bounds[self.rank], order.eid)
-        return Edges(segment.scatter_by(side.places(), order.eid), rows, ids)
+    def _edges(self, side: ShardOrder, opposite: ShardOrder) -> Edges:
+        store = side.store
+        order = store.tensor_order()
+        rows, ids = (t.index_select(0, order).long() for t in (store.rows(), store.ids()))
+        return Edges(store.places().index_select(0, order), rows + opposite.bounds[self.rank], ids)
+
+    def _cached(self, key: str, build: Callable[[], Tensor]) -> Tensor:
+        return self._cache[key] if key in self._cache else keep(self._cache, key, build())
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Shard:
-        """The same on another device."""
-        src_ids, dst_ids, edge_ids, departing = (
-            t.to(device, non_blocking=non_blocking)
-            for t in (self.src_ids, self.dst_ids, self.edge_ids, self.departing))
+        """The same on another device; what was worked out is worked out again there."""
+        src_ids, dst_ids = (t.to(device, non_blocking=non_blocking) for t in (self.src_ids, self.dst_ids))
         dst_ids = src_ids if self.is_square else dst_ids
         return Shard(self.incoming.to(device, non_blocking), self.outgoing.to(device, non_blocking), src_ids, dst_ids,
-                     edge_ids, self.sizes, departing, self.departing_counts, self.arriving_counts)
+                     self.sizes, self.departing_counts, self.arriving_counts)
 
 
-def _by_owner(owner: Tensor, ids: Tensor) -> Tensor:
-    """Positions sorted by owner, then id: the order in which both ends of an exchange know the same edges."""
-    by_id = ids.argsort(stable=True)
-    return by_id[owner[by_id].argsort(stable=True)]
+def _departing(home: Edges, bounds: tuple[int, ...]) -> Tensor:
+    return by_owner(owner_of(home.src, bounds), home.ids)
 
 
 def _counts(owner: Tensor, num_parts: int) -> tuple[int, ...]:
@@ -478,7 +415,8 @@ def _counts(owner: Tensor, num_parts: int) -> tuple[int, ...]:
 
 
 def _shard_order(row: Tensor, other: Tensor, owner: Tensor, ids: Tensor, bounds: tuple[int, ...],
-                 row_bounds: tuple[int, ...], rank: int, sent_row: Tensor, sent_to: Tensor, num_ids: int) -> ShardOrder:
+                 row_bounds: tuple[int, ...], rank: int, sent_row: Tensor, sent_to: Tensor, num_ids: int,
+                 is_home: bool) -> ShardOrder:
     """The edges by local row.
 
     Args:
@@ -488,32 +426,18 @@ def _shard_order(row: Tensor, other: Tensor, owner: Tensor, ids: Tensor, bounds:
         sent_row, sent_to: [a] for each edge of the opposite direction: its local row there and the owner of its other
             endpoint, which reads that row.
         num_ids: edge ids are below this.
+        is_home: whether edge tensors have the edges as they are given; else by owner, then id.
     """
     num_parts, first = len(bounds) - 1, bounds[rank]
     num_rows, num_own = row_bounds[rank + 1] - row_bounds[rank], bounds[rank + 1] - first
     is_remote = owner != rank
     halo = torch.unique(other[is_remote])
     number = torch.where(is_remote, num_own + torch.searchsorted(halo, other), other - first)
-    order = order_by_row(row, number, ids, num_rows, num_own + halo.numel(), num_ids)
+    rows = store_by_row(row, number, ids, num_rows, num_own + halo.numel(), num_ids)
+    is_by_id = not is_home or segment.is_sorted(ids)
+    store = EdgeStore(rows, bounds, rank, halo, _counts(owner_of(halo, bounds), num_parts), num_ids,
+                      None if is_by_id else ids.to(rows.id_dtype), not is_home and num_parts > 1)
     mine = sent_to != rank
     num_sent = max(num_own, 1)  # rows of the vertices that the other direction has as its own
     pairs = torch.unique(sent_to[mine] * num_sent + sent_row[mine])
-    return ShardOrder(order, bounds, rank, halo, _counts(owner_of(halo, bounds), num_parts), pairs % num_sent,
-                      _counts(pairs // num_sent, num_parts))
-
-
-def order_by_row(row: Tensor, other: Tensor, ids: Tensor, num_rows: int, num_others: int, num_ids: int) -> EdgeOrder:
-    """Edges ``[e]`` by row, and by id within one; edge tensors stay in the order that the edges are given in.
-
-    Args:
-        row, other, ids: [e] int64 row, other endpoint and id in the whole graph of each edge.
-        num_rows, num_others, num_ids: these are below.
-    """
-    by_id = ids.argsort(stable=True)
-    dtype = segment.index_dtype(num_rows, num_others, row.numel())
-    ptr, column, eid = segment.build_csr(row[by_id].to(dtype), other[by_id].to(dtype), num_rows)
-    slot = by_id if eid is None else by_id[eid.long()]
-    is_plain = torch.equal(slot, torch.arange(slot.numel(), device=slot.device))
-    known = ids[slot].to(segment.index_dtype(num_ids))
-    return EdgeOrder(ptr, column, None if is_plain else slot.to(dtype), num_rows, num_others,
-                     None if torch.equal(known.long(), slot) else known)
+    return ShardOrder.of(store, rows.ptr, pairs % num_sent, _counts(pairs // num_sent, num_parts))

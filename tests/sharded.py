@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import pickle
 import re
+import types
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -22,9 +24,9 @@ from torch.utils._pytree import tree_leaves
 import pyg_fullgraph.nn as fused_nn
 import zoo
 from oracle import check, program_of, random_case
-from pyg_fullgraph import debug, errors, execution, explain
+from pyg_fullgraph import debug, edge_order, errors, execution, explain
 from pyg_fullgraph.autograd import run
-from pyg_fullgraph.distributed import DistributedModel, ShardedGraph, shard, shard_edges, timeline
+from pyg_fullgraph.distributed import DistributedModel, Group, ShardedGraph, shard, shard_edges, timeline
 from pyg_fullgraph.distributed.feature_split import FeatureSplit
 from pyg_fullgraph.distributed.model import sum_gradients
 from pyg_fullgraph.distributed.planner import Costs, prices
@@ -246,6 +248,43 @@ def check_training(rank: int, size: int, kind: str, way: str) -> None:
         assert own.keys() == state.keys() == Net(kind).state_dict().keys()
         for name, value in own.items():
             close(value, state[name], 1e-8, name)
+
+
+def check_bytes(rank: int, size: int, way: str) -> list[float]:
+    """Bytes per edge of this rank, home and away, that a part holds: at first, after training a SAGE, and a GCN;
+    and the part with self-loops by itself.
+
+    Kernels are not run: what they would read is there.
+    """
+    count, num_edges = 40, 20_000
+    edge_index = torch.randint(count, (2, num_edges), generator=torch.Generator().manual_seed(0))
+    part = shard(Graph.from_edge_index(edge_index, count), way, "random")
+    num_edges = part.shard.incoming.rows.num_edges + part.shard.outgoing.rows.num_edges
+    found = [num_bytes(part) / num_edges]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(execution, "interpreted", lambda: True)
+        patch.setattr(execution.launch, "launch", lambda *args: None)
+        patch.setattr(edge_order, "_MAX_CACHED_ROWS", 0)  # as of a large graph
+        for layer in (fused_nn.SAGEConv(4, 4), fused_nn.GCNConv(4, 4)):
+            for _ in range(3):
+                DistributedModel(layer)(torch.ones(part.num_dst, 4, requires_grad=True), part).sum().backward()
+            found.append(num_bytes(part) / num_edges)
+    return [*found, num_bytes(part.rewired(None, part.num_dst)) / num_edges]
+
+
+def num_bytes(root: Any) -> int:
+    """Of all tensors that ``root`` holds, wherever."""
+    known, storages, waiting = {id(root)}, {}, [root]
+    while waiting:
+        held = waiting.pop()
+        if type(held) is Tensor:
+            storages[held.untyped_storage().data_ptr()] = held.untyped_storage().nbytes()
+        inner = held.__closure__ or () if isinstance(held, types.FunctionType) else gc.get_referents(held)
+        for value in inner:
+            if id(value) not in known and not isinstance(value, (type, types.ModuleType, Group)):
+                known.add(id(value))
+                waiting.append(value)
+    return sum(storages.values())
 
 
 @contextlib.contextmanager

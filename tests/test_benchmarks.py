@@ -294,9 +294,12 @@ def test_epochs_of_all_providers_have_the_losses_of_pyg(size):
             assert 0 < row["p20_ms"] <= row["p50_ms"] <= row["p80_ms"] and row["repeats"] >= 5
             assert ("hidden_share" in row) == (size > 1 and row["provider"] != "mg_gcn")
             assert 0 <= row.get("hidden_share", 0) <= 1
+            assert row["peak_bytes"] >= 0 and "structure_bytes" not in row
     lines = table.epoch_lines(rows)
     assert len({len(line) for line in lines} | {len(table.EPOCH_COLUMNS)}) == 1
     assert table.markdown(rows).count("gcn-tiny-2x16") == len(rows)
+    shown = table.epoch_lines([{**rows[0], "peak_bytes": 3_000_000, "total_bytes": 9e6, "structure_bytes": 4e6}])[0]
+    assert shown[-3:-1] == ["3 (9)", "4"] and lines[0][-2] == ""
 
 
 @pytest.mark.parametrize("matmul", ["fp32", "tf32"])

@@ -82,6 +82,13 @@ def test_training_equals_the_whole():
     ranks(3).run(sharded.check_training, "gcn", "feature_split")
 
 
+@pytest.mark.parametrize("way", ["halo", "broadcast"])
+def test_bytes_per_edge(way):
+    """Two numbers of four bytes per edge and direction; as many for the graph with self-loops, and nothing for SAGE."""
+    for at_first, sage, gcn, with_loops in ranks(2).run(sharded.check_bytes, way):
+        assert 7 < at_first <= sage < 8.5 and gcn < 17 and with_loops < 8.5, (at_first, sage, gcn, with_loops)
+
+
 def test_tables_read_by_the_target():
     ranks(2).run(sharded_rows.check_tables)
 

@@ -27,6 +27,7 @@ LAYERS = (
     "pyg_fullgraph.communities",
     "pyg_fullgraph.order",
     "pyg_fullgraph.locality",
+    "pyg_fullgraph.part_order",
     "pyg_fullgraph.partition",
     "pyg_fullgraph.transforms",
     "pyg_fullgraph.saga.ir",

@@ -216,12 +216,49 @@ def check(shards, graph, src, dst):
             torch.testing.assert_close(total, to.take(expected, k))
             tiles = sum(sums(order.tile(q), rows[q], values[k]) for q in range(num_parts))
             torch.testing.assert_close(tiles, total)
-            parts = sums(order.tile(k), rows[k], values[k]) + sums(order.remote, halos[k], values[k])
+            mine, remote = order.own_and_remote()
+            parts = sums(mine, rows[k], values[k]) + sums(remote, halos[k], values[k])
             torch.testing.assert_close(parts, total)
             ids = order.rows.eid if order.rows.ids is None else order.rows.ids
             ids = order.rows.positions if ids is None else ids
             for a, b in zip(order.rows.ptr.tolist(), order.rows.ptr.tolist()[1:], strict=False):
                 assert ids[a:b].tolist() == sorted(ids[a:b].tolist())
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+@pytest.mark.parametrize("case", [zoo.hub(), zoo.bipartite()], ids=str)
+def test_edges_in_every_arrangement(case, is_given):
+    """Whatever was asked for before; `is_given` stands for edge tensors that are not in the order of ids."""
+    graph = graph_of(case)
+    src, dst = sides(graph, 3)
+    for k in range(3):
+        made = [Shard.of(graph, src, dst, k) for _ in range(3)]
+        if is_given:
+            home, away = made[0].home, made[0].away
+            home = partitions.Edges(*(t.flip(0) for t in home))
+            made = [Shard.build(home, away, src.bounds, dst.bounds, k, made[0].src_ids, made[0].dst_ids, made[0].sizes)
+                    for _ in range(3)]
+        plain, cut, moved = made
+        for order in (cut.incoming, cut.outgoing):
+            by_rank = [order.tile(q) for q in range(3)]
+            own, _ = order.own_and_remote()
+            for tile in (*by_rank, own):
+                assert torch.equal(order.rows.ids[torch.isin(order.rows.ids, tile.ids)], tile.ids)
+            order.tile(0)
+        moved.incoming.tile(1)
+        moved.outgoing.own_and_remote()
+        assert torch.equal(plain.edge_ids, plain.home.ids)
+        for shard in (cut, moved.to("cpu")):
+            for name in ("home", "away"):
+                assert all(map(torch.equal, getattr(shard, name), getattr(plain, name)))
+            assert torch.equal(shard.edge_ids, plain.edge_ids) and torch.equal(shard.departing, plain.departing)
+            for side in ("incoming", "outgoing"):
+                here, there = (getattr(s, side).rows for s in (shard, plain))
+                for name in ("ptr", "other", "eid", "ids"):
+                    got, expected = getattr(here, name), getattr(there, name)
+                    assert got is expected is None or torch.equal(got, expected)
+        ids = plain.home.ids if plain.incoming.rows.eid is None else plain.home.ids[plain.incoming.rows.eid.long()]
+        assert torch.equal(ids, plain.incoming.rows.ids.long())
 
 
 def sums(order, x, values):

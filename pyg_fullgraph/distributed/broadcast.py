@@ -12,7 +12,7 @@ from pyg_fullgraph import execution
 from pyg_fullgraph.chunks import Leaf
 from pyg_fullgraph.distributed.group import Group, Transfer
 from pyg_fullgraph.distributed.way import Buffers, Way, fetched_inputs
-from pyg_fullgraph.partition import ShardOrder
+from pyg_fullgraph.part_order import ShardOrder
 from pyg_fullgraph.saga.ir import Node
 from pyg_fullgraph.saga.plans import Sweep
 

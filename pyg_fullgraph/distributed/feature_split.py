@@ -20,7 +20,8 @@ from pyg_fullgraph.distributed.halo import Halo
 from pyg_fullgraph.distributed.way import fetched_inputs
 from pyg_fullgraph.edge_order import EdgeOrder
 from pyg_fullgraph.errors import NotFusable
-from pyg_fullgraph.partition import Shard, order_by_row
+from pyg_fullgraph.part_order import order_by_row
+from pyg_fullgraph.partition import Shard
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.axes import Axis, AxisList, AxisMap
 from pyg_fullgraph.saga.ir import Domain, Node

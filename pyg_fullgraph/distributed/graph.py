@@ -20,7 +20,8 @@ from pyg_fullgraph.errors import InputError, ShardedGraphError
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn.ends import Ends
 from pyg_fullgraph.nn.preparation import masked_edge_index
-from pyg_fullgraph.partition import Edges, Partition, Shard, ShardOrder, fingerprint, partition
+from pyg_fullgraph.part_order import ShardOrder
+from pyg_fullgraph.partition import Edges, Partition, Shard, fingerprint, partition
 from pyg_fullgraph.saga.ir import Domain, Node
 from pyg_fullgraph.saga.plans import Sweep
 from triton_kernels import segment
@@ -45,7 +46,7 @@ class ShardedOrder:
         self.shard, self.group, self.way, self.is_home = shard, group, way, is_incoming
         self.side: ShardOrder = shard.incoming if is_incoming else shard.outgoing
         self.num_rows, self.num_others = self.side.rows.num_rows, self.side.num_own
-        self.num_edges = shard.edge_ids.numel()
+        self.num_edges = shard.num_edges
         self.ptr = self.side.rows.ptr
 
     @property
@@ -180,10 +181,10 @@ class ShardedGraph(Graph):
         return out
 
     def _ids(self, per: str) -> tuple[Tensor, int]:
-        known = dict(zip(("src", "dst", "edge"), (self.src_ids, self.dst_ids, self.edge_ids), strict=True))
-        if per not in known:
+        kinds = ("src", "dst", "edge")
+        if per not in kinds:
             raise InputError("per", "to be 'src', 'dst' or 'edge'", repr(per))
-        return known[per], self.whole_sizes[tuple(known).index(per)]
+        return getattr(self, f"{per}_ids"), self.whole_sizes[kinds.index(per)]
 
     def ids_of_rows(self, count: int) -> Tensor | None:
         """As :meth:`Graph.ids_of_rows`, called by all ranks for the same rows.
@@ -191,17 +192,17 @@ class ShardedGraph(Graph):
         Where some rank has as many edges as vertices, or sources as destinations, the ranks ask each other; where all
         have, rows are those of vertices.
         """
-        kinds = [self.dst_ids, self.edge_ids] if self.shard.is_square else [self.dst_ids, self.src_ids, self.edge_ids]
-        fits = [ids.numel() == count for ids in kinds]
-        if self._is_ambiguous(kinds):
+        kinds = ["dst", "edge"] if self.shard.is_square else ["dst", "src", "edge"]
+        counts = {"dst": self.num_dst, "src": self.num_src, "edge": self.num_edges}
+        fits = [counts[kind] == count for kind in kinds]
+        if self._is_ambiguous([counts[kind] for kind in kinds]):
             fits = self.group.reduce(torch.tensor(fits, dtype=torch.int64, device=self.device), "min").tolist()
-        return next((ids for ids, is_kind in zip(kinds, fits, strict=True) if is_kind), None)
+        return next((self._ids(kind)[0] for kind, is_kind in zip(kinds, fits, strict=True) if is_kind), None)
 
-    def _is_ambiguous(self, kinds: list[Tensor]) -> bool:
+    def _is_ambiguous(self, counts: list[int]) -> bool:
         """Whether some rank, but not every one, has as many rows of one kind as of another; alike on all ranks."""
         if "is_ambiguous" not in self.memo:
-            counts = torch.tensor([[ids.numel() for ids in kinds]], device=self.device)
-            by_kind = torch.cat(self.group.gather(counts)).t().tolist()
+            by_kind = torch.cat(self.group.gather(torch.tensor([counts], device=self.device))).t().tolist()
             self.memo["is_ambiguous"] = any(
                 a != b and any(x == y > 0 for x, y in zip(a, b, strict=True))
                 for a, b in itertools.combinations(by_kind, 2))
@@ -221,24 +222,26 @@ class ShardedGraph(Graph):
         Ids of the kept edges and of the loops are those that they have in the whole graph made that way.
         """
         shard, group = self.shard, self.group
-        home, away = shard.home, shard.away
         last = self.nodes_with_edges()
-        loops = self._loops(num_loops, last) if num_loops else home.ids[:0]
-        keeps = torch.ones(home.ids.numel(), dtype=torch.bool, device=self.device)
+        loops = self._loops(num_loops, last) if num_loops else shard.dst_ids[:0]
+        lost = shard.dst_ids[:0]
         if kept is not None:
-            keeps = torch.zeros_like(keeps).index_fill_(0, kept, True)
-        gone = torch.cat(group.gather(home.ids[~keeps])).sort().values
-        order: Any = self.outgoing if self.is_reversed else self.incoming
-        stays = order.to_away(keeps.to(torch.uint8)).bool()
+            is_lost = torch.ones(shard.num_edges, dtype=torch.bool, device=self.device).index_fill_(0, kept, False)
+            lost = shard.incoming.store.edge_ids()[is_lost].long()
+        gone = torch.cat(group.gather(lost)).sort().values
         num_kept = shard.sizes[2] - gone.numel()
         counts = group.reduce(torch.tensor(loops.numel(), device=self.device))
         ids = num_kept + shard.dst_ids[loops]
         places = loops + shard.outgoing.bounds[shard.rank]
-        parts = [Edges(*(torch.cat([old[mask], new]) for old, new in zip(
-                     (e.src, e.dst, e.ids - torch.searchsorted(gone, e.ids)), (places, places, ids), strict=True)))
-                 for e, mask in ((home, keeps), (away, stays))]
-        made = Shard.build(parts[0], parts[1], shard.incoming.bounds, shard.outgoing.bounds, shard.rank, shard.src_ids,
-                           shard.dst_ids, (*shard.sizes[:2], num_kept + int(counts)))
+
+        def changed(edges: Edges) -> Edges:
+            before = torch.searchsorted(gone, edges.ids)
+            stays = torch.searchsorted(gone, edges.ids, right=True) == before
+            return Edges(*(torch.cat([old[stays], new]) for old, new in zip(
+                (edges.src, edges.dst, edges.ids - before), (places, places, ids), strict=True)))
+
+        made = Shard.build(changed(shard.home), changed(shard.away), shard.incoming.bounds, shard.outgoing.bounds,
+                           shard.rank, shard.src_ids, shard.dst_ids, (*shard.sizes[:2], num_kept + int(counts)))
         return self._with(made, self.is_reversed)
 
     def _loops(self, num_loops: int, last: int) -> Tensor:
@@ -309,9 +312,8 @@ class ShardedGraph(Graph):
         Only for what compares or counts: an id of a remote vertex is no row of a tensor here.
         """
         order: Any = self.outgoing if self.is_reversed else self.incoming
-        rows = order.side.rows
-        ends = torch.stack([rows.other.long(), rows.row.long()])
-        out = ends if rows.eid is None else torch.empty_like(ends).index_copy_(1, rows.eid.long(), ends)
+        row, other = order.side.ends()
+        out = torch.stack([other, row]).long()
         return out.flip(0) if self.is_reversed else out
 
     def _share(self) -> ShardedGraph:
@@ -453,7 +455,7 @@ def _check_equal(ranks: Group, sides: tuple[Partition, ...]) -> None:
 
 def _on_ranks(made: Shard, ranks: Group, way: str | Way, is_known: bool) -> ShardedGraph:
     """The graph of a shard, by the cheapest way if that is left open; ``is_known``: the whole graph was there."""
-    reasons = cheapest(made, ranks, made.edge_ids.device, is_known) if way == "auto" and ranks.size > 1 else []
+    reasons = cheapest(made, ranks, made.src_ids.device, is_known) if way == "auto" and ranks.size > 1 else []
     if isinstance(way, str):
         way = WAYS[reasons[0].way if reasons else "halo" if way == "auto" else way]()
     return ShardedGraph(made, ranks, way, reasons=tuple(reasons))

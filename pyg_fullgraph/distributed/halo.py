@@ -12,7 +12,7 @@ from pyg_fullgraph import execution
 from pyg_fullgraph.chunks import Leaf
 from pyg_fullgraph.distributed.group import Group
 from pyg_fullgraph.distributed.way import Buffers, Way, fetched_inputs
-from pyg_fullgraph.partition import ShardOrder
+from pyg_fullgraph.part_order import ShardOrder
 from pyg_fullgraph.saga.ir import Node
 from pyg_fullgraph.saga.plans import Sweep
 
@@ -26,8 +26,8 @@ class Halo(Way):
     what is reduced. Kernels that take blocks of edges of several rows wait for all rows, and take all edges at once.
 
     Cost: per sweep and input one row for each remote vertex with an edge to this rank, sent and received; buffers for
-        them and for the rows that are sent, which all layers share; from the first sweep on the structure of own and of
-        remote edges, beside that of both.
+        them and for the rows that are sent, which all layers share. Edges are held as own and remote ones from the
+        first sweep on, and once more in one order where some sweep takes all at once.
     """
 
     name = "halo"
@@ -65,4 +65,4 @@ class Halo(Way):
 
         if is_whole:
             return execution.run_sweep(sweep, side.rows, next(leaves()), like, exact)
-        return execution.run_tiles(sweep, side.rows, [side.tile(side.rank), side.remote], leaves(), like, exact)
+        return execution.run_tiles(sweep, side.rows, side.own_and_remote(), leaves(), like, exact)

@@ -119,9 +119,9 @@ def prices(shard: Shard, group: Group, costs: Costs, row_bytes: int, is_known: b
     """
     sides = (shard.incoming, shard.outgoing)
     received = [side.halo.numel() for side in sides]
-    own = [(max(r, side.sent.numel()), side.sent.numel(), side.rows.num_edges,
-            int((side.rows.other >= side.num_own).sum())) for r, side in zip(received, sides, strict=True)]
-    worst = group.reduce(torch.tensor([*own[0], *own[1], sum(received)], device=shard.edge_ids.device), "max").tolist()
+    own = [(max(r, side.sent.numel()), side.sent.numel(), side.rows.num_edges, side.num_remote)
+           for r, side in zip(received, sides, strict=True)]
+    worst = group.reduce(torch.tensor([*own[0], *own[1], sum(received)], device=shard.src_ids.device), "max").tolist()
     halo, broadcast, blocks = 0.0, 0.0, 0
     for side, (rows, sent, edges, remote) in zip(sides, (worst[:4], worst[4:8]), strict=True):
         compute = edges * row_bytes / costs.gather

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from pyg_fullgraph.chunks import Leaf
 from pyg_fullgraph.distributed.group import Group
-from pyg_fullgraph.partition import Shard, ShardOrder
+from pyg_fullgraph.part_order import ShardOrder
+from pyg_fullgraph.partition import Shard
 from pyg_fullgraph.saga.ir import Domain, Node
 from pyg_fullgraph.saga.plans import Sweep
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pyg_fullgraph.errors import RowCountError, ShardedGraphError
 from pyg_fullgraph.graph import Graph
+from pyg_fullgraph.memo import keep, taken
 from pyg_fullgraph.nn.lazy import EdgeExpr, LazyTensor, as_plain, run
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
@@ -47,14 +48,14 @@ class Ends(LazyTensor):
         if func in _SELECTS and isinstance(index, Ends) and (len(args) == 2 or args[1] == 0) and not kwargs:
             return index.rows_of(as_plain(args[0]))
         if func in _EQUALS and all(isinstance(a, Ends) for a in args):
-            ends = args[0].graph.to_edge_index()
+            ends = _edge_index(args[0].graph)
             return ends[args[0].side] == ends[args[1].side]
         return super().__torch_function__(func, types, args, kwargs)
 
     def materialize(self) -> Tensor:
         if self.side != self.graph.own_side:
             raise ShardedGraphError(f"reading row {self.side} of the edge_index, which has vertices of other processes")
-        return self.graph.to_edge_index()[self.side]
+        return _edge_index(self.graph)[self.side].long()
 
     def rows_of(self, value: Tensor) -> Tensor:
         """The row of ``value`` ``[V, ...]`` of this endpoint, for each edge.
@@ -79,6 +80,15 @@ class Ends(LazyTensor):
         """Edges of each vertex of this side."""
         order = self.graph.incoming if self.side == 1 else self.graph.outgoing
         return order.degree.to(dtype, copy=True)
+
+
+def _edge_index(graph: Graph) -> Tensor:
+    """As ``graph`` gives it, kept in the dtype of indices: who reads it does so in every step."""
+    key = "ends"
+    if key in graph.memo:
+        return taken(graph.memo[key])
+    with torch.inference_mode(False):  # it outlives this call
+        return keep(graph.memo, key, graph.to_edge_index().to(graph.incoming.ptr.dtype))
 
 
 class EdgeValues(LazyTensor):

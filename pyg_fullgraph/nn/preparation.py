@@ -112,7 +112,7 @@ class _Loops:
 
     Attributes:
         num_kept: number of the other edges.
-        kept: their positions, None if there is no self-loop.
+        has_loops: whether there are self-loops, in any part of a graph.
         loops, nodes: positions and nodes of the self-loops.
         last: which of the self-loops is the last one of its node; None if all are.
     """
@@ -130,15 +130,30 @@ class _Loops:
         has_loops = self.loops.numel() > 0
         if is_part(given):
             has_loops = given.holds_anywhere(has_loops)
-        self.kept: Tensor | None = (~mask).nonzero().view(-1) if has_loops else None
+        self.has_loops = has_loops
         order = torch.arange(self.loops.numel(), device=self.nodes.device)
         latest = order.new_full((int(self.nodes.max()) + 1 if order.numel() else 0,), -1)
         last = latest.scatter_reduce(0, self.nodes, order, "amax")[self.nodes] == order
         self.last: Tensor | None = None if bool(last.all()) else last
+        self._cache: dict[str, Tensor | None] = {}
 
-    def drop(self, values: Tensor, dim: int = 0) -> Tensor:
-        """``values`` of the edges that are no self-loops, along ``dim``."""
-        return values if self.kept is None else values.index_select(dim, self.kept)
+    def kept(self) -> Tensor | None:
+        """Positions of the edges that are no self-loops, made anew: one per edge; None if there is no self-loop."""
+        if not self.has_loops:
+            return None
+        count = self.num_kept + self.loops.numel()
+        mask = torch.ones(count, dtype=torch.bool, device=self.loops.device).index_fill_(0, self.loops, False)
+        return mask.nonzero().view(-1)
+
+    def drop(self, values: Tensor) -> Tensor:
+        """``values`` [E, ...] of the edges that are no self-loops, whose positions are kept from then on."""
+        kept = self._cache["kept"] if "kept" in self._cache else keep(self._cache, "kept", self.kept())
+        return values if kept is None else values.index_select(0, kept)
+
+    def others(self, edge_index: Tensor) -> Tensor:
+        """The plain ``edge_index`` without the self-loops."""
+        kept = self.kept()
+        return edge_index if kept is None else edge_index.index_select(1, kept)
 
 
 class WithoutLoops(LazyTensor):
@@ -160,7 +175,7 @@ class WithoutLoops(LazyTensor):
         if self._value is None:
             origin = self.origin
             self._value = _without_loops(origin, (None, None)) if is_part(origin) else \
-                self.found.drop(_to_plain(origin), 1)
+                self.found.others(_to_plain(origin))
         return self._value
 
 
@@ -206,7 +221,7 @@ def remove_self_loops(edge_index: Tensor, edge_attr: Tensor | None = None) -> tu
         check_edge_rows("edge_attr", edge_attr, edge_index)
     memo = _memo(edge_index)
     found = _once(memo, "loops", lambda: _Loops(edge_index))
-    if found.kept is None:
+    if not found.has_loops:
         return edge_index, edge_attr
     if edge_attr is not None:
         values = edge_attr
@@ -253,7 +268,7 @@ def add_remaining_self_loops(edge_index: Tensor, edge_attr: Tensor | None = None
     def fill() -> Tensor:
         plain = _to_plain(edge_index) if isinstance(fill_value, str) else edge_index
         loop_attr = compute_loop_attr(plain, edge_attr, num_nodes, False, fill_value)
-        if found.kept is None:
+        if not found.has_loops:
             return torch.cat([edge_attr, loop_attr])
         # Out of place, because the gradient of a maximum needs what was there.
         values, nodes = edge_attr.index_select(0, found.loops), found.nodes
@@ -279,10 +294,10 @@ def _with_loops(origin: Tensor, num_loops: int, removed: bool) -> Tensor:
     def build() -> Tensor:
         found = _once(memo, "loops", lambda: _Loops(origin)) if removed else None
         if isinstance(origin, Graph):
-            return origin.rewired(None if found is None else found.kept, num_loops)
+            return origin.rewired(None if found is None else found.kept(), num_loops)
         plain = _to_plain(origin)
         if found is not None:
-            plain = found.drop(plain, 1)
+            plain = found.others(plain)
         loop = torch.arange(num_loops, device=plain.device, dtype=plain.dtype).expand(2, -1)
         full = torch.cat([plain, loop], dim=1)
         if plain.numel() > 0:
@@ -338,8 +353,8 @@ def _without_loops(origin: Tensor, size: tuple[int | None, int | None]) -> Graph
 
     def build() -> Tensor:
         found = _once(memo, "loops", lambda: _Loops(origin))
-        return origin.rewired(found.kept, 0) if isinstance(origin, Graph) else \
-            Graph.from_edge_index(found.drop(_to_plain(origin), 1), size)
+        return origin.rewired(found.kept(), 0) if isinstance(origin, Graph) else \
+            Graph.from_edge_index(found.others(_to_plain(origin)), size)
 
     return graph_of(_once(memo, ("without_loops", None if isinstance(origin, Graph) else size), build), size)
 
