@@ -296,6 +296,18 @@ def test_every_kernel_compiles_for_sm_90(tmp_path):
     assert all(r["spill_bytes"] <= limits[k] for k, r in spilling.items()), spilling
 
 
+def test_kernels_of_float64_compute_in_float64(tmp_path):
+    """Triton takes some numbers for float32: two in a `tl.where`, say. The interpreter, which is NumPy, does not."""
+    names = ["pointwise", "gat-dropout", "several", "products", "series", "integers", "edge-mlp"]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PFG_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-m", "tests.aot", "--narrow", *names],
+                          cwd=Path(__file__).parents[1], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    report = json.loads(done.stdout)
+    assert {k.partition("/")[0] for k in report} == set(names)
+    assert {k: lines for k, lines in report.items() if lines} == {}
+
+
 def long_chains():
     """Loops unrolled in a message: of one operation, with each value used twice, and beside a narrow factor."""
     x, y, a = ir.input("x", SRC, (4,)), ir.input("y", DST, (4,)), ir.input("a", EDGE, (1,))
