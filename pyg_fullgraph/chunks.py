@@ -372,8 +372,7 @@ class _Chunk:
 
     def dropout(self, step: Step) -> Tensor:
         seed = self.sweep.leaf(step.node.args[0])
-        mask = reference.dropout_mask(seed, self.ids, step.node.shape, step.node.attr("p"))
-        return mask.to(self.sweep.dtype)
+        return reference.dropout_mask(seed, self.ids, step.node.shape, step.node.attr("p"), self.sweep.dtype)
 
     def weight(self, step: Step, logit: Tensor) -> Tensor:
         """Softmax weights up to a factor per row, such that none overflows."""

@@ -1,8 +1,9 @@
 """Compiling generated kernels for sm_90 without a GPU; run as a script, with TRITON_INTERPRET unset.
 
 ``python -m tests.aot [CASE[:DTYPE[:INDEX]] ...]`` compiles the kernels of ``tests.programs`` (all of them, fp32 and
-i32 if not told otherwise) and prints one JSON object: kernel -> registers, spilled bytes and shared memory. A process
-of its own, because Triton decides at import whether it interprets.
+i32 if not told otherwise) and prints one JSON object: kernel -> registers, spilled bytes and shared memory. With
+``--narrow`` nothing is compiled: kernel -> lines of Triton's IR about float32, of which a kernel of float64 has none. A
+process of its own, because Triton decides at import whether it interprets.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import triton
 import triton.language as tl
+from triton._C.libtriton import ir as triton_ir
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
 
 from pyg_fullgraph.autograd import EdgePhase
 from pyg_fullgraph.execution import MIN_BLOCK_WORK, kernel_of, row_kernels
@@ -30,6 +32,8 @@ from pyg_fullgraph.saga.plans import KERNELS, Plan, Sweep, is_staged
 from pyg_fullgraph.saga.rows import RowsSource, generate
 from tests.programs import CASES, MORE_CASES, ROW_CASES, WIDE_CASES
 from triton_kernels import launch
+
+TARGET = GPUTarget("cuda", 90, 32)
 
 
 def plans_of(program: EdgeProgram) -> list[Plan]:
@@ -54,9 +58,9 @@ def rows_of(plans: list[Plan], is_narrow: bool) -> list[RowsSource]:
 IN_TILES = ("gat", "many-outputs", "sage-max", "gat-edge")
 
 
-def compile_kernel(kernel: KernelSource, name: str, dtype: str = "fp32", index: str = "i32",
-                   adds: bool = False) -> dict[str, int]:
-    """Registers, spilled bytes and shared memory of one kernel on sm_90."""
+def compile_kernel(kernel: KernelSource, name: str, dtype: str = "fp32", index: str = "i32", adds: bool = False,
+                   report: Callable[[ASTSource, int], Any] | None = None) -> Any:
+    """Registers, spilled bytes and shared memory of one kernel on sm_90, or what ``report`` says of it."""
     function = getattr(launch.load(kernel.source), name)
     signature: dict[str, str] = {}
     buffers = {b.name: b for b in (*kernel.inputs, *kernel.outputs)}
@@ -78,10 +82,11 @@ def compile_kernel(kernel: KernelSource, name: str, dtype: str = "fp32", index: 
         "BLOCK_E": kernel.block_e, "HAS_EID": True, "HAS_IDS": True, "HAS_PLACES": True, "ADDS": adds,
         "FLOAT": tl.float64 if dtype == "fp64" else tl.float32,
         "ID": tl.int32 if index == "i32" else tl.int64, "UNSET": 2**31 - 1 if index == "i32" else 2**63 - 1}
-    return _compile(function, signature, constants, kernel.num_warps(kernel.block_e))
+    return (report or _compile)(_source(function, signature, constants), kernel.num_warps(kernel.block_e))
 
 
-def compile_rows(kernel: RowsSource, dtype: str = "fp32", index: str = "i32") -> dict[str, int]:
+def compile_rows(kernel: RowsSource, dtype: str = "fp32", index: str = "i32",
+                 report: Callable[[ASTSource, int], Any] | None = None) -> Any:
     """The same of a kernel of vertex steps, whose inputs are all stored in ``dtype``."""
     function = getattr(launch.load(kernel.source), kernel.name)
     stat = "fp64" if dtype == "fp64" else "fp32"
@@ -90,18 +95,22 @@ def compile_rows(kernel: RowsSource, dtype: str = "fp32", index: str = "i32") ->
                  **{f"{b.name}_ptr": f"*{stat}" for b in kernel.outputs}}
     floats = tl.float64 if dtype == "fp64" else tl.float32
     even = [f"{b.name}_stride" for b in kernel.inputs if b.node.numel % 16 == 0]  # Triton sees it at a launch
-    return _compile(function, signature, {"BLOCK_E": kernel.block_r, "FLOAT": floats}, kernel.num_warps, even)
+    source = _source(function, signature, {"BLOCK_E": kernel.block_r, "FLOAT": floats}, even)
+    return (report or _compile)(source, kernel.num_warps)
 
 
-def _compile(function: Any, signature: dict[str, str], constants: dict[str, Any], num_warps: int,
-             even: Sequence[str] = ()) -> dict[str, int]:
+def _source(function: Any, signature: dict[str, str], constants: dict[str, Any],
+            even: Sequence[str] = ()) -> ASTSource:
     constants = {k: v for k, v in constants.items() if k in function.arg_names}
     names = function.arg_names
-    source = ASTSource(fn=function, signature={a: "constexpr" if a in constants else signature[a] for a in names},
-                       constexprs={(names.index(k),): v for k, v in constants.items()},
-                       attrs={(names.index(a),): [["tt.divisibility", 16]] for a in names
-                              if a.endswith("_ptr") or a in even})
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+    return ASTSource(fn=function, signature={a: "constexpr" if a in constants else signature[a] for a in names},
+                     constexprs={(names.index(k),): v for k, v in constants.items()},
+                     attrs={(names.index(a),): [["tt.divisibility", 16]] for a in names
+                            if a.endswith("_ptr") or a in even})
+
+
+def _compile(source: ASTSource, num_warps: int) -> dict[str, int]:
+    made = triton.compile(source, target=TARGET, options={"num_warps": num_warps})
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx:
         ptx.write(made.asm["ptx"])
         ptx.flush()
@@ -117,7 +126,37 @@ def _compile(function: Any, signature: dict[str, str], constants: dict[str, Any]
             "shared_bytes": made.metadata.shared}
 
 
+def _narrow_lines(source: ASTSource, num_warps: int) -> list[str]:
+    """Lines about float32, before any pass of Triton's folds a constant and hides that it was rounded."""
+    backend = make_backend(TARGET)
+    options, context = backend.parse_options({"num_warps": num_warps}), triton_ir.context()
+    triton_ir.load_dialects(context)
+    backend.load_dialects(context)
+    made = source.make_ir(TARGET, options, backend.get_codegen_implementation(options), backend.get_module_map(),
+                          context)
+    return re.findall(r"^.*\b(?:\d+x)*f32\b.*$", str(made), re.MULTILINE)
+
+
+def narrow(names: list[str]) -> dict[str, list[str]]:
+    """Lines about float32 of the kernels of cases in float64."""
+    found: dict[str, list[str]] = {}
+    report: Any = _narrow_lines
+    for name in names or CASES | MORE_CASES:
+        plans = plans_of((CASES | MORE_CASES)[name]())
+        for kernel in rows_of(plans, False):
+            found[f"{name}/{kernel.name}"] = compile_rows(kernel, "fp64", "i64", report)
+        for sweep in sweeps_of(plans):
+            kernel = kernel_of(sweep, 2)
+            if isinstance(kernel, KernelSource):
+                for part in (kernel.name, *([kernel.merge_name] if kernel.has_merge else [])):
+                    found[f"{name}/{part}"] = compile_kernel(kernel, part, "fp64", "i64", report=report)
+    return found
+
+
 def main(names: list[str]) -> None:
+    if names[:1] == ["--narrow"]:
+        print(json.dumps(narrow(names[1:]), indent=1))
+        return
     results: dict[str, Any] = {}
     cases = CASES | MORE_CASES | WIDE_CASES
     for name in names or cases:

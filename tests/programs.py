@@ -157,6 +157,26 @@ def series() -> EdgeProgram:
     return EdgeProgram(tuple(Output("sum", t, t.op + str(k)) for k, t in enumerate(terms)))
 
 
+def pointwise_table() -> EdgeProgram:
+    """Every pointwise operation that kernels have, of values and of numbers that float32 has not."""
+    x, y, kind = ir.input("x", SRC, (WIDTH,)), ir.input("y", DST, (WIDTH,)), ir.input("kind", EDGE, (1,), True)
+    base = ir.pointwise("add", ir.pointwise("mul", ir.pointwise("abs", ir.pointwise("mul", x, y)), 0.1), 0.7)
+    value = ir.pointwise("where", ir.pointwise("gt", kind, 0.0), base, ir.pointwise("mul", base, 0.3))
+    # Steps are taken on what is not rounded.
+    taken = {"float": kind, "floor": x, **dict.fromkeys(ir.TRUTHS, x),
+             **dict.fromkeys(("and", "or", "not"), ir.pointwise("gt", x, 0.2))}
+    second = {"atan2": 1.1, "pow": 1.7, "maximum": 0.6, "mul": 2.1, "and": ir.pointwise("lt", y, 0.4),
+              "or": ir.pointwise("lt", y, 0.4)}
+    total = value
+    for op in ir.OPS.values():
+        if op.kind == "pointwise" and op.triton and op.name != "where":
+            numbers = [second.get(op.name, 0.6)] if "{1}" in op.triton else []
+            result = ir.pointwise(op.name, taken.get(op.name, value), *numbers)
+            result = ir.pointwise("where", result, 0.3, 2.1) if op.name in ir.TRUTHS else result
+            total = ir.pointwise("add", total, ir.pointwise("mul", result, 0.7))
+    return EdgeProgram((Output("sum", total),))
+
+
 def integer_data() -> EdgeProgram:
     """Types of edges and vertices, compared, counted with, and looked up."""
     x, kind, label = ir.input("x", SRC, (WIDTH,)), ir.input("kind", EDGE, (), True), ir.input("label", SRC, (2,), True)
@@ -205,6 +225,7 @@ MORE_CASES: dict[str, Callable[[], EdgeProgram]] = {
     "products": products,
     "joined": joined,
     "series": series,
+    "pointwise": pointwise_table,
     "integers": integer_data,
     "edge-mlp-wide": edge_conv("mean", lambda: nn.Linear(8, 40), nn.Tanh, lambda: nn.Linear(40, 24)),
     "edge-mlp-deep": edge_conv("sum", lambda: nn.Linear(8, 20), nn.Tanh, lambda: nn.Linear(20, 20), nn.Tanh,

@@ -55,10 +55,12 @@ def test_layers_equal_the_whole_by_kernels():
 
 
 @pytest.mark.multi_gpu
-def test_layers_equal_the_whole_by_nccl():
+@pytest.mark.parametrize("layer, graph, ways", [
+    ("gcn_weight", "isolated", EACH), ("sage_std", "isolated", EACH), ("gat_edge", "isolated", EACH),
+    ("sage_max", "hub", BOTH)])  # with a part without vertices
+def test_layers_equal_the_whole_by_nccl(layer, graph, ways):
     """From graphs on a CPU, which go to the GPU of each process."""
-    ranks(2, "nccl").run(sharded.check_layers, ["gcn_weight", "sage_std", "gat_edge"], "isolated", *EACH)
-    ranks(2, "nccl").run(sharded.check_layers, ["sage_max"], "hub", *BOTH)  # a part without vertices
+    ranks(2, "nccl").run(sharded.check_layers, [layer], graph, *ways)
 
 
 @pytest.mark.multi_gpu

@@ -334,7 +334,8 @@ def test_truth_values_as_inputs(device):
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
-def test_dropout_masks_are_the_references(device):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+def test_dropout_masks_are_the_references(device, dtype):
     """Bit by bit, whatever the order of the edges: the mask depends on seed, edge id and feature."""
     case = random_case(19, 17, 90)
     x, w = ir.input("x", SRC, (3,)), ir.input("w", EDGE, (3,))
@@ -343,11 +344,13 @@ def test_dropout_masks_are_the_references(device):
     outputs = Output("edge", ir.pointwise("mul", w, mask), "mask"), Output("sum", ir.pointwise("mul", x, mask))
     program = EdgeProgram(outputs)
     for number in (0, 7, 2**40 + 3, 2**63 - 2):
-        tensors = {"x": torch.ones(19, 3, device=device), "w": torch.ones(90, 3, device=device),
+        tensors = {"x": torch.ones(19, 3, device=device, dtype=dtype),
+                   "w": torch.ones(90, 3, device=device, dtype=dtype),
                    "seed": torch.tensor([number], device=device)}
         got, _ = run(program, Graph.from_edge_index(case.edge_index.to(device), case.size), tensors)
-        want = reference.dropout_mask(torch.tensor([number]), torch.arange(90), (3,), 0.3)
+        want = reference.dropout_mask(torch.tensor([number]), torch.arange(90), (3,), 0.3, dtype)
         assert torch.equal(got.cpu(), want)
+        assert want.max() == torch.tensor(1 / 0.7, dtype=dtype)
         assert 0.1 < (want == 0).float().mean() < 0.5
 
 

@@ -24,14 +24,19 @@ from pyg_fullgraph import debug
 SCALE = 50 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 1
 GRAPHS = [case for case in zoo.ALL if case.name not in ("hub", "prime")]
 LIMIT = 1e-9
+#: The same where torch multiplies by a sixth that is rounded to float32, in float64 as well: its hardswish on a GPU.
+LIMIT_OF_A_SIXTH = 1e-7
+
+
+def moved(inputs, device):
+    return tree_map_only(torch.Tensor, lambda t: t.detach().to(device).requires_grad_(t.requires_grad), inputs)
 
 
 def compare_layer(case, data, note=note, device="cpu"):
     """One random layer on PyG's base and on ours, in float64: results and every gradient."""
     text = Writer(data, case.is_square).write()
     note(f"{text}\non {case}")
-    inputs = make_inputs(text, case, data.draw(st.integers(0, 3)))
-    inputs = tree_map_only(torch.Tensor, lambda t: t.detach().to(device).requires_grad_(t.requires_grad), inputs)
+    inputs = moved(make_inputs(text, case, data.draw(st.integers(0, 3))), device)
     want = answer(compile_layer(text, pyg_nn.MessagePassing).to(device), inputs)
     assume(all(torch.isfinite(t).all() for t in want.values()))
     with warnings.catch_warnings():
@@ -39,7 +44,8 @@ def compare_layer(case, data, note=note, device="cpu"):
         got = answer(compile_layer(text, fused_nn.MessagePassing).to(device), inputs)
     assert list(got) == list(want)
     assert [t.dtype for t in got.values()] == [t.dtype for t in want.values()]
-    wrong = {n: e for n, t in want.items() if not (e := error(got[n], t)) <= LIMIT}
+    limit = LIMIT_OF_A_SIXTH if device == "cuda" and "hardswish" in str(text) else LIMIT
+    wrong = {n: e for n, t in want.items() if not (e := error(got[n], t)) <= limit}
     assert not wrong, wrong
 
 
@@ -66,11 +72,19 @@ FOUND = {
                                parameters={"p0": (3, 3, 2)}),
     # Without eps it takes that of the dtype.
     "eps-of-the-dtype": Text(1, 3, "'sum'", ["v0 = F.rms_norm(x_j, (3,))"], result="v0"),
+    # torch 2.11 tells a wrong shape of the norm of one feature.
+    "norm-of-one-feature": Text(2, 1, "'min'", ["v0 = torch.linalg.vector_norm(z_i * self.p0[k_j], dim=-1)"],
+                                result="v0", keeps="v0", parameters={"p0": (3, 2, 1)}),
+    # On a GPU torch's own is not float64; ours is.
+    "hardswish": Text(1, 3, "'add'", ["v0 = torch.where((k_i > 0).view(-1, 1), x_j, x_j * 0.3)",
+                                      "v1 = F.hardswish(v0.sub(v0, alpha=0.5) * 2.1)"], result="v1"),
 }
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_found(name):
+def test_found(name, device):
+    """Everywhere what PyG computes on a CPU."""
     inputs = make_inputs(FOUND[name], zoo.duplicates(), 0)
-    want, got = (answer(compile_layer(FOUND[name], n.MessagePassing), inputs) for n in (pyg_nn, fused_nn))
-    assert {n: e for n, t in want.items() if not (e := error(got[n], t)) <= LIMIT} == {}
+    want = answer(compile_layer(FOUND[name], pyg_nn.MessagePassing), inputs)
+    got = answer(compile_layer(FOUND[name], fused_nn.MessagePassing).to(device), moved(inputs, device))
+    assert {n: e for n, t in want.items() if not (e := error(got[n].cpu(), t)) <= LIMIT} == {}

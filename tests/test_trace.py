@@ -43,7 +43,8 @@ def test_traced_programs_are_pygs_propagate(name, monkeypatch):
              for k, s in {**(layer.update or {}), **layer.args}.items() if isinstance(s, ArgSpec) and k != "alpha"}
 
     def masked(x, p=0.5, training=True, inplace=False):
-        return x * reference.dropout_mask(seed, torch.arange(len(x)), tuple(x.shape[1:]), p) if training and p else x
+        ids = torch.arange(len(x))
+        return x * reference.dropout_mask(seed, ids, tuple(x.shape[1:]), p, x.dtype) if training and p else x
 
     monkeypatch.setattr(F, "dropout", masked)
     conv.aggr_module = aggregation_resolver(layer.kind)

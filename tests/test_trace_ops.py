@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.adjoint import adjoint
+from pyg_fullgraph.saga.aten import LIKE_THEIR_OPERAND
 from pyg_fullgraph.saga.interpret import run_reference
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output
 from pyg_fullgraph.saga.trace import ArgSpec, trace_method
@@ -221,6 +222,27 @@ def test_gradients_at_bounds_are_those_of_torch(function):
     ids = torch.arange(E)
     (got,) = run_reference(EdgeProgram((Output("edge", node),)), ids, ids, E, {"message.x_j": x})
     assert torch.equal(*[torch.autograd.grad(o.sum(), x)[0] for o in (got, function(x))])
+
+
+def test_a_norm_over_one_feature_counted_from_the_back(monkeypatch):
+    """As torch 2.11 has it: fake tensors get a wrong shape."""
+    known, norm = torch._decomp.decomposition_table, torch.ops.aten.linalg_vector_norm.default
+    right = known[norm]
+
+    def wrong(x, order=2, dims=None, *args, **kwargs):
+        return x.abs() if dims and min(dims) < 0 else right(x, order, dims, *args, **kwargs)
+
+    monkeypatch.setitem(known, norm, wrong)
+    assert trace(lambda self, x: torch.linalg.vector_norm(x[:, :1], dim=-1)).shape == ()
+
+
+@pytest.mark.parametrize("operation", sorted(LIKE_THEIR_OPERAND, key=str), ids=str)
+def test_what_is_said_to_be_like_its_operand_is(operation):
+    x = torch.rand(3, 4, 5) + 0.1
+    for operand in (x, x.half(), x.transpose(1, 2), x[:, ::2], x[:, :1].expand(3, 4, 5)):
+        got = operation(operand, *([0.5] if "clamp" in str(operation) else []))
+        want = torch.empty_like(operand)
+        assert (got.shape, got.stride(), got.dtype) == (want.shape, want.stride(), want.dtype)
 
 
 def test_stopped_gradients_are_one_node():

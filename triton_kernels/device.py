@@ -65,18 +65,21 @@ def power(x, y):
     whole = tl.floor(y) == y
     odd = whole & (tl.floor(y * 0.5) * 2.0 != y)
     signed = tl.where(whole, tl.where(odd, -size, size), float("nan"))
-    zero = tl.where(y == 0, 1.0, tl.where(y > 0, 0.0, float("inf")))
+    zero = tl.where(y == 0, 1.0, tl.where(y > 0, tl.zeros_like(y), float("inf")))
     return tl.where(x > 0, size, tl.where(x == 0, zero, signed))
 
 
 @triton.jit
-def dropout(seed, counter, THRESHOLD: tl.constexpr, SCALE: tl.constexpr):
-    """Dropout factor of each ``counter`` (edge id x features + feature): 0 or SCALE. Twin: ``dropout_mask``."""
+def dropout(seed, counter, THRESHOLD: tl.constexpr, SCALE: tl.constexpr, FLOAT: tl.constexpr):
+    """Dropout factor of each ``counter`` (edge id x features + feature): 0 or SCALE. Twin: ``dropout_mask``.
+
+    SCALE has the dtype FLOAT, which two numbers in a ``tl.where`` would not have.
+    """
     counter = counter.to(tl.int64)
     low = (counter & 0xFFFFFFFF).to(tl.uint32)
     high = ((counter >> 32) & 0xFFFFFFFF).to(tl.uint32)
     word, _, _, _ = tl.philox(seed, low, high, low * 0, low * 0)
-    return tl.where(word.to(tl.int64) >= THRESHOLD, SCALE, 0.0)
+    return (word.to(tl.int64) >= THRESHOLD).to(FLOAT) * SCALE
 
 
 @triton.jit

@@ -80,7 +80,8 @@ def dropout_threshold(p: float) -> int:
     return min(round(p * 2.0**32), _MASK)
 
 
-def dropout_mask(seed: Tensor, eid: Tensor, shape: tuple[int, ...], p: float) -> Tensor:
+def dropout_mask(seed: Tensor, eid: Tensor, shape: tuple[int, ...], p: float,
+                 dtype: torch.dtype = torch.float32) -> Tensor:
     """Dropout factors ``0`` or ``1 / (1 - p)`` that depend on seed, edge id and feature only.
 
     Args:
@@ -88,14 +89,15 @@ def dropout_mask(seed: Tensor, eid: Tensor, shape: tuple[int, ...], p: float) ->
         eid: Position of each edge in the user's ``edge_index``, ``[E]``.
         shape: Feature shape.
         p: Probability of dropping.
+        dtype: Of the factors.
 
     Returns:
-        float32 ``[E, *shape]``.
+        ``[E, *shape]`` of ``dtype``.
     """
     if p >= 1.0:
-        return torch.zeros((eid.numel(), *shape), device=eid.device)
+        return torch.zeros((eid.numel(), *shape), dtype=dtype, device=eid.device)
     numel = max(math.prod(shape), 1)
     counter = eid.long()[:, None] * numel + torch.arange(numel, device=eid.device)
     word = philox(seed, counter, counter >> 32)
     keep = (word >= dropout_threshold(p)).reshape(eid.numel(), *shape)
-    return keep * (1.0 / (1.0 - p))
+    return keep.to(dtype) * (1.0 / (1.0 - p))

@@ -243,7 +243,7 @@ class _WholeGraph(TorchFunctionMode):
             return F.dropout(input, p, training, inplace)
         assert self.graph is not None
         mask = reference.dropout_mask(self.graph.draw_seed().to(input.device), self._ids(input.shape[0], input.device),
-                                      input.shape[1:], p).to(input.dtype)
+                                      input.shape[1:], p, input.dtype)
         return input.mul_(mask) if inplace else input * mask
 
     def _ids(self, count: int, device: torch.device) -> Tensor:

@@ -6,6 +6,8 @@ Both directions use it: ``trace`` imports what a layer's method does, ``adjoint`
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Node as FxNode
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
@@ -29,7 +31,16 @@ from pyg_fullgraph.saga.ir import Node
 from pyg_fullgraph.saga.refusal import at
 from pyg_fullgraph.saga.rules import DECOMPOSITIONS, IMPORTS, ROW_NUMBER, refusal_of
 
-__all__ = ["DECOMPOSITIONS", "Importer", "dropout_mask", "edge_softmax", "fake_mode", "fake_rows"]
+# What torch and sympy import in the middle of the first trace of a process, which is in the first call of a layer.
+for _name in ("sympy.tensor.tensor", "torch.fx.experimental.validator", "torch._inductor.compiler_bisector",
+              "torch._inductor.fx_passes.dedupe_symint_uses"):
+    with contextlib.suppress(ImportError):  # where another version has it elsewhere
+        importlib.import_module(_name)
+
+__all__ = ["DECOMPOSITIONS", "LIKE_THEIR_OPERAND", "Importer", "dropout_mask", "edge_softmax", "fake_mode",
+           "fake_rows"]
+
+aten = torch.ops.aten
 
 
 # --- marker operations: one node each in the traced graph -------------------------------------------------------
@@ -197,6 +208,13 @@ _TAKES_INDEX = frozenset(
 # --- fake tensors ---------------------------------------------------------------------------------------------
 
 
+#: Operations whose result has the shape, the dtype and the strides of a floating first operand beside numbers.
+LIKE_THEIR_OPERAND = frozenset({
+    aten.abs.default, aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default, aten.cos.default,
+    aten.exp.default, aten.log.default, aten.neg.default, aten.reciprocal.default, aten.relu.default,
+    aten.rsqrt.default, aten.sigmoid.default, aten.sin.default, aten.sqrt.default, aten.tanh.default})
+
+
 class _Shapes(ShapeEnv):
     """Does not look for the line that a symbol comes from: for that torch would first import its exporter, in 0.2 s."""
 
@@ -204,9 +222,19 @@ class _Shapes(ShapeEnv):
         return None
 
 
+class _Fakes(FakeTensorMode):
+    """Knows what is shaped like its operand, for which torch would take several symbolic operations a time."""
+
+    def __torch_dispatch__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in LIKE_THEIR_OPERAND and isinstance(args[0], FakeTensor) and args[0].is_floating_point() and \
+                not any(isinstance(a, Tensor) for a in args[1:]):
+            return super().__torch_dispatch__(aten.empty_like.default, kinds, args[:1], {})
+        return super().__torch_dispatch__(function, kinds, args, kwargs)
+
+
 def fake_mode() -> FakeTensorMode:
     """Where the fake tensors of one trace live."""
-    mode = FakeTensorMode(shape_env=_Shapes(duck_shape=True), allow_non_fake_inputs=True)
+    mode = _Fakes(shape_env=_Shapes(duck_shape=True), allow_non_fake_inputs=True)
     mode.cache_enabled = False  # results are found again within one mode only, where few operations come twice
     return mode
 

@@ -202,7 +202,7 @@ class Emitter:
             whole = max(self.lowering.source(node).numel, 1)
             counter = f"{self.edge_ids()}.to(tl.int64) * {whole} + {self._offset(node)}"
             seed = self.names[node.args[0]]
-            lines.append(f"{name} = device.dropout({seed}, {counter}, {dropout_threshold(p)}, {scale!r}).to(FLOAT)")
+            lines.append(f"{name} = device.dropout({seed}, {counter}, {dropout_threshold(p)}, {scale!r}, FLOAT)")
         elif op.kind == "pointwise":
             lines.append(f"{name} = {self._pointwise(node)}")
         elif op.kind == "reduce":

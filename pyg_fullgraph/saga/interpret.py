@@ -119,7 +119,7 @@ def run_reference(program: EdgeProgram, src: Tensor, dst: Tensor, num_dst: int, 
         if node.op == "eid":
             return ids
         if node.op == "dropout":
-            return reference.dropout_mask(args[0], ids, node.shape, node.attr("p")).to(like.dtype)
+            return reference.dropout_mask(args[0], ids, node.shape, node.attr("p"), like.dtype)
         if node.op == "softmax":
             return reference.edge_softmax(args[0].expand(src.numel(), *node.shape), dst, num_dst)
         value = values[node.name]

@@ -24,8 +24,8 @@ aten = torch.ops.aten
 IMPORTS: Mapping[str, Callable[..., Any]] = {
     **elementwise.IMPORTS, **layout.IMPORTS, **reductions.IMPORTS, **rows.IMPORTS, **markers.IMPORTS}
 
-#: What torch takes apart before it is imported.
-DECOMPOSITIONS = get_decompositions([
+#: What is taken apart before it is imported, by torch or here.
+DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {**get_decompositions([
     aten.addmm, aten.leaky_relu, aten.leaky_relu_backward, aten.elu, aten.elu_backward, aten.threshold,
     aten.threshold_backward, aten.sigmoid_backward, aten.tanh_backward, aten.gelu, aten.gelu_backward, aten.softplus,
     aten.softplus_backward, aten.silu, aten.silu_backward, aten.hardtanh_backward, aten._softmax,
@@ -38,4 +38,4 @@ DECOMPOSITIONS = get_decompositions([
     aten._scaled_dot_product_flash_attention_for_cpu,
     aten.softshrink_backward, aten.hardswish_backward, aten.hardsigmoid_backward, aten.mish_backward,
     aten.rrelu_with_noise, aten.std_mean, aten.count_nonzero, aten.narrow_copy,
-])
+]), aten.linalg_vector_norm.default: reductions.norm_from_the_front}

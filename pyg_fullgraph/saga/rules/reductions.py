@@ -203,6 +203,17 @@ def _norm(imp: Any, fx: FxNode, x: Any, order: float | None = 2.0, dims: Any = N
     return ir.view(out, form(fx).shape)
 
 
+def norm_from_the_front(x: torch.Tensor, order: Any = 2, dims: Any = None, keepdim: bool = False,
+                        dtype: torch.dtype | None = None) -> Any:
+    """A decomposition: the vector norm over dimensions counted from the front.
+
+    Counted from the back, torch 2.11 tells fake tensors a wrong shape where these are 1 wide.
+    """
+    if not dims or min(dims) >= 0:
+        return NotImplemented
+    return torch.ops.aten.linalg_vector_norm(x, order, [d % x.dim() for d in dims], keepdim, dtype=dtype)
+
+
 def _product(imp: Any, fx: FxNode, x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Node:
     features = _own_features(fx, dim, "product")
     x = node_of(x, fx.args[0])
