@@ -32,7 +32,8 @@ def latest(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     found: dict[tuple[object, ...], dict[str, Any]] = {}
     for row in rows:
         reuses = row.get("reuses", True) or _is_step(row)  # of one layer or model there is one way to run it
-        how = row.get("is_tuned", False), row.get("ranks", 1), reuses, row.get("matmul", "fp32")
+        how = row.get("is_tuned", False), row.get("ranks", 1), reuses, row.get("matmul", "fp32"), \
+            row.get("partition", "random")
         found[row["device_name"], row["case"], row["provider"], how] = row
     return list(found.values())
 
