@@ -13,6 +13,7 @@ from torch.func import functional_call
 
 import pyg_fullgraph.nn as fused_nn
 import zoo
+from pyg_fullgraph import debug
 from pyg_fullgraph.nn import known, order, propagation
 
 LAYERS = [layer for layer in (*SQUARE, *PAIRS, *MORE, *MORE_PAIRS) if not layer.lacks_dst]
@@ -77,6 +78,7 @@ def hook_on_message(layer):
 
 
 CHANGES = {
+    "flow": lambda layer: setattr(layer, "flow", "target_to_source"),
     "attribute": lambda layer: setattr(layer, "negative_slope", 0.9),
     "parameter": replace_weight,
     "in-place": lambda layer: layer.att_src.data.mul_(3),
@@ -118,6 +120,51 @@ def test_a_module_inside_that_changes():
     assert reasons() == {"submodule 'nn', which message or aggregate calls, has hooks"}
 
 
+def bare(base):
+    """A layer that reaches its own parameters and modules through bound methods."""
+    def init(self):
+        base.__init__(self)
+        self.act = nn.LeakyReLU(0.1)
+        self.bound, self.own = self.act.forward, self.scaled
+        self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_j):
+        return self.bound(self.own(self.sharpen(x_j)))
+
+    def scaled(self, x):
+        return x * self.scale
+
+    return type("Bare", (base,), {"__init__": init, "forward": forward, "message": message, "scaled": scaled,
+                                  "sharpen": torch.relu})
+
+
+BARE = {
+    "module-of-a-bound-method": lambda layer, cls: setattr(layer.act, "negative_slope", 0.9),
+    "update-of-the-class": lambda layer, cls: setattr(cls, "update", lambda self, inputs: inputs * 3),
+    "parameter-of-a-bound-method": lambda layer, cls: layer.scale.data.mul_(2),
+    "function-of-the-class": lambda layer, cls: setattr(cls, "scaled", lambda self, x: x - self.scale),
+    "library-function": lambda layer, cls: setattr(cls, "sharpen", torch.tanh),
+}
+
+
+@pytest.mark.parametrize("change", BARE)
+def test_what_a_message_reaches_by_other_names(change):
+    classes = [bare(base) for base in (fused_nn.MessagePassing, pyg_nn.MessagePassing)]
+    layers = [cls() for cls in classes]
+    for _ in range(3):
+        ours, theirs = (layer(X, EDGES) for layer in layers)
+        torch.testing.assert_close(ours, theirs)
+    for layer, cls in zip(layers, classes, strict=True):
+        BARE[change](layer, cls)
+    for _ in range(3):
+        ours, theirs = (layer(X, EDGES) for layer in layers)
+        torch.testing.assert_close(ours, theirs)
+    assert debug.counters()["plain"] == 0
+
+
 class Weighted:
     """Two arguments that may be one tensor."""
 
@@ -145,6 +192,61 @@ def test_weights_that_are_lent():
         state = {name: value.detach() * (k + 1) for name, value in ours.state_dict().items()}
         torch.testing.assert_close(functional_call(ours, state, (X, EDGES)), functional_call(theirs, state, (X, EDGES)))
         torch.testing.assert_close(ours(X, EDGES), theirs(X, EDGES))
+
+
+def test_training_and_evaluation_in_turn(hits):
+    ours, theirs = pair(lambda n: n.GATConv(6, 4))
+    for _ in range(12):
+        for layer in (ours, theirs):
+            layer.train(not layer.training)
+        torch.testing.assert_close(ours(X, EDGES), theirs(X, EDGES))
+    assert all(hits[-8:])
+
+
+class Edged:
+    # edge_updater_type: (x: Tensor)
+    def __init__(self, base):
+        base.__init__(self)
+        self.w = nn.Parameter(torch.ones(6, dtype=torch.float64))
+
+    def forward(self, x, edge_index, other, has_grad):
+        with torch.set_grad_enabled(has_grad):
+            a = other.edge_updater(edge_index, x=x)
+        return self.propagate(edge_index, x=x, a=a)
+
+    def edge_update(self, x_j):
+        return x_j * self.w
+
+    def message(self, x_j, a):
+        return x_j + a
+
+
+class Reading:
+    def message(self, x_j, a):
+        return x_j * self.w + a
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_edge_values_keep_the_parameters_they_were_made_from(reads):
+    """Of another layer, or without gradients; also where the message reads its own parameter of that name."""
+    layers = []
+    for base in (fused_nn.MessagePassing, pyg_nn.MessagePassing):
+        members = {k: v for k, v in vars(Edged).items() if k in ("forward", "edge_update", "message")}
+        if reads:
+            members["message"] = Reading.message
+        members["__init__"] = lambda self, base=base: Edged.__init__(self, base)
+        cls = type("Edged", (base,), members)
+        layers.append((cls(), cls()))
+    for _, other in layers:
+        with torch.no_grad():
+            other.w.mul_(3)
+    for other, has_grad in [(0, True), (1, True), (0, False), (1, True), (0, True), (0, False)]:
+        found = []
+        for pair_ in layers:
+            out = pair_[0](X, EDGES, pair_[other], has_grad)
+            total = out.square().sum() + sum(0 * layer.w.sum() for layer in pair_)
+            found.append([out, *torch.autograd.grad(total, [layer.w for layer in pair_])])
+        torch.testing.assert_close(*found)
 
 
 def test_modes():

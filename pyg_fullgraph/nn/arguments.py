@@ -48,6 +48,10 @@ _SAME_ON_SPARSE_TENSOR = _SAME_ON_SPARSE | {getattr(pyg_nn, n).message_and_aggre
     "ARMAConv", "GINConv", "MFConv", "RGCNConv", "SAGEConv", "SignedConv")}
 
 
+class _OtherParameterError(Exception):
+    """Edge values among the arguments were made from another tensor than the parameter that now has its name."""
+
+
 class Call:
     """The arguments of one edge phase.
 
@@ -98,9 +102,17 @@ class Call:
             size = self.graph.num_src if name[-1] == "j" else self.graph.num_dst
             if rows is not None and rows.size(self._dim(rows)) != size:
                 raise NotFusable([f"flow='{conv.flow}' with a pair '{name[:-2]}' of different sizes"])
+        try:
+            self._read()
+        except _OtherParameterError:
+            self.kwargs = {k: v.materialize() if isinstance(v, EdgeExpr) else v for k, v in kwargs.items()}
+            self._read()
+
+    def _read(self) -> None:
+        """Find inputs and program."""
         self.tensors: dict[str, Tensor] = {}
         self.exprs: dict[Node, EdgeExpr | LinearExpr] = {}
-        self.args = [{n: self._classify(m, n, p) for n, p in conv.inspector.get_param_dict(m).items()}
+        self.args = [{n: self._classify(m, n, p) for n, p in self.conv.inspector.get_param_dict(m).items()}
                      for m in self.methods]
         self._check_tensors()
         self._trace()
@@ -213,9 +225,15 @@ class Call:
                 raise NotFusable([f"leaves '{name}' behind, which is computed from integers or nothing"])
         used = {n: self.tensors[n.name] for n in inputs if n.name in self.tensors}
         self.seeds: set[str] = set()
+        own = {n.name for n in inputs_of(found.value)} | {n.name for v in found.side.values() for n in inputs_of(v)}
         for node in inputs:
             if node.name.startswith("param."):
-                used[node] = self._parameter(node.name[6:])
+                # Edge values among the arguments keep the parameters that they were made from.
+                lent = used.get(node)
+                if lent is None or node.name in own:
+                    used[node] = self._parameter(node.name[6:])
+                if lent is not None and node.name in own and not is_same(used[node], lent):
+                    raise _OtherParameterError()
             elif node.name.startswith(TARGET_ROWS):
                 used[node] = self._target_rows(node.name.removeprefix(TARGET_ROWS))
             elif node not in used and node.is_integer:

@@ -21,6 +21,7 @@ from pyg_fullgraph.autograd import check_derivatives
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn.arguments import Call, inputs_of, is_same
 from pyg_fullgraph.nn.lazy import EdgeExpr
+from pyg_fullgraph.nn.order import has_update
 from pyg_fullgraph.nn.preparation import is_derived, prepared_graph
 from pyg_fullgraph.nn.surroundings import Watch
 from pyg_fullgraph.saga.ir import EdgeProgram, Node
@@ -30,8 +31,8 @@ __all__ = ["find", "remember"]
 _TENSORS = (Tensor, torch.nn.Parameter)
 _NUMBERS = (int, float, bool, str, type(None))
 #: Calls of one layer that are known at once; mini-batches of other sizes push out the oldest.
-MAX_CALLS = 16
-#: Times that something on a layer had changed when it was called, after which it is not watched any more.
+MAX_CALLS = 64
+#: Times that something on a layer had changed or could not be watched, after which that is not tried any more.
 MAX_CHANGES = 8
 
 Source = Callable[[Mapping[str, Any]], Any]
@@ -55,13 +56,13 @@ class _Layer:
     """What is known of one layer.
 
     Attributes:
-        watches: per function what its last call depended on beside its arguments.
+        watches: per function and mode, what its last call depended on beside its arguments.
         calls: by function and look.
         num_changes: how often a watch had to be made anew.
     """
 
     def __init__(self) -> None:
-        self.watches: dict[str, Watch] = {}
+        self.watches: dict[tuple[str, bool], Watch] = {}
         self.calls: OrderedDict[Any, _Known] = OrderedDict()
         self.num_changes = 0
 
@@ -74,14 +75,15 @@ def find(conv: Any, function: str, edge_index: Any, size: Any, kwargs: Mapping[s
     layer = _layers.get(conv)
     if layer is None or not layer.calls or torch.jit.is_tracing():
         return None
-    look = _look(function, edge_index, size, kwargs)
+    look = _look(conv, function, edge_index, size, kwargs)
     found = layer.calls.get(look) if look is not None else None
-    if found is None:
+    if found is None or has_update(conv):
         return None
     if not found.watch.holds(conv):
         layer.num_changes += 1
-        layer.calls.pop(look, None)
+        layer.calls.clear()
         return None
+    layer.calls.move_to_end(look)
     return found.bind(edge_index, kwargs)
 
 
@@ -97,18 +99,21 @@ def remember(conv: Any, function: str, edge_index: Any, size: Any, kwargs: Mappi
     layer = _layers.get(conv)
     if layer is None:
         layer = _layers[conv] = _Layer()
-    if layer.num_changes >= MAX_CHANGES or call.is_matrix or not call.is_plain or call.graph.is_part:
+    has_hooks = conv._propagate_forward_pre_hooks or conv._propagate_forward_hooks
+    if layer.num_changes >= MAX_CHANGES or has_hooks or has_update(conv) or call.is_matrix or not call.is_plain or \
+            call.graph.is_part:
         return
-    look = _look(function, edge_index, size, kwargs)
+    look = _look(conv, function, edge_index, size, kwargs)
     if look is None:
         return
-    watch = layer.watches.get(function)
+    mode = function, conv.training
+    watch = layer.watches.get(mode)
     if watch is None or not watch.holds(conv):
         watch = Watch.of(conv, call.methods, fields)
         if watch is None:
-            layer.num_changes = MAX_CHANGES
+            layer.num_changes += 1
             return
-        layer.watches[function] = watch
+        layer.watches[mode] = watch
     known = _Known.of(call, watch, kwargs)
     if known is not None:
         layer.calls[look] = known
@@ -116,7 +121,7 @@ def remember(conv: Any, function: str, edge_index: Any, size: Any, kwargs: Mappi
             layer.calls.popitem(last=False)
 
 
-def _look(function: str, edge_index: Any, size: Any, kwargs: Mapping[str, Any]) -> Any:
+def _look(conv: Any, function: str, edge_index: Any, size: Any, kwargs: Mapping[str, Any]) -> Any:
     """A hashable that is equal for calls that differ in the values of tensors only; None for unusual ones."""
     kind = type(edge_index)
     if kind is Graph:
@@ -128,7 +133,7 @@ def _look(function: str, edge_index: Any, size: Any, kwargs: Mapping[str, Any]) 
         return None
     if edges is None or torch.is_autocast_enabled(edge_index.device.type):
         return None
-    looks = [function, torch.get_default_dtype(), edges, None if size is None else tuple(size)]
+    looks = [function, conv.training, torch.get_default_dtype(), edges, None if size is None else tuple(size)]
     held: list[int] = []
     for name, value in kwargs.items():
         look = _look_of(value, held)
@@ -182,16 +187,19 @@ class _Known:
         """None where an input is not a tensor that was given, or of the layer, as it is."""
         places = _places(kwargs)
         sources: dict[str, Source | None] = {}
+        same: list[tuple[Source, Source, bool]] = []
         for name, value in call.tensors.items():
             if name.startswith("param."):
-                source = _fixed(value) if watch.has(value) else _in_expression(name, value, kwargs)
+                source, own = _in_expression(name, value, kwargs), _fixed(value) if watch.has(value) else None
+                if source is not None and own is not None:
+                    same.append((own, source, True))
+                source = source or own
             else:
                 source = places.get(id(value))
             if source is None and name not in call.seeds:
                 return None
             sources[name] = source
         expressions = [s for s in places.values() if type(s(kwargs)) is EdgeExpr]
-        same = []
         for a, b in call.compared:
             if id(a) not in places or id(b) not in places:
                 return None
@@ -234,7 +242,8 @@ def _places(kwargs: Mapping[str, Any]) -> dict[int, Source]:
 
 def _fixed(value: Tensor) -> Source:
     """A tensor of the layer, which is the same one as long as the watch holds."""
-    return lambda given: value
+    ref = weakref.ref(value)
+    return lambda given: ref()
 
 
 def _in_expression(name: str, value: Tensor, kwargs: Mapping[str, Any]) -> Source | None:

@@ -148,7 +148,7 @@ class FusedMixin(_Layer):
             if later is not None:
                 return later
         results = [self._fullgraph_edge_phase(call, edge_index) for call in calls]
-        if len(calls) == 1 and order.is_closed(self) and not order.has_update(self):
+        if len(calls) == 1 and order.is_closed(self):
             known.remember(self, "propagate", edge_index, size, kwargs, calls[0], fields)
         out = results[0] if len(results) == 1 else torch.cat(results, dim=-1)
         for hook in self._propagate_forward_hooks.values():

@@ -8,6 +8,7 @@ Functions of libraries are taken for what they are, and are not looked into.
 from __future__ import annotations
 
 import argparse
+import builtins
 import enum
 import functools
 import hashlib
@@ -15,7 +16,7 @@ import operator
 import sys
 import types
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +63,8 @@ class Reached:
         links: ``(i, name, j)``: the global ``name`` of function i was function j.
         reads: ``(i, name)``: globals of function i that hold something that may change.
         attributes: Names that the class has something for that may change.
+        code: ``(i, name, object)``: globals of function i that were code of a library.
+        members: ``(name, reference)``: what the class had for those names that stood for code.
     """
 
     functions: tuple[weakref.ref[types.FunctionType], ...]
@@ -70,12 +73,18 @@ class Reached:
     links: tuple[tuple[int, str, int], ...]
     reads: tuple[tuple[int, str], ...]
     attributes: tuple[str, ...]
+    code: tuple[tuple[int, str, Any], ...]
+    members: tuple[tuple[str, Callable[[], Any]], ...]
 
-    def is_current(self) -> bool:
-        """Whether no function among them was replaced."""
-        functions = [ref() for ref in self.functions]
-        return all(f is not None for f in functions) and all(
-            functions[i].__globals__.get(name) is functions[j] for i, name, j in self.links)  # type: ignore[union-attr]
+    def is_current(self, kind: type) -> bool:
+        """Whether no function among them, and no code that they name, was replaced."""
+        functions: list[Any] = [ref() for ref in self.functions]
+        if None in functions:
+            return False
+        spaces = [f.__globals__ for f in functions]
+        return all(spaces[i].get(name) is functions[j] for i, name, j in self.links) and \
+            all(spaces[i].get(name) is value for i, name, value in self.code) and \
+            all(getattr(kind, name, None) is ref() for name, ref in self.members)
 
 
 _reached_by: weakref.WeakKeyDictionary[type, dict[tuple[Any, ...], Reached]] = weakref.WeakKeyDictionary()
@@ -86,7 +95,7 @@ def reached(kind: type, methods: tuple[str, ...]) -> Reached:
     known = _reached_by.setdefault(kind, {})
     key = (methods, tuple(id(getattr(kind, m, None)) for m in methods))
     found = known.get(key)
-    if found is None or not found.is_current():
+    if found is None or not found.is_current(kind):
         found = known[key] = _Walk(kind).over(methods)
     return found
 
@@ -99,6 +108,7 @@ class _Walk:
         self.functions: dict[types.FunctionType, int] = {}
         self.links: list[tuple[int, str, int]] = []
         self.reads: list[tuple[int, str]] = []
+        self.code: list[tuple[int, str, Any]] = []
 
     def over(self, methods: tuple[str, ...]) -> Reached:
         """See :func:`reached`."""
@@ -111,8 +121,12 @@ class _Walk:
             names |= self._enter(function, done)
             done += 1
         attributes = tuple(n for n in sorted(names - _INTERNAL) if not _is_code(getattr(self.kind, n, _ABSENT)))
+        members = [(n, _reference(v)) for n in sorted(names - _INTERNAL)
+                   if _is_code(v := getattr(self.kind, n, None)) and isinstance(v, (types.FunctionType,
+                                                                                   types.BuiltinFunctionType, type))]
         return Reached(tuple(map(weakref.ref, self.functions)), None if names & _DYNAMIC else frozenset(names),
-                       frozenset(names), tuple(self.links), tuple(self.reads), attributes)
+                       frozenset(names), tuple(self.links), tuple(self.reads), attributes, tuple(self.code),
+                       tuple(members))
 
     def _add_all(self, functions: list[types.FunctionType]) -> None:
         for function in functions:
@@ -137,7 +151,15 @@ class _Walk:
                 self.reads.append((place, name))
             elif not _is_code(value):
                 self.reads.append((place, name))
+            if name not in vars(builtins) and _is_code(value) and not (
+                    isinstance(value, types.FunctionType) and not is_library(value)):
+                self.code.append((place, name, value))
         return names
+
+
+def _reference(value: Any) -> Callable[[], Any]:
+    """A weak reference to a function of the user's, which may hold his class; one to code of a library."""
+    return weakref.ref(value) if isinstance(value, types.FunctionType) else lambda: value
 
 
 def _definitions(kind: type, name: str, in_bases: bool = False) -> list[types.FunctionType]:
@@ -240,6 +262,8 @@ class Key:
             tuple((n, self.value(getattr(kind, n))) for n in found.attributes if n not in vars(conv)),
             tuple((i, n, self._outside(functions[i], n, found.mentions)) for i, n in found.reads),
             tuple(self._bound(f) for f in functions if f is not None),
+            found.code,
+            tuple((n, v) for n, ref in found.members if is_library(v := ref())),
         )
 
     def _outside(self, function: types.FunctionType | None, name: str, mentions: frozenset[str]) -> Any:
@@ -368,8 +392,8 @@ class Watch:
                 modules = [m for _, m in submodules(child)]
                 _check(*map(type, modules))  # what other code reads is not followed here
                 self._views += [_View(m, vars(m), None, _MODULE_HOOKS) for m in modules]
-        self.tensors = [t for _, t in initialized(conv, names)]
-        self._looks = [(t, t.shape, t.dtype, t.device) for t in self.tensors]
+        # Nothing that a layer lets go of is kept alive here.
+        self._looks = [(weakref.ref(t), t.shape, t.dtype, t.device) for _, t in initialized(conv, names)]
         if any(is_lazy(t) for _, m in submodules(conv) for t in (*m._parameters.values(), *m._buffers.values())):
             raise _UnwatchedError()
 
@@ -388,15 +412,15 @@ class Watch:
 
     def has(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is a parameter or buffer that is watched."""
-        return any(t is tensor for t in self.tensors)
+        return any(ref() is tensor for ref, *_ in self._looks)
 
     def holds(self, conv: Module) -> bool:
         """Whether everything is as it was."""
         if type(conv) is not self.kind or reached(self.kind, self.methods) is not self.found:
             return False
         return all(view.holds(conv) for view in self._views) and \
-            all(t.shape == shape and t.dtype is dtype and t.device == device
-                for t, shape, dtype, device in self._looks) and \
+            all((t := ref()) is not None and t.shape == shape and t.dtype is dtype and t.device == device
+                for ref, shape, dtype, device in self._looks) and \
             all(f.__code__ is code and f.__defaults__ is defaults and f.__kwdefaults__ is named and
                 (not cells or all(map(operator.is_, _cells(f), cells)))
                 for f, code, defaults, named, cells in self._functions) and \
@@ -416,35 +440,44 @@ class _View:
 
     def __init__(self, module: Module, fields: Mapping[str, Any], names: frozenset[str] | None,
                  hooks: Sequence[str]) -> None:
-        self.module: Module | None = module
+        self.module: weakref.ref[Module] | None = weakref.ref(module)
         self.kind, self.keys = type(module), tuple(fields)
         read = {n: v for n, v in fields.items() if n not in _INTERNAL and (names is None or n in names)}
         self.changing = [(n, _description(v)) for n, v in read.items() if isinstance(v, (Tensor, list, dict, set))]
         same = [n for n in read if n not in dict(self.changing)]
         _check(*(read[n] for n in same))
-        same += [n for n in ("training", "_explain", "_decomposed_layers", "fuse") if n in fields]
+        same += [n for n in _READ_BY_US if n in fields]
         self.pick, self.values = operator.itemgetter(same[0], *same), (fields[same[0]], *(fields[n] for n in same))
         self.hooks = operator.itemgetter(hooks[0], *hooks)
         if any(self.hooks(fields)):
             raise _UnwatchedError()
-        self.contents = [(n, tuple(fields[n]), tuple(fields[n].values())) for n in _CONTENTS]
+        self.contents = [(n, tuple(fields[n]), [_nothing if v is None else weakref.ref(v) for v in fields[n].values()])
+                         for n in _CONTENTS]
 
     def holds(self, layer: Module) -> bool:
-        module = layer if self.module is None else self.module
+        module = layer if self.module is None else self.module()
+        if module is None:
+            return False
         fields = vars(module)
         if type(module) is not self.kind or tuple(fields) != self.keys or any(self.hooks(fields)) or \
                 not all(map(operator.is_, self.pick(fields), self.values)):
             return False
-        for name, keys, values in self.contents:
+        for name, keys, refs in self.contents:
             known = fields[name]
-            if len(known) != len(keys) or tuple(known) != keys or not all(map(operator.is_, known.values(), values)):
+            if tuple(known) != keys or not all(map(operator.is_, known.values(), [ref() for ref in refs])):
                 return False
         return not self.changing or all(_description(fields[n]) == was for n, was in self.changing)
 
 
 _CONTENTS = ("_parameters", "_buffers", "_modules")
+#: What a call of a layer depends on besides what its methods read.
+_READ_BY_US = ("training", "flow", "node_dim", "_explain", "_decomposed_layers", "fuse")
 _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _MODULE_FIELDS = frozenset(vars(Module()))
+
+
+def _nothing() -> None:
+    """In the place of a weak reference to nothing."""
 
 
 class _UnwatchedError(Exception):
@@ -456,7 +489,8 @@ def _check(*values: Any) -> None:
     for value in values:
         if isinstance(value, (tuple, frozenset)):
             _check(*value)
-        elif not (isinstance(value, _SIMPLE) or (_is_code(value) and is_library(value))):
+        elif isinstance(value, types.MethodType) or \
+                not (isinstance(value, _SIMPLE) or (_is_code(value) and is_library(value))):
             raise _UnwatchedError()
 
 

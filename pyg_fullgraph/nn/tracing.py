@@ -58,8 +58,8 @@ class _Kept:
         if numbers in self.by_numbers:
             self.by_numbers.move_to_end(numbers)
             return self.by_numbers[numbers]
-        if self.by_numbers and self.can_lift:
-            first = next(iter(self.by_numbers))
+        first = next(iter(self.by_numbers), ())
+        if self.by_numbers and self.can_lift and [n for n, _ in first] == [n for n, _ in numbers]:
             names, _, result = self.lifted or (frozenset(), (), None)
             changed = names | {name for (name, a), (_, b) in zip(first, numbers, strict=True) if a != b}
             fixed = tuple((k, v) for k, v in numbers if k not in changed)

@@ -22,7 +22,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
@@ -255,7 +254,7 @@ class _Trace:
 
     def __init__(self, conv: torch.nn.Module, method: str, args: Mapping[str, Any],
                  dtype: torch.dtype | None = None) -> None:
-        self.conv, self.method, self.args = _stand_in(conv, {}), method, args
+        self.conv, self.method, self.args = conv, method, args
         self.dtype = dtype or torch.get_default_dtype()
         self.asked_dtype = False
         self.mode = mode = fake_mode()
@@ -309,9 +308,9 @@ class _Trace:
             args.update({k: v.shape[0] for k, v in t.items() if self.args[k] in (SIZE_I, SIZE_J)})
             args.update({k: t[k].movedim(0, s.dim) for k, s in self.args.items() if isinstance(s, ArgSpec) and s.dim})
             indices = [v for k, v in t.items() if self.args[k] == INDEX]
-            with _reparametrize_module(conv, p), torch.enable_grad():
+            with _with_parameters(conv, p), torch.enable_grad():
                 before = {m: dict(m.__dict__) for m in conv.modules()}
-                buffers = {m: dict(m._buffers) for m in conv.modules()}
+                buffers = {m: dict(m._buffers.items()) for m in conv.modules()}
                 with _Watch(indices, num_targets) as watch:
                     out = call(conv, args)
                 counted.extend(watch.largest)
@@ -418,14 +417,58 @@ def _no_draws(what: str) -> Iterator[None]:
         raise NotFusable([f"{what} draws random numbers other than dropout"])
 
 
-def _stand_in(module: torch.nn.Module, known: dict[torch.nn.Module, torch.nn.Module]) -> torch.nn.Module:
-    """``module`` with places of its own for what it holds: a trace puts other parameters there, which threads that call
-    the layer meanwhile must not see."""
-    if module not in known:
-        known[module] = copy = object.__new__(type(module))
-        vars(copy).update({**vars(module), "_parameters": dict(module._parameters), "_buffers": dict(module._buffers)})
-        vars(copy)["_modules"] = {k: m if m is None else _stand_in(m, known) for k, m in module._modules.items()}
-    return known[module]
+class _Lent(dict):
+    """Parameters or buffers of a module: to the thread that makes a trace its own, to all others the module's.
+
+    Other threads may call the layer meanwhile.
+    """
+
+    def __init__(self, own: Mapping[str, Any], lent: Mapping[str, Tensor]) -> None:
+        super().__init__(own)
+        self.lent, self.thread = dict(lent), threading.get_ident()
+
+    def __getitem__(self, name: str) -> Any:
+        return self.lent[name] if name in self.lent and threading.get_ident() == self.thread else \
+            super().__getitem__(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if threading.get_ident() == self.thread:
+            self.lent.pop(name, None)
+        super().__setitem__(name, value)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            return default
+
+    def values(self) -> Any:
+        return [self[name] for name in self]
+
+    def items(self) -> Any:
+        return [(name, self[name]) for name in self]
+
+
+@contextmanager
+def _with_parameters(module: torch.nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """``module`` with other parameters and buffers, by their dotted names, as far as this thread sees."""
+    held = [(prefix, inner, kind, own) for prefix, inner in module.named_modules()
+            for kind in ("_parameters", "_buffers")
+            if isinstance(own := vars(inner).get(kind), dict)]  # not those of TorchScript
+    # A tensor may be there under several names, of which one is known.
+    lent = {id(t): values[full] for prefix, _, _, own in held for name, t in own.items()
+            if (full := f"{prefix}.{name}" if prefix else name) in values}
+    changed = []
+    try:
+        for _, inner, kind, own in held:
+            mine = {name: lent[id(t)] for name, t in own.items() if id(t) in lent}
+            if mine:
+                changed.append((inner, kind, own))
+                vars(inner)[kind] = _Lent(own, mine)
+        yield
+    finally:
+        for inner, kind, own in changed:
+            vars(inner)[kind] = own
 
 
 @contextmanager
@@ -441,8 +484,9 @@ def _restored(conv: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         for module, attributes in saved.items():
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
+            for name in [n for n in vars(module) if n not in attributes]:
+                del vars(module)[name]
+            vars(module).update(attributes)
         changed = [(v, old) for v, old in held if len(v) != len(old) or not _is_same(v, old)]
         for value, old in changed:
             value.clear()
