@@ -25,12 +25,11 @@ TIMEOUT_S = 900
 
 
 def _serve(rank: int, size: int, backend: str, store: str, calls: Any, results: Any) -> None:
-    torch.set_num_threads(1)
-    gpu = torch.device("cuda", rank) if backend == "nccl" else None
-    if gpu is not None:
-        torch.cuda.set_device(gpu)
-    if size > 1:
-        dist.init_process_group(backend, store=dist.FileStore(store, size), rank=rank, world_size=size, device_id=gpu)
+    try:
+        _join(rank, size, backend, store)
+    except BaseException:
+        results.put((rank, None, traceback.format_exc()))
+        return
     while True:
         call = calls.get()
         if call is None:
@@ -42,10 +41,21 @@ def _serve(rank: int, size: int, backend: str, store: str, calls: Any, results: 
             results.put((rank, None, traceback.format_exc()))
 
 
+def _join(rank: int, size: int, backend: str, store: str) -> None:
+    torch.set_num_threads(1)
+    gpu = torch.device("cuda", rank) if backend == "nccl" else None
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
+    if size > 1:
+        dist.init_process_group(backend, store=dist.FileStore(store, size), rank=rank, world_size=size, device_id=gpu)
+
+
 class Ranks:
     def __init__(self, size: int, backend: str = "gloo") -> None:
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        # A process that was forked cannot use a GPU if its parent has looked for one, as imports may.
+        context = mp.get_context("spawn" if backend == "nccl" else "forkserver")
+        if backend != "nccl":
+            context.set_forkserver_preload(PRELOADED)
         self.size = size
         self.folder = tempfile.TemporaryDirectory()
         self.calls = [context.Queue() for _ in range(size)]
@@ -62,11 +72,18 @@ class Ranks:
         for calls in self.calls:
             calls.put((function, args))
         found: dict[int, Any] = {}
+        waited = 0
         while len(found) < self.size:
+            missing = sorted(set(range(self.size)) - set(found))
             try:
-                rank, value, error = self.results.get(timeout=TIMEOUT_S if not found else 60)
+                rank, value, error = self.results.get(timeout=5)
+                waited = 0
             except queue.Empty:
-                error = f"ranks {sorted(set(range(self.size)) - set(found))} did not answer: they wait for others"
+                waited += 5
+                dead = [k for k in missing if not self.processes[k].is_alive()]
+                if not dead and waited < (60 if found else TIMEOUT_S):
+                    continue
+                error = f"ranks {dead} died" if dead else f"ranks {missing} did not answer: they wait for others"
             if error is not None:
                 self.stop()
                 raise AssertionError(error)
