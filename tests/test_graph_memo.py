@@ -15,7 +15,7 @@ from pyg_fullgraph.memo import Memo, state_of
 
 @pytest.fixture(autouse=True)
 def _empty_memo(monkeypatch):
-    monkeypatch.setattr(graph, "_remembered", Memo())
+    monkeypatch.setattr(graph, "remembered", Memo())
 
 
 def fresh() -> torch.Tensor:
@@ -58,7 +58,7 @@ def test_a_change_in_place_is_seen(change):
     assert after is not before
     assert torch.equal(after.to_edge_index(), edge_index)
     assert torch.equal(before.to_edge_index(), fresh())
-    assert len(graph._remembered.entries) == 1
+    assert len(graph.remembered.entries) == 1
 
 
 def test_graph_dies_with_its_tensor():
@@ -71,7 +71,7 @@ def test_graph_dies_with_its_tensor():
     gc.collect()
     assert index() is None
     assert built() is None
-    assert graph._remembered.entries == {}
+    assert graph.remembered.entries == {}
 
 
 def test_what_is_derived_dies_with_the_tensor_too():
@@ -88,7 +88,7 @@ def test_memory_used_again_is_not_taken_for_the_old_tensor():
         generator = torch.Generator().manual_seed(seed)
         edge_index = torch.randint(50, (2, 64), generator=generator)
         assert torch.equal(graph_of(edge_index, 50).to_edge_index(), edge_index)
-        assert len(graph._remembered.entries) == 1
+        assert len(graph.remembered.entries) == 1
 
 
 def test_a_view_of_the_same_memory_is_another_tensor():
@@ -102,8 +102,8 @@ def test_an_id_used_again_is_not_a_hit():
     """Two objects may have the same id one after the other; the weak reference tells them apart."""
     old, new = fresh(), fresh()
     built = graph_of(old, 97)
-    _, _, remembered = graph._remembered.entries[id(old)]
-    graph._remembered.entries[id(new)] = (weakref.ref(old), state_of(new), remembered)
+    _, _, remembered = graph.remembered.entries[id(old)]
+    graph.remembered.entries[id(new)] = (weakref.ref(old), state_of(new), remembered)
     assert graph_of(new, 97) is not built
 
 
@@ -121,7 +121,7 @@ def test_a_graph_returns_itself_and_checks_its_size():
     assert graph_of(built, (97, None)) is built
     with pytest.raises(errors.SizeMismatchError):
         graph_of(built, 98)
-    assert graph._remembered.entries == {}
+    assert graph.remembered.entries == {}
 
 
 def test_pyg_edge_index_is_remembered():
@@ -133,7 +133,7 @@ def test_tensors_of_inference_mode_are_prepared_each_time():
     with torch.inference_mode():
         edge_index = fresh()
         assert graph_of(edge_index, 97) is not graph_of(edge_index, 97)
-    assert graph._remembered.entries == {}
+    assert graph.remembered.entries == {}
 
 
 def test_graph_of_refuses_what_is_no_graph():

@@ -187,7 +187,7 @@ def test_masks_that_are_new_each_time_leave_nothing_behind():
     layer, edge_index = Dropping(), CASE.edge_index.clone()
     for _ in range(5):
         layer(torch.randn(CASE.num_src, 4), edge_index)
-    assert preparation._remembered.of(edge_index)["chosen"].entries == {}
+    assert preparation.remembered.of(edge_index)["chosen"].entries == {}
 
 
 def test_a_prepared_graph_is_reversed_without_a_sort(sorts):

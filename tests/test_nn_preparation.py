@@ -220,12 +220,12 @@ def test_nothing_outlives_the_edge_index():
     ref, weight = weakref.ref(edge_index), torch.rand(LOOPS.num_edges)
     full, norm = preparation.gcn_norm(edge_index, weight, 5)
     graph = weakref.ref(full)
-    before = len(preparation._remembered.entries)
+    before = len(preparation.remembered.entries)
     del edge_index, full, norm
     gc.collect()
     assert ref() is None
     assert graph() is None
-    assert len(preparation._remembered.entries) == before - 1
+    assert len(preparation.remembered.entries) == before - 1
 
 
 def test_cached_gcn_keeps_its_first_graph():

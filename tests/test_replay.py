@@ -60,7 +60,7 @@ def test_a_recording_leaves_nothing_in_memos(make):
         wanted.sum().backward()
     assert memo._recording is None
     again = memo.Memo()
-    again.entries = graph_of.__globals__["_remembered"].entries
+    again.entries = graph_of.__globals__["remembered"].entries
     assert again.of(edge_index) == {}
     torch.testing.assert_close(conv(x, edge_index), wanted)
 

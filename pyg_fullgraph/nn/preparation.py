@@ -147,7 +147,11 @@ class _Loops:
 
     def drop(self, values: Tensor) -> Tensor:
         """``values`` [E, ...] of the edges that are no self-loops, whose positions are kept from then on."""
-        kept = self._cache["kept"] if "kept" in self._cache else keep(self._cache, "kept", self.kept())
+        if "kept" in self._cache:
+            kept = taken(self._cache["kept"])
+        else:
+            with torch.inference_mode(False):  # it outlives this call
+                kept = keep(self._cache, "kept", self.kept())
         return values if kept is None else values.index_select(0, kept)
 
     def others(self, edge_index: Tensor) -> Tensor:
