@@ -8,6 +8,7 @@ sparse matrices, parts of graphs, autocast, inputs that are not the tensors give
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -58,7 +59,7 @@ class _Layer:
     Attributes:
         watches: per function and mode, what its last call depended on beside its arguments.
         calls: by function and look.
-        num_changes: how often a watch had to be made anew.
+        num_changes: how often a watch broke or could not be made.
     """
 
     def __init__(self) -> None:
@@ -83,7 +84,8 @@ def find(conv: Any, function: str, edge_index: Any, size: Any, kwargs: Mapping[s
         layer.num_changes += 1
         layer.calls.clear()
         return None
-    layer.calls.move_to_end(look)
+    with contextlib.suppress(KeyError):  # another thread may have found the layer changed
+        layer.calls.move_to_end(look)
     return found.bind(edge_index, kwargs)
 
 
@@ -117,8 +119,9 @@ def remember(conv: Any, function: str, edge_index: Any, size: Any, kwargs: Mappi
     known = _Known.of(call, watch, kwargs)
     if known is not None:
         layer.calls[look] = known
-        while len(layer.calls) > MAX_CALLS:
-            layer.calls.popitem(last=False)
+        with contextlib.suppress(KeyError):
+            while len(layer.calls) > MAX_CALLS:
+                layer.calls.popitem(last=False)
 
 
 def _look(conv: Any, function: str, edge_index: Any, size: Any, kwargs: Mapping[str, Any]) -> Any:
