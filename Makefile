@@ -11,6 +11,8 @@ TRITON ?= triton==3.9.0
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+# Two processes more than cores: tests that wait for others leave theirs idle.
+WORKERS ?= $$($(PY) -c 'import os; print(os.cpu_count() + 2)')
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --disable-pip-version-check $(PIP_ARGS)
@@ -41,7 +43,7 @@ demo: $(STAMP)
 	$(PY) -m pyg_fullgraph train --compare pyg $(DEMO_ARGS)
 
 test: $(STAMP)
-	$(PY) -m pytest -n logical --dist worksteal -m 'not gpu and not multi_gpu' $(PYTEST_ARGS)
+	$(PY) -m pytest -n $(WORKERS) --dist load --maxschedchunk 1 -m 'not gpu and not multi_gpu' $(PYTEST_ARGS)
 
 test-gpu: $(STAMP)
 	$(PY) -m pytest -m 'gpu or multi_gpu' $(PYTEST_ARGS)

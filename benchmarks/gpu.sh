@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The GPU rows of docs/performance.md: `benchmarks/gpu.sh layers`, `phases`, `orders` and `captured`, each within ten
-# minutes of one H200 by its deadlines, and `epochs` on all GPUs there are; a short table comes last. Rows go to
-# benchmarks/results, and to $OUT/rows.jsonl where OUT is set.
+# The GPU rows of docs/performance.md: `benchmarks/gpu.sh layers`, `phases`, `orders`, `captured` and `dense`, each within
+# ten minutes of one H200 by its deadlines, `epochs` on all GPUs there are, and `large`, the same of graphs that need four; a
+# short table comes last. Rows go to benchmarks/results, and to $OUT/rows.jsonl where OUT is set.
 # BENCH_ARGS: options for every run.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -42,6 +42,13 @@ captured)
     run --case "train-gat-cora,edgeconv-points,$layers" --providers pyg,ours,ours_captured --budget-s 1 \
         --deadline-s 300
     ;;
+dense)
+    "$python" -m benchmarks.dense --also "$rows" >>"$out/log.txt" 2>&1 || status=1
+    layers="$(printf '%s-arxiv,' gcn sage gat gatv2 transformer res-gated)"
+    for kind in '' bf16 fp16; do
+        run --case "${layers%,}" --providers ours,ours_captured --budget-s 0.5 --deadline-s 60 --tensor-cores "$kind"
+    done
+    ;;
 epochs)
     # NVLink multicast stays off.
     export NCCL_NVLS_ENABLE=0
@@ -49,8 +56,19 @@ epochs)
     "$python" -m torch.distributed.run --standalone --nproc-per-node gpu -m benchmarks.epochs --also "$rows" \
         ${BENCH_ARGS:-} --case gcn-products-3x256,gcn-reddit-2x512,gcn-reddit-2x16 >>"$out/log.txt" 2>&1 || status=1
     ;;
+large)
+    export NCCL_NVLS_ENABLE=0
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-12}"  # torchrun would have one
+    export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
+    for options in 'gcn-protein-3x256 --tf32' 'gcn-papers-3x208 --dtype bfloat16'; do
+        # shellcheck disable=SC2086
+        timeout -k 10 280 "$python" -m torch.distributed.run --standalone --nproc-per-node gpu -m benchmarks.epochs \
+            --also "$rows" --providers ours-halo ${BENCH_ARGS:-} --case $options >>"$out/log.txt" 2>&1 || status=1
+    done
+    grep -E '^gcn-' "$out/log.txt"
+    ;;
 *)
-    echo "Expected layers, phases, orders, captured or epochs (got $1)" >&2
+    echo "Expected layers, phases, orders, captured, dense, epochs or large (got $1)" >&2
     exit 2
     ;;
 esac

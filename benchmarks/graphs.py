@@ -41,6 +41,9 @@ SIZES: dict[str, Size | Clouds] = {
     "reddit": Size(232_965, 114_615_892, 44),
     "products": Size(2_449_029, 123_718_280, 346),
     "proteins": Size(132_534, 79_122_504, 13),
+    # MG-GCN's protein graph and papers100M; of the former only the numbers of nodes and edges are known.
+    "protein": Size(8_740_000, 1_300_000_000, 100),
+    "papers": Size(111_059_956, 1_615_685_872, 1700),
     "mesh": Size(40_962, 327_660, 2),
     "small": Size(20_000, 400_000, 100),
     "tiny": Size(300, 2_400, 10),

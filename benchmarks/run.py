@@ -22,7 +22,7 @@ from benchmarks.checks import CheckFailed, check, is_repeatable
 from benchmarks.peers import NotOffered
 from benchmarks.table import render
 from benchmarks.workloads import PROVIDERS, Workload
-from pyg_fullgraph import reuse_constants, tune_kernels
+from pyg_fullgraph import reuse_constants, tune_kernels, use_tensor_cores
 
 RESULTS = Path(__file__).parent / "results"
 Row = dict[str, Any]
@@ -189,10 +189,13 @@ def main(
     deadline_s: Annotated[float, typer.Option(help="Start no case after this many seconds.")] = float("inf"),
     threads: Annotated[int, typer.Option(help="CPU threads of torch.")] = 2,
     tune: Annotated[bool, typer.Option(help="Search the launch shapes of our kernels first.")] = False,
+    tensor_cores: Annotated[str, typer.Option(help="Kind of use_tensor_cores for ours; off without one.")] = "",
 ) -> None:
     """Time benchmark cases."""
     torch.set_num_threads(threads)
     tune_kernels(tune)
+    if tensor_cores:
+        use_tensor_cores(True, tensor_cores)
     chosen = providers.split(",")
     unknown = [p for p in chosen if p not in PROVIDERS]
     if unknown:
@@ -210,7 +213,8 @@ def main(
             print(f"skipped {one.name}: no CUDA device", flush=True)
             continue
         try:
-            fresh = [{**row, "is_tuned": True} if tune and row["provider"] == "ours" else row
+            how = {**({"is_tuned": True} if tune else {}), **({"matmul": tensor_cores} if tensor_cores else {})}
+            fresh = [{**row, **how} if row["provider"].startswith("ours") else row
                      for row in run_case(one, chosen, budget_s)]
         except CaseSkipped as reason:
             print(f"skipped {one.name}: {reason}", flush=True)

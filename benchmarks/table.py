@@ -18,6 +18,8 @@ COLUMNS = ("case", "provider", "p50 ms (p20-p80)", "CPU ms", "against PyG (CPU)"
            "gather GB/s (share)", "largest error")
 EPOCH_COLUMNS = ("epoch of", "provider", "processes", "p50 ms (p20-p80)", "against mg_gcn", "against one process",
                  "hidden", "peak MB (all MB)", "structure MB", "largest error of a loss")
+DENSE_COLUMNS = ("product", "provider", "p50 ms (p20-p80)", "against cuBLAS", "TFLOP/s", "share of memory's time",
+                 "error (cuBLAS)", "first call s")
 FIRST_USE_COLUMNS = ("first step of", "cold ms", "warm ms (least)", "warm CPU ms", "later step ms",
                      "start of the process ms")
 
@@ -33,14 +35,15 @@ def latest(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     for row in rows:
         reuses = row.get("reuses", True) or _is_step(row)  # of one layer or model there is one way to run it
         how = row.get("is_tuned", False), row.get("ranks", 1), reuses, row.get("matmul", "fp32"), \
-            row.get("partition", "random")
+            row.get("partition", "random"), row.get("dtype")
         found[row["device_name"], row["case"], row["provider"], how] = row
     return list(found.values())
 
 
 def cells(row: dict[str, Any], pyg: dict[str, Any] | None) -> list[str]:
     """The columns of one row; ``pyg`` is plain PyG's row of the same case."""
-    provider = row["provider"] + " (tuned)" * bool(row.get("is_tuned"))
+    provider = row["provider"] + " (tuned)" * bool(row.get("is_tuned")) + \
+        (f" ({row['matmul']})" if "matmul" in row else "")
     if "error" in row:
         return [row["case"], provider, row["error"], *[""] * (len(COLUMNS) - 3)]
     speedup = ""
@@ -74,7 +77,7 @@ def epoch_lines(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
         reuses, matmul = row.get("reuses", True) or provider == "mg_gcn", row.get("matmul", "fp32")
         # On one rank there is nothing to divide, and MG-GCN has its own partition.
         method = "random" if ranks == 1 or provider == "mg_gcn" else row.get("partition", "random")
-        return row["device_name"], row["case"], provider, ranks, reuses, matmul, method
+        return row["device_name"], row["case"], provider, ranks, reuses, matmul, method, row["dtype"]
 
     times = {key(r, r["provider"], r["ranks"]): r["p50_ms"] for r in rows if "p50_ms" in r}
 
@@ -87,7 +90,8 @@ def epoch_lines(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
     for row in rows:
         method = row.get("partition", "random")
         provider = row["provider"] + f", {method}" * (method != "random") + \
-            " (nothing kept)" * (not row.get("reuses", True)) + " (TF32)" * (row.get("matmul") == "tf32")
+            " (nothing kept)" * (not row.get("reuses", True)) + " (TF32)" * (row.get("matmul") == "tf32") + \
+            f" ({row['dtype']})" * (row["dtype"] != "float32")
         if "error" in row:
             lines.append([row["case"], provider, str(row["ranks"]), row["error"], *[""] * (len(EPOCH_COLUMNS) - 4)])
             continue
@@ -100,12 +104,30 @@ def epoch_lines(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
     return lines
 
 
+def dense_lines(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """The columns of rows of ``benchmarks.dense``."""
+    torchs = {(r["device_name"], r["case"]): r for r in rows if r["provider"] == "cublas" and "p50_ms" in r}
+    lines = []
+    for row in rows:
+        case = row["case"].removeprefix("dense-")
+        if "error" in row:
+            lines.append([case, row["provider"], row["error"], *[""] * (len(DENSE_COLUMNS) - 3)])
+            continue
+        other = torchs.get((row["device_name"], row["case"]))
+        lines.append([case, row["provider"], f"{row['p50_ms']:.3f} ({row['p20_ms']:.3f}-{row['p80_ms']:.3f})",
+                      "" if other is None or other is row else f"{other['p50_ms'] / row['p50_ms']:.2f}x",
+                      f"{row['tflops']:.1f}", f"{row['memory_share']:.0%}", f"{row['check']['error']:.1e}" +
+                      ("" if other is None or other is row else f" ({other['check']['error']:.1e})"),
+                      f"{row['first_ms'] / 1e3:.2f}"])
+    return lines
+
+
 def _peaks(row: dict[str, Any]) -> str:
     return f"{row['peak_bytes'] / 1e6:.0f}" + (f" ({row['total_bytes'] / 1e6:.0f})" if "total_bytes" in row else "")
 
 
 def _is_step(row: dict[str, Any]) -> bool:
-    return row.get("kind") not in ("first-use", "epoch")
+    return row.get("kind") not in ("first-use", "epoch", "dense")
 
 
 def _of_kind(rows: Iterable[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
@@ -133,6 +155,14 @@ def render_first_use(rows: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
+def render_dense(rows: Sequence[dict[str, Any]]) -> Table:
+    """A table for the terminal, of rows of ``benchmarks.dense``."""
+    table = Table(*DENSE_COLUMNS)
+    for line in dense_lines(rows):
+        table.add_row(*line)
+    return table
+
+
 def render_epochs(rows: Sequence[dict[str, Any]]) -> Table:
     """A table for the terminal, of rows of ``benchmarks.epochs``."""
     table = Table(*EPOCH_COLUMNS)
@@ -155,7 +185,7 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
             text += (f" Measured beside them: copy {max(c for c, _ in ceilings):.0f} GB/s, gather "
                      f"{min(g for _, g in ceilings):.0f} to {max(g for _, g in ceilings):.0f} GB/s.")
         timed = [r for r in here if _is_step(r)]
-        first_uses, epochs = _of_kind(here, "first-use"), _of_kind(here, "epoch")
+        first_uses, epochs, products = (_of_kind(here, kind) for kind in ("first-use", "epoch", "dense"))
         parts.append(text)
         if timed:
             parts.append(_markdown_table([COLUMNS, ["---"] * 2 + ["--:"] * (len(COLUMNS) - 2), *_lines(timed)]))
@@ -165,6 +195,9 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
         if epochs:
             marks = ["---"] * 2 + ["--:"] * (len(EPOCH_COLUMNS) - 2)
             parts.append(_markdown_table([EPOCH_COLUMNS, marks, *epoch_lines(epochs)]))
+        if products:
+            marks = ["---"] * 2 + ["--:"] * (len(DENSE_COLUMNS) - 2)
+            parts.append(_markdown_table([DENSE_COLUMNS, marks, *dense_lines(products)]))
     return "\n\n".join(parts) + "\n"
 
 
@@ -195,6 +228,7 @@ def main(
         console.print(render([r for r in rows if _is_step(r)]))
         console.print(render_first_use(_of_kind(rows, "first-use")))
         console.print(render_epochs(_of_kind(rows, "epoch")))
+        console.print(render_dense(_of_kind(rows, "dense")))
     else:
         print(markdown(rows), end="")
 

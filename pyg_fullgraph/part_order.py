@@ -319,6 +319,10 @@ def order_by_row(row: Tensor, other: Tensor, ids: Tensor, num_rows: int, num_oth
 def _by_row(row: Tensor, other: Tensor, ids: Tensor, num_rows: int,
             dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Row pointer and other endpoints of edges by row, then by id, in ``dtype``, and which edge each is, int64."""
-    by_id = ids.argsort(stable=True)
-    ptr, column, eid = segment.build_csr(row[by_id].to(dtype), other[by_id].to(dtype), num_rows)
+    by_id = None if segment.is_sorted(ids) else ids.argsort(stable=True)
+    if by_id is not None:
+        row, other = row[by_id], other[by_id]
+    ptr, column, eid = segment.build_csr(row.to(dtype), other.to(dtype), num_rows)
+    if by_id is None:
+        return ptr, column, torch.arange(ids.numel(), device=ids.device) if eid is None else eid.long()
     return ptr, column, by_id if eid is None else by_id[eid.long()]

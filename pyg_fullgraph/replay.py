@@ -55,7 +55,8 @@ def capture(step: Callable[[], Any]) -> CapturedStep:
         ``fused=True``; else bit-identical to calling ``step``. Each replay draws new dropout masks, from torch's
         generator as always.
     Raises:
-        InputError: ``step`` cannot be called, there is no CUDA device, or there are several processes.
+        InputError: ``step`` cannot be called, there is no CUDA device, or there are several processes that do not talk
+            by NCCL.
         CaptureError: From one of the first calls, if the step waits for the GPU (``.item()``, a boolean mask as an
             index, printing), computes on the CPU, or has an optimizer that cannot be replayed.
     """
@@ -63,8 +64,9 @@ def capture(step: Callable[[], Any]) -> CapturedStep:
         raise InputError("step", "to be a function without arguments that does one training step", type(step).__name__)
     if not torch.cuda.is_available():
         raise InputError("step", "to run on a CUDA device", "a machine without one; call the step itself there")
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        raise InputError("step", "to run in a single process", f"{dist.get_world_size()} processes")
+    if dist.is_initialized() and dist.get_world_size() > 1 and "nccl" not in dist.get_backend_config():
+        raise InputError("step", "to talk to other processes by NCCL, whose transfers can be recorded",
+                         f"the backend {dist.get_backend_config()}")
     return CapturedStep(step)
 
 

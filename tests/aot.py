@@ -2,25 +2,29 @@
 
 ``python -m tests.aot [CASE[:DTYPE[:INDEX]] ...]`` compiles the kernels of ``tests.programs`` (all of them, fp32 and
 i32 if not told otherwise) and prints one JSON object: kernel -> registers, spilled bytes and shared memory. With
-``--narrow`` nothing is compiled: kernel -> lines of Triton's IR about float32, of which a kernel of float64 has none. A
-process of its own, because Triton decides at import whether it interprets.
+``--narrow`` nothing is compiled: kernel -> lines of Triton's IR about float32, of which a kernel of float64 has none.
+With ``--short`` neither: kernel -> lines that may not hold where tensors have more than 2**31 elements, and the same
+without conversions of row ids. With ``--dense`` those of ``triton_kernels.dense`` for the widths N,K that follow.
+A process of its own, because Triton decides at import whether it interprets.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import io
 import json
+import math
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from triton._C.libtriton import ir as triton_ir
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource, make_backend
 
 from pyg_fullgraph.autograd import EdgePhase
@@ -31,7 +35,7 @@ from pyg_fullgraph.saga.passes import split
 from pyg_fullgraph.saga.plans import KERNELS, Plan, Sweep, is_staged
 from pyg_fullgraph.saga.rows import RowsSource, generate
 from tests.programs import CASES, MORE_CASES, ROW_CASES, WIDE_CASES
-from triton_kernels import launch
+from triton_kernels import dense, launch
 
 TARGET = GPUTarget("cuda", 90, 32)
 
@@ -109,53 +113,111 @@ def _source(function: Any, signature: dict[str, str], constants: dict[str, Any],
                             if a.endswith("_ptr") or a in even})
 
 
-def _compile(source: ASTSource, num_warps: int) -> dict[str, int]:
-    made = triton.compile(source, target=TARGET, options={"num_warps": num_warps})
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx:
-        ptx.write(made.asm["ptx"])
-        ptx.flush()
-        report = subprocess.run([nvidia.get_ptxas(90).path, "-v", "--gpu-name=sm_90a", ptx.name, "-o", "/dev/null"],
-                                capture_output=True, text=True, check=True).stderr
+def _compile(source: ASTSource, num_warps: int, num_stages: int = 3) -> dict[str, int]:
+    knobs = triton.knobs
+    with contextlib.redirect_stdout(io.StringIO()) as log, knobs.nvidia.scope(), knobs.compilation.scope():
+        knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
+        made = triton.compile(source, target=TARGET, options={"num_warps": num_warps, "num_stages": num_stages})
 
     def number(pattern: str) -> int:
-        found = re.search(pattern, report)
-        assert found is not None, report
+        found = re.search(pattern, log.getvalue())
+        assert found is not None, log.getvalue()
         return int(found[1])
 
     return {"registers": number(r"Used (\d+) registers"), "spill_bytes": number(r"(\d+) bytes spill stores"),
-            "shared_bytes": made.metadata.shared}
+            "shared_bytes": made.metadata.shared, "wgmma": made.asm["ptx"].count("wgmma.mma_async")}
 
 
-def _narrow_lines(source: ASTSource, num_warps: int) -> list[str]:
-    """Lines about float32, before any pass of Triton's folds a constant and hides that it was rounded."""
+def _made_ir(source: ASTSource, num_warps: int) -> str:
+    """Triton's IR before any pass of Triton's, which may fold a constant, say, and hide that it was rounded."""
     backend = make_backend(TARGET)
     options, context = backend.parse_options({"num_warps": num_warps}), triton_ir.context()
     triton_ir.load_dialects(context)
     backend.load_dialects(context)
-    made = source.make_ir(TARGET, options, backend.get_codegen_implementation(options), backend.get_module_map(),
-                          context)
-    return re.findall(r"^.*\b(?:\d+x)*f32\b.*$", str(made), re.MULTILINE)
+    return str(source.make_ir(TARGET, options, backend.get_codegen_implementation(options), backend.get_module_map(),
+                              context))
 
 
-def narrow(names: list[str]) -> dict[str, list[str]]:
-    """Lines about float32 of the kernels of cases in float64."""
+def _narrow_lines(source: ASTSource, num_warps: int) -> list[str]:
+    """Lines about float32."""
+    return re.findall(r"^.*\b(?:\d+x)*f32\b.*$", _made_ir(source, num_warps), re.MULTILINE)
+
+
+def _short_lines(source: ASTSource, num_warps: int) -> list[str]:
+    """Products in 32 bits of what comes from memory, such as ids, or of the distance of rows."""
+    found: list[str] = []
+    is_id: dict[str, bool] = {}
+
+    def comes_from_memory(names: list[str]) -> bool:
+        return any(is_id.get(n) or n.endswith("_stride") for n in names)
+
+    for line in _made_ir(source, num_warps).splitlines():
+        if re.search(r"= arith\.muli .*: (?:tensor<[\dx]*)?i32\b", line) and \
+                comes_from_memory(re.findall(r"%\w+", line)[1:]):
+            found.append(line.strip())
+        # Of a loop: its counter, what is carried, and its results.
+        for match in re.finditer(r"(%\w+)(?::\d+)? = (?=([^=]*))", line):
+            is_id[match[1]] = "tt.load" in match[2] or comes_from_memory(re.findall(r"%\w+", match[2]))
+    return found
+
+
+def lines_of(names: list[str], report: Any, dtype: str, index: str) -> dict[str, list[str]]:
+    """What ``report`` finds in the kernels of cases."""
     found: dict[str, list[str]] = {}
-    report: Any = _narrow_lines
     for name in names or CASES | MORE_CASES:
         plans = plans_of((CASES | MORE_CASES)[name]())
         for kernel in rows_of(plans, False):
-            found[f"{name}/{kernel.name}"] = compile_rows(kernel, "fp64", "i64", report)
+            found[f"{name}/{kernel.name}"] = compile_rows(kernel, dtype, index, report)
         for sweep in sweeps_of(plans):
-            kernel = kernel_of(sweep, 2)
-            if isinstance(kernel, KernelSource):
-                for part in (kernel.name, *([kernel.merge_name] if kernel.has_merge else [])):
-                    found[f"{name}/{part}"] = compile_kernel(kernel, part, "fp64", "i64", report=report)
+            for takes_blocks in (None, True):
+                kernel = kernel_of(sweep, {"fp64": 2, "fp32": 4}[dtype], takes_blocks=takes_blocks)
+                if isinstance(kernel, KernelSource):
+                    for part in (kernel.name, *([kernel.merge_name] if kernel.has_merge else [])):
+                        found[f"{name}/{part}"] = compile_kernel(kernel, part, dtype, index, report=report)
+    return found
+
+
+def without_conversions(name: str) -> list[list[str]]:
+    """What :func:`_short_lines` finds in kernels of a case that leave ids as they are."""
+    kernels = [kernel_of(sweep) for sweep in sweeps_of(plans_of(CASES[name]()))]
+    sources = [dataclasses.replace(k, source=k.source.replace(".to(tl.int64)", ""))
+               for k in kernels if isinstance(k, KernelSource)]
+    return [compile_kernel(k, k.name, report=_short_lines) for k in sources]
+
+
+def compile_dense(kind: str, num_out: int, num_in: int) -> dict[str, dict[str, int]]:
+    """The kernels of products of features ``[M, num_in]`` and a weight ``[num_out, num_in]``, as a launch has them."""
+    _, dtype = dense.KINDS[kind]
+    parts = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}[dtype]
+    in_align, out_align = math.gcd(num_in, 4), math.gcd(num_out, 4)
+    found = {}
+    for function, tile in ((dense.product_kernel, dense.product_tile(num_out, num_in, kind, in_align)),
+                           (dense.gradient_kernel,
+                            dense.gradient_tile(num_out, num_in, kind, min(in_align, out_align)))):
+        numbers = {"x_stride": num_in // in_align, "g_stride": num_out // out_align, "num_in": num_in // in_align,
+                   "num_out": num_out // out_align, "out_stride": num_in, "pitch": 16, "part_stride": 16}
+        constants = {"KIND": kind, "PART": dense.PARTS[dtype], "HAS_BIAS": True, "X_ALIGN": in_align,
+                     "G_ALIGN": out_align, "Y_ALIGN": out_align, "IS_EVEN": num_in % tile.block_k == 0,
+                     "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "in_stride": 1}
+        signature = {a: parts if a == "part_ptr" else "*fp32" if a.endswith("_ptr") else "i32"
+                     for a in function.arg_names}
+        even = [name for name, number in numbers.items() if number % 16 == 0]
+        found[function.__name__] = _compile(_source(function, signature, constants, even), tile.num_warps,
+                                            tile.num_stages)
     return found
 
 
 def main(names: list[str]) -> None:
+    if names[:1] == ["--dense"]:
+        widths = [tuple(map(int, name.split(","))) for name in names[1:]]
+        print(json.dumps({f"{kind} {n},{k} {name}": report for kind in ("bf16", "fp16", "tf32") for n, k in widths
+                          for name, report in compile_dense(kind, n, k).items()}, indent=1))
+        return
     if names[:1] == ["--narrow"]:
-        print(json.dumps(narrow(names[1:]), indent=1))
+        print(json.dumps(lines_of(names[1:], _narrow_lines, "fp64", "i64"), indent=1))
+        return
+    if names[:1] == ["--short"]:
+        print(json.dumps([lines_of(names[1:], _short_lines, "fp32", "i32"), without_conversions("gat")], indent=1))
         return
     results: dict[str, Any] = {}
     cases = CASES | MORE_CASES | WIDE_CASES

@@ -1,11 +1,13 @@
 """Markers, devices and data that all tests share."""
 
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from torch_geometric.nn import SAGEConv, SimpleConv
 
 from pyg_fullgraph import debug
 
@@ -18,13 +20,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         elsewhere = [item for item in items if item.get_closest_marker("interpreter")]
         config.hook.pytest_deselected(items=elsewhere)
         items[:] = [item for item in items if item not in elsewhere]
-    # So that no process is left with a long one when the others are done.
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    # The longest first, so that no process is left with one when the others are done. A process has two tests at a
+    # time, so that each of these comes with a short one.
+    slow = sorted((item for item in items if item.get_closest_marker("slow")), key=lambda item: -_seconds(item))
+    fast = [item for item in items if not item.get_closest_marker("slow")]
+    items[:] = [*itertools.chain.from_iterable(zip(slow, fast, strict=False)), *slow[len(fast):], *fast[len(slow):]]
     num_devices = torch.cuda.device_count()
     for item in items:
         wanted = 2 if item.get_closest_marker("multi_gpu") else 1 if item.get_closest_marker("gpu") else 0
         if num_devices < wanted:
             item.add_marker(pytest.mark.skip(reason=f"needs {wanted} CUDA device(s), found {num_devices}"))
+
+
+def _seconds(item: pytest.Item) -> float:
+    """About how long a slow test takes."""
+    return float(next(iter(item.get_closest_marker("slow").args), 10))
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -56,3 +66,12 @@ def data_dir() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no data folder at {folder}; set PFG_DATA")
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fused_first() -> None:
+    """PyG writes the `propagate` of a class for its first layer, and without the branch for sparse matrices if that one
+    has an aggregation they do not know: layers made after it have no such branch either, whatever theirs.
+    """
+    SAGEConv(1, 1)
+    SimpleConv()

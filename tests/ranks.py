@@ -12,6 +12,7 @@ import os
 import queue
 import tempfile
 import traceback
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
@@ -69,6 +70,7 @@ class Ranks:
         atexit.register(self.stop)
 
     def run(self, function: Any, *args: Any) -> list[Any]:
+        ForkingPickler.dumps((function, args))  # a queue's own thread would lose what cannot be sent
         for calls in self.calls:
             calls.put((function, args))
         found: dict[int, Any] = {}

@@ -278,7 +278,7 @@ def test_gather_kernel_sums_rows():
 
 
 def epoch_rows(rank, size, matmul="fp32"):
-    return list(epochs.run_case(epochs.CASES["gcn-tiny-2x16"], epochs.PROVIDERS, "cpu", Group(), 0.0, matmul,
+    return list(epochs.run_case(epochs.CASES["gcn-tiny-2x16"], epochs.UNCAPTURED, "cpu", Group(), 0.0, matmul,
                                 methods=("random", "ranges")))
 
 
@@ -286,7 +286,7 @@ def epoch_rows(rank, size, matmul="fp32"):
 def test_epochs_of_all_providers_have_the_losses_of_pyg(size):
     for rows in ranks(size).run(epoch_rows):
         assert [(row["provider"], row["partition"]) for row in rows] == [
-            (provider, method) for provider in epochs.PROVIDERS
+            (provider, method) for provider in epochs.UNCAPTURED
             for method in ("random", "ranges")[:1 if provider == "mg_gcn" else 2]]
         for row in rows:
             assert row["ranks"] == size and row["check"]["against"] == "pyg float64"
@@ -317,6 +317,51 @@ def test_an_epoch_of_wrong_losses_is_not_timed(matmul, monkeypatch):
     assert torch.get_float32_matmul_precision() == "highest"
 
 
+def test_an_epoch_whose_loss_does_not_fall_has_no_time(monkeypatch):
+    monkeypatch.setattr(epochs, "LEARNING_RATE", 0.0)
+    (row,) = epochs.run_case(epochs.CASES["gcn-tiny-2x16"], ("ours-halo",), "cpu", Group(), 0.0)
+    assert "does not fall" in row["error"] and "p50_ms" not in row
+
+
+def test_epochs_in_half_precision():
+    (row,) = epochs.run_case(epochs.CASES["gcn-tiny-2x16"], ("ours-halo",), "cpu", Group(), 0.0, dtype="bfloat16")
+    assert row["dtype"] == "bfloat16" and 1e-6 < row["check"]["error"] < 1e-2
+    assert table.epoch_lines([row])[0][1] == "ours-halo (bfloat16)"
+
+
+def test_without_pyg_an_epoch_is_checked_by_a_second_run(monkeypatch):
+    monkeypatch.setattr(epochs, "MAX_PYG_EDGES", 0)
+    rows = list(epochs.run_case(epochs.CASES["gcn-tiny-2x16"], ("ours-halo", "mg_gcn"), "cpu", Group(), 0.0))
+    assert [row["check"]["against"] for row in rows] == ["ours-halo"] * 2
+    assert all(row["check"]["error"] < 1e-5 and "p50_ms" in row for row in rows)
+    assert set(rows[0]["seconds"]) == {"draw", "gather", "graph", "partition", "shard", "features", "first epoch"}
+
+
+def rows_of_parts(rank, size):
+    problem = epochs.Problem(epochs.CASES["gcn-tiny-2x16"], "cpu", Group())
+    problem.partition("random", problem.graph())
+    ids = problem._partitions["random"].part(rank)
+    return problem.edge_index(), ids, problem.draw(ids.flip(0)), problem.draw(torch.arange(300))
+
+
+def test_every_rank_draws_its_own_rows_of_the_same_features(monkeypatch):
+    alone = ranks(1).run(rows_of_parts)[0]
+    found = ranks(3).run(rows_of_parts)
+    assert torch.cat([ids for _, ids, _, _ in found]).sort().values.tolist() == list(range(300))
+    for edge_index, ids, mine, whole in found:
+        assert torch.equal(edge_index, alone[0])
+        assert all(map(torch.equal, whole, alone[3]))
+        assert all(torch.equal(a, b[ids.flip(0)]) for a, b in zip(mine, whole, strict=True))
+    problem = epochs.Problem(epochs.CASES["gcn-tiny-2x16"], "cpu", Group())
+    monkeypatch.setattr(epochs, "BLOCK", 64)
+    ids = torch.randperm(300)
+    whole, some = problem.draw(torch.arange(300)), problem.draw(ids)
+    assert all(torch.equal(a, b[ids]) for a, b in zip(some, whole, strict=True))
+    assert len(whole[0].unique(dim=0)) == 300
+
+
 def test_epochs_refuse_unknown_names():
-    for arguments in (["--case", "gcn-nowhere"], ["--case", "gcn-tiny-2x16", "--providers", "dgl"]):
+    for arguments in (["--case", "gcn-nowhere"], ["--case", "gcn-tiny-2x16", "--providers", "dgl"],
+                      ["--case", "gcn-tiny-2x16", "--dtype", "float16"],
+                      ["--case", "gcn-tiny-2x16", "--providers", "mg_gcn", "--dtype", "bfloat16"]):
         assert CliRunner().invoke(_app(epochs.main), arguments).exit_code == 2

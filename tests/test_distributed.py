@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import sharded
+import sharded_captured
 import sharded_rows
 from layers import MORE, MORE_PAIRS, PAIRS, SQUARE
 from ranks import ranks
@@ -29,12 +30,13 @@ BOTH = [("halo", False), ("broadcast", True)]
 EACH = [*BOTH, ("feature_split", False)]
 
 
-#: All layers, and every third, each time others.
-ALL = [pytest.param(size, 0, 1, marks=[pytest.mark.slow] * (size != 2)) for size in (1, 2, 3, 4)]
-SOME = [(1, 0, 3), (3, 1, 3), (4, 2, 3)]
+#: Of other numbers of parts than two every third layer, each time others, and the rest apart.
+SOME = [(1, 0, 3), (2, 0, 1), (3, 1, 3), (4, 2, 3)]
+REST = [pytest.param(size, (first + k) % 3, 3, marks=pytest.mark.slow(40)) for size, first, step in SOME if step > 1
+        for k in (1, 2)]
 
 
-@pytest.mark.parametrize("size, first, step", [*ALL, *SOME])
+@pytest.mark.parametrize("size, first, step", [*SOME, *REST])
 def test_layers_equal_the_whole(size, first, step):
     ranks(size).run(sharded.check_layers, ON_NODES[first::step], "hub", *EACH)
     ranks(size).run(sharded.check_layers, ON_PAIRS[first::step], "bipartite", *EACH)
@@ -67,6 +69,12 @@ def test_layers_equal_the_whole_by_nccl(layer, graph, ways):
 @pytest.mark.parametrize("way", ["broadcast", "halo", "feature_split"])
 def test_training_equals_the_whole_by_nccl(way):
     ranks(2, "nccl").run(sharded.check_training, "gat", way)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("way", ["broadcast", "halo", "feature_split"])
+def test_captured_steps_of_several_ranks(way):
+    ranks(2, "nccl").run(sharded_captured.check_captured, way)
 
 
 def test_seven_parts():

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import zoo
+from oracle import random_case
 from pyg_fullgraph import errors
 from pyg_fullgraph import partition as partitions
 from pyg_fullgraph.graph import Graph
@@ -149,6 +150,25 @@ def test_what_is_no_partition_is_refused():
         made.join([torch.zeros(1), torch.zeros(2)])
     with pytest.raises(errors.InputError, match="divide the 97 src vertices"):
         Shard.of(graph_of(zoo.prime()), made, made, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["auto", "random", "ranges"])
+def test_parts_made_on_a_gpu_are_those_made_on_a_cpu(method):
+    case = random_case(5000, 5000, 200_000)
+    here = Graph.from_edge_index(case.edge_index, case.size)
+    there = here.to("cuda")
+    made, again = partition(here, 4, method), partition(there, 4, method)
+    assert again.order.device.type == "cpu"
+    assert torch.equal(made.order, again.order) and made.bounds == again.bounds
+    assert partitions.fingerprint(here.in_src) == partitions.fingerprint(there.in_src)
+    for k in range(4):
+        plain, moved = Shard.of(here, made, made, k), Shard.of(there, made, made, k)
+        assert moved.incoming.rows.ptr.is_cuda
+        for name in ("home", "away"):
+            assert all(torch.equal(a, b.cpu()) for a, b in zip(getattr(plain, name), getattr(moved, name), strict=True))
+        for a, b in ((plain.incoming, moved.incoming), (plain.outgoing, moved.outgoing)):
+            assert torch.equal(a.halo, b.halo.cpu()) and torch.equal(a.sent, b.sent.cpu())
 
 
 def exchanged(parts, counts_out, counts_in):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 import torch
 import torch_geometric.nn as pyg_nn
-from pyg_suite import repeat
+from pyg_suite import plugin, repeat
 
 import pyg_fullgraph.nn as fused_nn
 
@@ -69,6 +70,28 @@ def test_a_class_of_ones_own_has_a_twin():
     plain = repeat.as_plain(repeat.copy_module(module))
     assert not isinstance(plain, repeat.FusedMixin)
     torch.testing.assert_close(plain(x, EDGES), module(x, EDGES))
+
+
+def test_values_of_a_sparse_adjacency_are_repeated_in_float64():
+    """Else a layer that takes them cannot be compared in float64, and what is rounding is called wrong."""
+    values = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    adj = torch.sparse_coo_tensor(EDGES, values, (3, 3)).to_sparse_csr()
+    (copied,), _ = repeat.copy_arguments((adj,), torch.float64)
+    assert copied.dtype == torch.float64 and copied.values().tolist() == values.tolist()
+
+
+@pytest.mark.parametrize("error, is_rounding", [(1e-7, True), (1e-3, False)])
+def test_only_rounding_passes_in_float64(error, is_rounding):
+    def runtest():
+        one = torch.ones(1)
+        wrong = error if one.dtype == torch.float32 else max(error - 1e-6, 0.0)
+        assert torch.allclose(one, one + wrong, rtol=0, atol=1e-8)
+
+    item = types.SimpleNamespace(runtest=runtest)
+    with pytest.raises(AssertionError):
+        runtest()
+    assert plugin._passes_in_float64(item, torch.get_rng_state()) is is_rounding
+    assert torch.get_default_dtype() == torch.float32
 
 
 @pytest.mark.slow

@@ -1,32 +1,24 @@
-"""Steps as CUDA graphs: what a recording takes from memos, when it is given up, and, on a GPU, that it is the step."""
+"""Steps as CUDA graphs: what a recording takes from memos, and when it is given up; see also test_replay_gpu."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import types
 
 import pytest
 import torch
-import torch.nn.functional as F
 from layers import SQUARE
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch_geometric.data import Data
 
 import pyg_fullgraph as pfg
 from oracle import random_case
 from pyg_fullgraph import memo, replay
-from pyg_fullgraph.config import TrainConfig
-from pyg_fullgraph.data import generate
 from pyg_fullgraph.errors import CaptureError, InputError
 from pyg_fullgraph.graph import graph_of
-from pyg_fullgraph.nn import GATConv, GCNConv, SAGEConv, TransformerConv
-from pyg_fullgraph.training import EpochReport, train
-
-GPU = pytest.mark.gpu
-
+from pyg_fullgraph.nn import GATConv, GCNConv, SAGEConv
 
 # --- what is asked of the arguments -----------------------------------------------------------------------------
 
@@ -371,248 +363,3 @@ class Scaled:
                          ids=["comprehension", "generator", "lambda", "object"])
 def test_globals_are_found_in_what_is_inside_a_step(step):
     assert [value for _, key, value in replay._bindings(step) if key == "SCALE"] == [SCALE]
-
-
-# --- on a GPU ---------------------------------------------------------------------------------------------------
-
-
-class Net(nn.Module):
-    def __init__(self, kind: str, dropout: float = 0.0) -> None:
-        super().__init__()
-        make = {"gat": lambda i, o: GATConv(i, o, heads=4, concat=False, dropout=dropout), "gcn": GCNConv,
-                "sage-max": lambda i, o: SAGEConv(i, o, aggr="max"),
-                "transformer": lambda i, o: TransformerConv(i, o, heads=2, concat=False, edge_dim=3)}[kind]
-        self.first, self.norm, self.second = make(16, 32), nn.BatchNorm1d(32), make(32, 5)
-        self.dropout, self.takes_edges = dropout, kind == "transformer"
-
-    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
-        more = (edge_attr,) if self.takes_edges else ()
-        x = F.elu(self.norm(self.first(F.dropout(x, self.dropout, self.training), edge_index, *more)))
-        return self.second(F.dropout(x, self.dropout, self.training), edge_index, *more)
-
-
-class GpuJob:
-    """A model on a random graph with an optimizer; ``step`` is the training step, ``rate`` a number or a tensor."""
-
-    def __init__(self, kind: str = "gat", optimizer: str = "adam", is_plain: bool = True, dropout: float = 0.0) -> None:
-        torch.manual_seed(1)
-        self.x = torch.randn(300, 16, device="cuda")
-        self.edge_index = torch.randint(300, (2, 3000), device="cuda")
-        self.edge_attr = torch.randn(3000, 3, device="cuda")
-        self.y = torch.randint(5, (300,), device="cuda")
-        self.rows = torch.arange(0, 300, 2, device="cuda")
-        self.model = Net(kind, dropout).cuda()
-        # What captured steps run with, so that bits can be compared.
-        rate = torch.tensor(0.02, device="cuda") if is_plain else 0.02
-        more = {"fused" if optimizer == "sgd" else "capturable": True} if is_plain else {}
-        make = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW,
-                "sgd": lambda p, **o: torch.optim.SGD(p, momentum=0.9, dampening=0.1, **o)}[optimizer]
-        self.optimizer = make(self.model.parameters(), lr=rate, **more)
-
-    def forward(self) -> Tensor:
-        return self.model(self.x, self.edge_index, self.edge_attr)
-
-    def step(self) -> Tensor:
-        self.model.train()
-        self.optimizer.zero_grad()
-        loss = F.cross_entropy(self.forward()[self.rows], self.y[self.rows])
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        return loss
-
-    def evaluate(self) -> Tensor:
-        self.model.eval()
-        with torch.no_grad():
-            return self.model(self.x + 1, self.edge_index, self.edge_attr)
-
-
-def assert_same(job: GpuJob, other: GpuJob) -> None:
-    for (name, a), b in zip(job.model.named_parameters(), other.model.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0, msg=f"{name}: {float((a - b).detach().abs().max())}")
-        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=0, msg=f"grad of {name}")
-    for (name, a), b in zip(job.model.named_buffers(), other.model.buffers(), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0, msg=name)
-
-
-def pair(*options: object) -> tuple[GpuJob, GpuJob, pfg.CapturedStep]:
-    plain, job = GpuJob(*options), GpuJob(*options, is_plain=False)
-    return plain, job, pfg.capture(job.step)
-
-
-@GPU
-@pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd"])
-@pytest.mark.parametrize("kind", ["gat", "gcn", "sage-max", "transformer"])
-def test_replays_are_the_steps_to_the_bit(kind, optimizer):
-    plain, job, step = pair(kind, optimizer)
-    for k in range(12):
-        want, got = plain.step(), step()
-        assert torch.equal(want, got), f"loss of step {k}: {float(want)} {float(got)}"
-        torch.testing.assert_close(plain.evaluate(), job.evaluate(), rtol=0, atol=0)
-    assert step.num_recordings == 1 and step.pool_bytes > 0
-    assert_same(plain, job)
-
-
-@GPU
-@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
-def test_schedulers_act_on_replays(optimizer):
-    plain, job, step = pair("gcn", optimizer)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(job.optimizer, 0.9)
-    for _ in range(10):
-        plain.step()
-        step()
-        scheduler.step()
-        rate = job.optimizer.param_groups[0]["lr"]
-        assert isinstance(rate, float)
-        plain.optimizer.param_groups[0]["lr"].fill_(rate)
-    assert step.num_recordings == 1
-    assert_same(plain, job)
-
-
-def losses(step: pfg.CapturedStep, count: int = 6) -> list[float]:
-    return [float(step()) for _ in range(count)]
-
-
-@GPU
-def test_every_replay_draws_masks_that_follow_the_seed():
-    job = GpuJob("gat", "sgd", is_plain=False, dropout=0.5)
-    job.optimizer.param_groups[0]["lr"] = 0.0
-    step = pfg.capture(job.step)
-    losses(step)
-    assert step.is_recorded
-    torch.manual_seed(5)
-    first = losses(step)
-    assert len(set(first)) == len(first)
-    torch.manual_seed(5)
-    assert losses(step) == first
-    torch.manual_seed(6)
-    assert losses(step)[0] != first[0]
-
-
-@GPU
-def test_masks_are_those_of_steps_that_are_not_captured():
-    plain, job = (GpuJob("gat", "adam", is_plain, 0.5) for is_plain in (True, False))
-    torch.manual_seed(5)
-    want = [float(plain.step()) for _ in range(10)]
-    torch.manual_seed(5)
-    assert losses(pfg.capture(job.step), 10) == want
-
-
-@GPU
-@pytest.mark.parametrize("wait", [lambda loss: loss.item(), lambda loss: loss.detach()[loss > 0], print])
-def test_a_step_that_waits_is_refused_and_goes_on_without(wait):
-    job = GpuJob(is_plain=False, dropout=0.5)
-
-    def step() -> Tensor:
-        loss = job.step()
-        wait(loss)
-        return loss
-
-    captured = pfg.capture(step)
-    with pytest.raises(CaptureError, match=r"without the host waiting.*test_replay\.py:\d+: "):
-        call(captured)
-    before = job.step().item()
-    assert job.step().item() != before
-    good = pfg.capture(job.step)
-    losses(good, 8)
-    assert good.is_recorded
-
-
-@GPU
-def test_what_cannot_be_replayed_is_named():
-    job = GpuJob(is_plain=False)
-    job.optimizer = torch.optim.Adagrad(job.model.parameters())
-    with pytest.raises(CaptureError, match="Adagrad, which has 'step' on the host"):
-        pfg.capture(job.step)()
-    cpu = nn.Linear(3, 3)
-    with pytest.raises(CaptureError, match="a tensor on cpu"):
-        pfg.capture(lambda: cpu(torch.ones(2, 3)))()
-    with pytest.raises(CaptureError, match="a step that does nothing there"):
-        call(pfg.capture(lambda: None))
-
-
-@GPU
-def test_graphs_made_in_the_step_are_made_in_every_replay():
-    """New tensors have new graphs: nothing of a replay may be found by the next one, nor outside."""
-    plain, job, _ = pair("sage-max")
-
-    def with_new_edges(one: GpuJob) -> Tensor:
-        one.optimizer.zero_grad()
-        loss = one.model(one.x, one.edge_index.flip(0), one.edge_attr).square().mean()
-        loss.backward()
-        one.optimizer.step()
-        return loss
-
-    step = pfg.capture(lambda: with_new_edges(job))
-    for _ in range(9):
-        want, got = with_new_edges(plain), step()
-        assert torch.equal(want, got)
-        assert torch.equal(plain.evaluate(), job.evaluate())
-        for one in (plain, job):
-            one.edge_index.copy_(one.edge_index.roll(1, 0).roll(7, 1))
-    assert step.num_recordings == 1
-    assert_same(plain, job)
-
-
-@GPU
-def test_changed_data_is_seen():
-    plain, job, step = pair("sage-max")
-    for k in range(30):
-        if k == 7:
-            for one in (plain, job):
-                one.x.mul_(1.5)
-        if k == 15:
-            for one in (plain, job):
-                one.edge_index = one.edge_index.flip(1)
-        if k == 24:
-            for one in (plain, job):
-                one.optimizer.load_state_dict(copy.deepcopy(one.optimizer.state_dict()))
-        assert torch.equal(plain.step(), step()), k
-    assert step.num_recordings >= 3  # one after each change of what it cannot read anew
-    assert_same(plain, job)
-
-
-@GPU
-def test_replays_allocate_nothing_and_memory_comes_back():
-    job = GpuJob(is_plain=False)
-    step = pfg.capture(job.step)
-    losses(step, 8)
-    torch.cuda.synchronize()
-    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-    torch.cuda.reset_peak_memory_stats()
-    for _ in range(20):
-        step()
-    assert torch.cuda.memory_allocated() == allocated == torch.cuda.max_memory_allocated()
-    assert torch.cuda.memory_reserved() == reserved
-    held = step.pool_bytes
-    step.reset()
-    job.optimizer.zero_grad()
-    torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() <= reserved - held
-
-
-@GPU
-@pytest.mark.parametrize("kind", ["gat", "gcn"])
-def test_training_by_replays_follows_the_curve(kind):
-    data = generate(nodes=200, degree=6, classes=3, features=12)
-    plain, captured = (train(TrainConfig.preset("generated", kind, epochs=20, device="cuda", capture=capture), data)
-                       for capture in (False, True))
-    assert captured["seeds"][0]["losses"] == pytest.approx(plain["seeds"][0]["losses"], rel=1e-3)
-
-
-@GPU
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_training_by_replays_is_interrupted_and_resumed(dtype, tmp_path):
-    data = generate(nodes=200, degree=6, classes=3, features=12)
-    config = TrainConfig.preset("generated", "gat", epochs=20, device="cuda", capture=True, dropout=0.5, dtype=dtype)
-    whole = train(config, data)
-    config = dataclasses.replace(config, out=str(tmp_path))
-
-    def interrupt(report: EpochReport) -> None:
-        if report.epoch == 9:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt, match="Stopped after 10 of 20 epochs; saved"):
-        train(config, data, on_epoch=interrupt)
-    resumed = train(dataclasses.replace(config, resume=True), data)
-    assert resumed["seeds"][0]["losses"] == whole["seeds"][0]["losses"]

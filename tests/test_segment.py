@@ -63,8 +63,8 @@ def test_is_stable_sees_a_descent_within_a_row_only():
 
 def test_index_dtype_changes_at_the_int32_limit():
     assert segment.index_dtype() == torch.int32
-    assert segment.index_dtype(2**31 - 1, 5) == torch.int32
-    assert segment.index_dtype(5, 2**31) == torch.int64
+    assert segment.index_dtype(2**31 - 1024, 5) == torch.int32
+    assert segment.index_dtype(5, 2**31 - 1023) == torch.int64  # a block beyond the last edge has to be a number too
 
 
 def check_schedule(degree: list[int], max_piece: int, waits: bool, device: str | torch.device = "cpu") -> None:

@@ -3,7 +3,6 @@
 import dataclasses
 import gc
 import json
-import os
 import pickle
 import signal
 
@@ -48,7 +47,7 @@ class Interrupt:
 
 
 def press_ctrl_c():
-    os.kill(os.getpid(), signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)  # to this thread: sent to the process, it may come after the test
 
 
 def raise_interrupt():
@@ -338,10 +337,14 @@ def test_second_ctrl_c_stops_inside_the_step_and_keeps_the_last_checkpoint(tiny,
 
 
 def test_ctrl_c_without_a_folder_says_that_nothing_is_kept(tiny):
-    with pytest.raises(KeyboardInterrupt, match="nothing was saved"):
-        train_seed(tiny_config(), tiny, 0, on_epoch=Interrupt(1, press_ctrl_c))
-    with pytest.raises(KeyboardInterrupt):
-        press_ctrl_c()  # the handler in place before is back
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
+    try:
+        with pytest.raises(KeyboardInterrupt, match="nothing was saved"):
+            train_seed(tiny_config(), tiny, 0, on_epoch=Interrupt(1, press_ctrl_c))
+        with pytest.raises(KeyboardInterrupt):
+            press_ctrl_c()  # the handler in place before is back
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture
@@ -438,13 +441,13 @@ def test_nothing_outlives_an_epoch(tiny, model):
 
 # published accuracy; `python -m pyg_fullgraph train` with ten seeds is in docs/datasets.md
 
-PUBLISHED = [("cora", "gcn", 0.815), ("cora", "gat", 0.830), ("citeseer", "gcn", 0.703), ("citeseer", "gat", 0.725)]
+PUBLISHED = [("cora", "gcn", 0.815), ("cora", "gat", 0.830), ("citeseer", "gcn", 0.703)]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(80)
 @pytest.mark.parametrize("name, model, accuracy", PUBLISHED)
 def test_published_accuracy(data_dir, name, model, accuracy):
-    """One seed scatters by 0.8 %; docs/datasets.md has the ten seeds and their command."""
+    """One seed scatters by 0.8 %; docs/datasets.md has ten seeds, their command, and GAT on Citeseer (two minutes)."""
     config = TrainConfig.preset(str(data_dir / f"{name}.npz"), model, normalize_features=True)
     assert train(config)["test_accuracy_mean"] == pytest.approx(accuracy, abs=0.025)
 

@@ -111,7 +111,7 @@ def test_tuning_is_off_unless_asked_for_and_never_on_a_cpu():
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("name", ["gat", "gatv2", "gcn", "sage-max", "gmm"])
+@pytest.mark.parametrize("name", ["gatv2", "sage-max"])
 def test_every_shape_gives_the_same_results(monkeypatch, name):
     """Each kernel in every shape one step from its own, forward and backward, rows cut and merged too."""
     tried = set()

@@ -50,9 +50,13 @@ def load(source: str) -> ModuleType:
 def launch(source: str, name: str, programs: int, args: Sequence[Any], constants: Mapping[str, Any],
            num_warps: int, device: torch.device) -> None:
     """Run kernel ``name`` of ``source`` with ``programs`` programs on ``device``; nothing happens for 0 programs."""
-    if programs == 0:
-        return
-    kernel = getattr(load(source), name)
+    if programs > 0:
+        run(getattr(load(source), name), programs, args, constants, num_warps, device)
+
+
+def run(kernel: Any, programs: int, args: Sequence[Any], constants: Mapping[str, Any], num_warps: int,
+        device: torch.device) -> None:
+    """Run a kernel on ``device``, which need not be the current one."""
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             kernel[(programs,)](*args, **constants, num_warps=num_warps)

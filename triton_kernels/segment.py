@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Counts up to this number are indexed with int32. A variable, so that tests can reach the int64 path on small graphs.
-INT32_MAX = 2**31 - 1
+# Counts up to this number are indexed with int32: kernels look for edges up to two blocks beyond the last. A variable,
+# so that tests can reach the int64 path on small graphs.
+INT32_MAX = 2**31 - 1024
 # Edges up to which a GPU prepares a graph without the host waiting for it: mini-batches come one after the other, while
 # a large graph is prepared once and gains from sizes that are exact.
 ASYNC_EDGES = 1 << 22

@@ -19,6 +19,9 @@ number of cut rows may be an upper bound; what is beyond has no slots.
 
 ``ROWS`` is the body of vertex steps: a block of rows, loaded, computed and stored at their own places.
 
+``COUNTS`` differ from graph to graph, and no kernel is faster for knowing that one is 1 or divisible by 16, so Triton
+compiles none anew for that. ``num_edges`` and ``num_rows`` bound masks, which are cheaper where they are divisible.
+
 Vertex-balanced mapping for reductions and per-edge work alike (SAGA-opt 5), with rows bounded as in RoDe-style splits.
 """
 
@@ -30,11 +33,13 @@ import triton
 import triton.language as tl
 
 from triton_kernels import device
+
+COUNTS = ("num_pieces", "num_workers", "num_split", "num_blocks")
 '''
 
 ONE_PIECE = '''
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def {name}({params}):
     pid = tl.program_id(0).to(tl.int64)
     piece = pid % num_pieces
@@ -45,7 +50,7 @@ def {name}({params}):
 
 WORKERS = '''
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def {name}({params}):
     pid = tl.program_id(0).to(tl.int64)
     worker = pid % num_workers
@@ -58,7 +63,7 @@ def {name}({params}):
 
 BLOCKS = '''
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def {name}({params}):
     pid = tl.program_id(0).to(tl.int64)
     worker = pid % num_workers
@@ -107,7 +112,7 @@ if ADDS:
 
 MERGE = '''
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def {name}({params}):
     pid = tl.program_id(0).to(tl.int64)
     split = pid % num_split
@@ -126,7 +131,7 @@ def {name}({params}):
 
 ROWS = '''
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def {name}({params}):
     pid = tl.program_id(0).to(tl.int64)
     block = pid % num_blocks

@@ -173,9 +173,11 @@ def sum_gradients(parameters: Iterable[Parameter], group: Group) -> None:
     for same in by_dtype.values() if group.size > 1 else ():
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in same]
         wide = torch.float32 if same[0].dtype.itemsize < 4 else same[0].dtype
-        there = same[0].new_tensor([float(p.grad is not None) for p in same], dtype=wide)
+        is_missing = [p.grad is None for p in same]
+        there = torch.cat([torch.full((1,), float(not m), dtype=wide, device=same[0].device) for m in is_missing])
         total = group.reduce(torch.cat([there, *(g.reshape(-1).to(wide) for g in grads)]))
-        counts = total[:len(same)].tolist()
+        # Where this rank has a gradient there is a sum, and nothing has to wait for the others to say so.
+        counts = total[:len(same)].tolist() if any(is_missing) else [1] * len(same)
         for p, count, part in zip(same, counts, total[len(same):].split([g.numel() for g in grads]), strict=True):
             p.grad = part.view(p.shape).to(p.dtype, copy=True) if count else None
 

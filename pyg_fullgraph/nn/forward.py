@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyg_fullgraph import dense
 from pyg_fullgraph.errors import LayerInputError, PygFullgraphError, RowCountError
 from pyg_fullgraph.nn import compiled, derived, order
 from pyg_fullgraph.nn.lazy import as_plain
@@ -97,19 +98,19 @@ def _wrapped(forward: Any, original: Any, is_lazy: bool) -> Any:
     TorchScript compiles the source of ``original`` with the globals of the result: PyG's code with PyG's functions.
     """
     # The globals of what is returned are PyG's, so what it names of ours is bound here.
-    is_compiling, takes, can_fuse, as_operator = \
-        torch.compiler.is_compiling, compiled.takes, compiled.can_fuse, compiled.call
+    is_compiling, takes, can_fuse, as_operator, products = \
+        torch.compiler.is_compiling, compiled.takes, compiled.can_fuse, compiled.call, dense.in_layer
 
     def explained(self: Any, *args: Any, **kwargs: Any) -> Any:
-        is_open = order.is_open(self)
+        is_open, given = order.is_open(self), (*args, *kwargs.values())
         try:
             if is_open:
                 opened = [order.opened(a) for a in args], {k: order.opened(v) for k, v in kwargs.items()}
-                with derived.remembering(self):
+                with derived.remembering(self), products(given):
                     out = forward(self, *opened[0], **opened[1])
                 order.settle(self)
             else:
-                with derived.remembering(self):
+                with derived.remembering(self), products(given):
                     out = forward(self, *args, **kwargs)
             return as_plain(out) if is_lazy or is_open else out
         except (RuntimeError, RowCountError) as error:

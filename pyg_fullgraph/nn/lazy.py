@@ -15,7 +15,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from pyg_fullgraph import autograd
+from pyg_fullgraph import autograd, dense
 from pyg_fullgraph.errors import InputError
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.saga.ir import EdgeProgram, Node, Output
@@ -57,7 +57,7 @@ class LazyTensor(Tensor):
         if func is Tensor.requires_grad.__get__ and isinstance(args[0], EdgeExpr):
             return args[0].needs_grad
         args, kwargs = pytree.tree_map(_plain, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        return dense.call(func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

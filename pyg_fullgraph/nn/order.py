@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch_geometric.nn.conv import MessagePassing as PyGMessagePassing
 
-from pyg_fullgraph import debug, reuse
+from pyg_fullgraph import debug, dense, reuse
 from pyg_fullgraph.errors import InputError
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn.lazy import LazyTensor, run
@@ -158,7 +158,7 @@ class LinearExpr(_Open):
         """See the class."""
 
     def compute(self) -> Tensor:
-        return F.linear(self.x, self.weight, self.bias)
+        return dense.linear(self.x, self.weight, self.bias)
 
     def write_out(self, layer: Module, graph: Graph, place: str, dim: int) -> bool:
         """Whether it may pay to sum first; then :attr:`node` is the product as a source expression of :attr:`tensors`.
@@ -259,7 +259,7 @@ class LinearOfSum(_Open):
         summed = self.summed
         # This object, the name above and the argument of getrefcount; more means that the sum is wanted as well.
         if summed._value is not None or sys.getrefcount(summed) > 3:
-            return F.linear(summed.materialize(), self.weight, self.bias)
+            return dense.linear(summed.materialize(), self.weight, self.bias)
         _useful.add(summed.layer)
         (output,) = summed.program.outputs
         value = _product(ir.gather(output.kind, Domain.DST, output.value), self.weight, "after.weight")

@@ -92,7 +92,7 @@ class _Foreign:
 
 
 class Importer:
-    """Turns the nodes of one ``make_fx`` graph into IR nodes.
+    """Turns the nodes of one graph, recorded or of ``make_fx``, into IR nodes.
 
     Args:
         seed_prefix: Prefix of the names of dropout seeds.

@@ -12,6 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from pyg_fullgraph import dense
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node
 from triton_kernels import reference
@@ -59,7 +60,7 @@ def apply(node: Node, args: Sequence[Tensor], like: Tensor | None = None) -> Ten
     if node.op == "amax":
         return x.amax([d + lead for d in node.attr("dims")])
     if node.op == "mm":
-        return x.to(args[1].dtype) @ args[1]
+        return dense.matmul(x.to(args[1].dtype), args[1])
     if node.op == "lookup":
         return x.index_select(0, args[1].long())
     raise ValueError(f"No evaluation rule for operation {node.op!r}")

@@ -1,7 +1,8 @@
 """From PyG methods to IR: the one module of the compiler that knows PyG.
 
-``message`` and ``aggregate``, or ``edge_update``, run once on fake tensors under ``make_fx``, with only the number of
-edges and that of nodes symbolic; the ATen graph that comes out is imported operation by operation by ``aten``.
+``message`` and ``aggregate``, or ``edge_update``, run once on tensors without values, with only the number of edges and
+that of nodes symbolic: under the quick ``recorder``, and where that is not sure of all it saw, under ``make_fx``. The
+ATen graph that comes out is imported operation by operation by ``aten``.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import random
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,6 +32,7 @@ from pyg_fullgraph.saga.aten import DECOMPOSITIONS, Importer, dropout_mask, fake
 from pyg_fullgraph.saga.forms import EDGE_HINT, INDEX, NUM_TARGETS, OTHER_NUM_TARGETS, form
 from pyg_fullgraph.saga.idioms import recognize
 from pyg_fullgraph.saga.ir import Domain, Node
+from pyg_fullgraph.saga.recorder import Recorder
 from pyg_fullgraph.saga.refusal import at, current_line, is_asked_by_libraries, is_inside, line_of
 
 #: Markers for PyG's special arguments, beside :data:`INDEX`.
@@ -170,9 +172,10 @@ class _Watch(TorchFunctionMode):
     a trace of values cannot show: dropout, and the number of target nodes read off the index.
     """
 
-    def __init__(self, indices: list[Tensor], num_targets: int) -> None:
+    def __init__(self, way: _MakeFx | Recorder, indices: list[Tensor], num_targets: int) -> None:
         super().__init__()
-        self.indices, self.num_targets = indices, num_targets
+        self.way, self.indices, self.num_targets = way, indices, num_targets
+        self.has_lines = isinstance(way, _MakeFx)  # refusals of the recorder are forgotten
         self.largest: list[Tensor] = []
         self.count = 0
         self.asked_dtype = False
@@ -180,12 +183,15 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.asked_dtype |= function in _ASK_DTYPE
-        line = current_line()
-        fx_traceback.set_stack_trace([line or " "])
+        line = ""
+        if self.has_lines:
+            line = current_line()
+            fx_traceback.set_stack_trace([line or " "])
         if is_inside(_APPLY):
             raise NotFusable([at("calls a torch.autograd.Function, whose derivative is not traced", line)])
         if function in _ASK_GRADIENT and not is_asked_by_libraries():
             raise NotFusable([at("asks whether a tensor has a gradient", line)])
+        self.way.begin(function)
         if function == _DATA:
             out = args[0].detach()
         elif function in _DROPOUTS:
@@ -221,13 +227,14 @@ class _Watch(TorchFunctionMode):
             return self.num_targets - 1
         return None
 
-    @staticmethod
-    def _without_gradient(function: Any, args: Any, out: Any, line: str) -> Any:
+    def _without_gradient(self, function: Any, args: Any, out: Any, line: str) -> Any:
         name = getattr(function, "__name__", "")
         if name == "__setitem__":
             raise NotFusable([at("writes into a tensor without gradients", line)])
         if name.endswith("_") and not name.endswith("__") and args and out is args[0]:
-            return args[0].copy_(args[0].detach())
+            return self.way.stop(args[0])
+        if isinstance(out, Tensor):
+            return self.way.stopped(out) if out.is_floating_point() else out
         return tree_map_only(Tensor, lambda t: t.detach() if t.is_floating_point() else t, out)
 
 
@@ -240,6 +247,37 @@ class _Result:
         self.is_target_rows = importer.is_targets(rows) and rows is not NUM_TARGETS
         self.is_edge_rows = rows == edges
         self.reads_dtype = False
+
+
+class _MakeFx:
+    """One call under ``make_fx``, on fake tensors; see :class:`Recorder`, which is used as this is."""
+
+    def __init__(self) -> None:
+        self.mode = fake_mode()
+        self.edges, self.targets = (fake_rows(self.mode, name, (), rows).shape[0].node.expr  # type: ignore[attr-defined]
+                                    for name, rows in (("edges", EDGE_HINT), ("targets", EDGE_HINT + 2)))
+
+    def tensor(self, name: str, shape: Sequence[int], dtype: torch.dtype, rows: int | None = None) -> Tensor:
+        if rows is not None:
+            return fake_rows(self.mode, name, shape, rows, dtype)
+        return self.mode.from_tensor(torch.empty(shape, dtype=dtype), static_shapes=True)
+
+    def record(self, function: Callable[..., Sequence[Any]], *args: Any) -> torch.fx.Graph:
+        with fx_traceback.preserve_node_meta():
+            traced = make_fx(torch.func.functionalize(function, remove="mutations"),
+                             decomposition_table=DECOMPOSITIONS, tracing_mode="symbolic",
+                             _allow_non_fake_inputs=True)(*args)
+        traced.graph.eliminate_dead_code()
+        return traced.graph
+
+    def begin(self, function: Any) -> None:
+        pass
+
+    def stopped(self, made: Tensor) -> Tensor:
+        return made.detach()
+
+    def stop(self, written: Tensor) -> Tensor:
+        return written.copy_(written.detach())
 
 
 class _Trace:
@@ -257,33 +295,39 @@ class _Trace:
         self.conv, self.method, self.args = conv, method, args
         self.dtype = dtype or torch.get_default_dtype()
         self.asked_dtype = False
-        self.mode = mode = fake_mode()
-        self.edges = _symbol(fake_rows(mode, "edges", ()))
-        self.targets = _symbol(fake_rows(mode, "targets", (), rows=EDGE_HINT + 2))
-        self.inputs: dict[str, Tensor] = {}
         self.nodes: dict[str, Any] = {}
         for key, spec in args.items():
             if isinstance(spec, ArgSpec):
-                dtype = torch.bool if spec.is_bool else torch.long if spec.integer else self.dtype
-                self.inputs[key] = fake_rows(mode, key, spec.shape, dtype=dtype) if spec.domain else \
-                    mode.from_tensor(torch.empty(spec.shape, dtype=dtype), static_shapes=True)
                 node = ir.input(spec.name or key, spec.domain, spec.shape, spec.integer or spec.is_bool)
                 self.nodes[key] = ir.pointwise("ne", node, 0.0) if spec.is_bool else node
-            elif isinstance(spec, str) and spec == INDEX:
-                self.inputs[key], self.nodes[key] = fake_rows(mode, key, (), dtype=torch.long), INDEX
-            elif isinstance(spec, str) and spec in (SIZE_I, SIZE_J):
+            elif isinstance(spec, str) and spec in (INDEX, SIZE_I, SIZE_J):
+                self.nodes[key] = INDEX if spec == INDEX else None
+
+    def _inputs(self, way: _MakeFx | Recorder) -> dict[str, Tensor]:
+        """The tensors that stand for the arguments."""
+        made = {}
+        for key in self.nodes:
+            spec = self.args[key]
+            if isinstance(spec, ArgSpec):
+                dtype = torch.bool if spec.is_bool else torch.long if spec.integer else self.dtype
+                made[key] = way.tensor(key, spec.shape, dtype, EDGE_HINT if spec.domain else None)
+            else:
                 # A size is read off a tensor of that many rows, so that arithmetic on it shows in the graph.
-                rows = EDGE_HINT + (2 if spec == SIZE_I else 4)
-                self.inputs[key], self.nodes[key] = fake_rows(mode, key, (), rows=rows), None
+                rows = EDGE_HINT + {INDEX: 0, SIZE_I: 2, SIZE_J: 4}[spec]
+                made[key] = way.tensor(key, (), torch.long, rows)
+        return made
 
     def run(self, call: Callable[[Any, Mapping[str, Any]], Any]) -> _Result:
         """Trace ``call(layer, arguments)`` and import what it does."""
         # A trace is kept, so it is made without the caller's autocast.
         with _LOCK, torch.autocast("cpu", enabled=False):
+            has_counted = False
             with _no_draws(f"{type(self.conv).__name__}.{self.method}"):
-                result, has_counted = self._run(call, NUM_TARGETS)
+                result = self._recorded(call)
+                if result is None:
+                    result, has_counted = self._run(call, _MakeFx(), NUM_TARGETS)
             if has_counted:
-                other, _ = self._run(call, OTHER_NUM_TARGETS)
+                other, _ = self._run(call, _MakeFx(), OTHER_NUM_TARGETS)
                 if other.value is not result.value or other.side != result.side:
                     raise NotFusable([f"{type(self.conv).__name__}.{self.method} computes with the number of nodes"])
         limits = _limits(self.dtype)
@@ -291,12 +335,22 @@ class _Trace:
         result.reads_dtype = self.asked_dtype or any(abs(n.attr("value")) in limits for n in constants)
         return result
 
-    def _run(self, call: Callable[[Any, Mapping[str, Any]], Any], num_targets: int) -> tuple[_Result, bool]:
-        conv, mode = self.conv, self.mode
+    def _recorded(self, call: Callable[[Any, Mapping[str, Any]], Any]) -> _Result | None:
+        """What the recorder makes of the call; None where ``make_fx`` has to look, if only for a reason to refuse."""
+        try:
+            result, has_counted = self._run(call, Recorder(), NUM_TARGETS)
+        except Exception:
+            self.asked_dtype = False
+            return None
+        return None if has_counted else result
+
+    def _run(self, call: Callable[[Any, Mapping[str, Any]], Any], way: _MakeFx | Recorder,
+             num_targets: int) -> tuple[_Result, bool]:
+        conv = self.conv
         state = {**dict(conv.named_parameters()), **dict(conv.named_buffers())}
-        # Traced on fake CPU tensors, wherever the layer is.
-        fakes = {k: mode.from_tensor(torch.empty(v.shape, dtype=self.dtype if v.is_floating_point() else v.dtype),
-                                     static_shapes=True) for k, v in state.items()}
+        # Traced on CPU tensors without values, wherever the layer is.
+        fakes = {k: way.tensor(k, v.shape, self.dtype if v.is_floating_point() else v.dtype) for k, v in state.items()}
+        inputs = self._inputs(way)
         params = [ir.input(f"param.{k}", Domain.PARAM, tuple(v.shape), not v.is_floating_point())
                   for k, v in state.items()]
         left: dict[str, Any] = {}
@@ -311,7 +365,7 @@ class _Trace:
             with _with_parameters(conv, p), torch.enable_grad():
                 before = {m: dict(m.__dict__) for m in conv.modules()}
                 buffers = {m: dict(m._buffers.items()) for m in conv.modules()}
-                with _Watch(indices, num_targets) as watch:
+                with _Watch(way, indices, num_targets) as watch:
                     out = call(conv, args)
                 counted.extend(watch.largest)
                 self.asked_dtype |= watch.asked_dtype
@@ -321,29 +375,27 @@ class _Trace:
             specs[:] = left
             return [out, *left.values()]
 
-        with _restored(conv), fx_traceback.preserve_node_meta():
+        with _restored(conv):
             try:
-                traced = make_fx(torch.func.functionalize(call_methods_of_layer, remove="mutations"),
-                                 decomposition_table=DECOMPOSITIONS, tracing_mode="symbolic",
-                                 _allow_non_fake_inputs=True)(fakes, self.inputs)
+                graph = way.record(call_methods_of_layer, fakes, inputs)
             except NotFusable:
                 raise
             except Exception as error:
                 raise NotFusable([self._reason(error)]) from error
-        return self._imported(traced, params, specs), bool(counted)
+        return self._imported(graph, params, specs, way), bool(counted)
 
-    def _imported(self, traced: Any, params: list[Node], names: list[str]) -> _Result:
-        traced.graph.eliminate_dead_code()
-        importer = Importer(f"{self.method}.", targets=self.targets)
-        nodes = importer.run(traced.graph, [*params, *self.nodes.values()])
-        if self.mode.shape_env is not None and self.mode.shape_env.guards:
+    def _imported(self, graph: torch.fx.Graph, params: list[Node], names: list[str],
+                  way: _MakeFx | Recorder) -> _Result:
+        importer = Importer(f"{self.method}.", targets=way.targets)
+        nodes = importer.run(graph, [*params, *self.nodes.values()])
+        if way.mode.shape_env is not None and way.mode.shape_env.guards:
             raise NotFusable([f"{type(self.conv).__name__}.{self.method} depends on the number of edges or nodes"])
         kind = type(self.conv).__name__
         if not all(isinstance(n, Node) for n in nodes):
             raise NotFusable([f"{kind}.{self.method} returns something that depends on no edge or node"])
-        outputs = next(n for n in traced.graph.nodes if n.op == "output").args[0]
+        outputs = next(iter(reversed(graph.nodes))).args[0]
         for name, out in zip(names, outputs[1:], strict=True):
-            if form(out).rows != self.edges or form(out).dim != 0 or form(out).fold != 1:
+            if form(out).rows != way.edges or form(out).dim != 0 or form(out).fold != 1:
                 raise NotFusable([f"{kind}.{self.method} leaves '{name}' behind, which has not one row per edge"])
         value, *side = recognize(nodes)
         rows = form(outputs[0])
@@ -351,7 +403,7 @@ class _Trace:
             raise NotFusable([f"{kind}.{self.method} returns features as rows"])
         if rows.rows is not None and not any(n.is_row for n in ir.inputs_of(value)):
             raise NotFusable(["reads no data of nodes or edges"])
-        return _Result(value, dict(zip(names, side, strict=True)), rows.rows, importer, self.edges, rows.dim)
+        return _Result(value, dict(zip(names, side, strict=True)), rows.rows, importer, way.edges, rows.dim)
 
     def _left_behind(self, before: Mapping[Any, dict], buffers: Mapping[Any, dict]) -> dict[str, Tensor]:
         """Tensors that the methods set as attributes of the layer."""
@@ -393,12 +445,6 @@ def _limits(dtype: torch.dtype) -> set[float]:
     """Numbers that torch's own functions take from a dtype."""
     found = torch.finfo(dtype)
     return {found.eps, found.max, found.tiny, found.smallest_normal}
-
-
-def _symbol(rows: Tensor) -> Any:
-    """What stands for the number of rows."""
-    size: Any = rows.shape[0]
-    return size.node.expr
 
 
 def _is_equal(a: Any, b: Any) -> bool:

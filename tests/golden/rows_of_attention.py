@@ -5,8 +5,10 @@ import triton.language as tl
 
 from triton_kernels import device
 
+COUNTS = ("num_pieces", "num_workers", "num_split", "num_blocks")
 
-@triton.jit
+
+@triton.jit(do_not_specialize=COUNTS)
 def rows_of_dst_24e076(num_rows, num_blocks, in0_ptr, in0_stride, in1_ptr, in1_stride, out0_ptr, BLOCK_E: tl.constexpr, FLOAT: tl.constexpr):
     pid = tl.program_id(0).to(tl.int64)
     block = pid % num_blocks

@@ -58,12 +58,14 @@ def main(
         print(f"  calls {what}: {count}")
     for test, why in excluded.items():
         print(f"  excluded: {test} ({why})")
+    for test in ours["rounded"]:
+        print(f"  passed in float64 alone: {test}")
     if pygs is not None:
         print(f"PyG:  {outcome_counts(pygs['outcomes'])}")
         for test, outcome in outcomes.items():
             if pygs["outcomes"].get(test) != outcome:
                 print(f"  {outcome} instead of {pygs['outcomes'].get(test)}: {test}")
-    print(f"ours: {outcome_counts(outcomes)}, {len(excluded)} excluded")
+    print(f"ours: {outcome_counts(outcomes)}, {len(excluded)} excluded; {len(ours['rounded'])} passed in float64 alone")
     known = pygs["outcomes"] if pygs is not None else {}
     sys.exit(any(o == "failed" and known.get(t) != "failed" for t, o in outcomes.items()))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -128,6 +129,8 @@ def copy_arguments(arguments: Any, dtype: torch.dtype | None = None, with_gradie
     made: dict[int, Tensor] = {}
 
     def each(value: Any) -> Any:
+        if dtype is not None and isinstance(value, (SparseTensor, Tensor)) and is_sparse(value):
+            return value.to(dtype) if value.is_floating_point() else value
         if not isinstance(value, Tensor) or type(value) is not Tensor or value.layout != torch.strided:
             return value
         if long and value.dtype == torch.int32:
@@ -349,7 +352,8 @@ class Repeater:
             ours, pygs = (repeat(plain, **options, **more) for plain in (False, True))
             return ours.error is None and pygs.error is None and not differences(ours, pygs, limit)
 
-        is_finite = all(v.isfinite().all() for v in pygs.values.values() if isinstance(v, Tensor))
+        is_finite = math.isfinite(max(found.values())) and \
+            all(v.isfinite().all() for v in pygs.values.values() if isinstance(v, Tensor))
         if (not is_finite or max(found.values()) < ROUNDING) and agree(dtype=torch.float64):
             return "rounding" if is_finite else "overflow of float32"
         if with_gradients and all(n.startswith("gradient") for n in found) and \

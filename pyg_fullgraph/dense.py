@@ -1,0 +1,231 @@
+"""Linear maps of many rows by the kernels of :mod:`triton_kernels.dense`, where they are switched on and pay.
+
+Off by default. Torch multiplies float32 without tensor cores unless it may round to TF32; here they are used, and
+results are about as exact as without. Layers find these products through a mode around their forward
+(:func:`in_layer`), which does not see calls that lazy tensors make: those go by :func:`call`. The executor has
+:func:`matmul`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+
+from pyg_fullgraph.errors import InputError
+from triton_kernels import dense
+
+__all__ = ["call", "in_layer", "linear", "matmul", "use_tensor_cores"]
+
+#: Multiplications (rows x widths) from which a product is taken: torch needs about 0.1 ms for as many on an H200, twice
+#: what two launches from Python take longer than its one.
+MIN_PRODUCTS = 1 << 31
+#: Bounds of the widths: below the first (their harmonic mean) memory bounds a product, and the weight has to be small.
+MIN_WIDTH, MAX_WIDTH = 64, 1024
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+_kind: str | None = None
+
+
+def use_tensor_cores(enabled: bool = True, kind: str = "bf16") -> None:
+    """Switch on or off (the default) that fused layers multiply float32 features by weights on tensor cores.
+
+    Taken are products of float32 features ``[..., K]`` and weights ``[N, K]`` on a GPU of compute capability 9.0 with
+    at least 2**31 multiplications, widths up to 1024 and not both small, outside autocast, where torch may not use TF32
+    by itself. All else is torch's. Gradients of gradients are too.
+
+    Args:
+        enabled: On or off.
+        kind: How a number is split: ``bf16`` (six products; as exact as float32), or ``fp16`` or ``tf32`` (three; exact
+            to 22 bits, ``fp16`` of the largest number nearby, see :mod:`triton_kernels.dense`).
+
+    Raises: InputError if there is no such kind.
+    """
+    global _kind
+    if kind not in dense.KINDS:
+        raise InputError("kind", f"to be one of {', '.join(dense.KINDS)}", repr(kind))
+    _kind = kind if enabled else None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x weight^T + bias``, differentiable: by our kernels where :func:`use_tensor_cores` says so, else by torch.
+
+    Args:
+        x: ``[..., K]``.
+        weight: ``[N, K]``, of any strides.
+        bias: ``[N]``.
+    """
+    return _linear(x, weight, bias) if _kind is not None and _is_taken(x, weight, bias) else F.linear(x, weight, bias)
+
+
+def matmul(x: Tensor, weight: Tensor) -> Tensor:
+    """``x weight`` for a weight ``[K, N]``; see :func:`linear`."""
+    if _kind is not None and weight.dim() == 2 and _is_taken(x, weight.t(), None):
+        return _linear(x, weight.t(), None)
+    return x @ weight
+
+
+def in_layer(values: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
+    """Around the forward of a layer with ``values`` for arguments: products are taken in it, if any may be."""
+    if _kind is None or not any(_is_tall(v) for v in values):
+        return contextlib.nullcontext()
+    return _Products()
+
+
+def _is_tall(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(_is_tall(v) for v in value)
+    return isinstance(value, Tensor) and value.dim() >= 2 and value.dtype == torch.float32 and \
+        value.numel() * MAX_WIDTH >= MIN_PRODUCTS and _is_wanted(value.device)
+
+
+@torch.compiler.assume_constant_result
+def _is_wanted(device: torch.device) -> bool:
+    """Whether there are kernels for a device, and torch would multiply float32 as it is there."""
+    return _has_kernels(device) and torch.backends.cuda.matmul.fp32_precision != "tf32" and \
+        not torch.is_autocast_enabled(device.type)
+
+
+def _is_taken(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether a product is one for our kernels; cheap questions first."""
+    if not (type(x) in _PLAIN and type(weight) in _PLAIN and x.dim() >= 2 and weight.dim() == 2):
+        return False
+    num_out, num_in = weight.shape
+    given = (x, weight) if bias is None else (x, weight, bias)
+    return (x.shape[-1] == num_in and x.numel() * num_out >= MIN_PRODUCTS and max(num_out, num_in) <= MAX_WIDTH
+            and 2 * num_out * num_in >= MIN_WIDTH * (num_out + num_in)
+            and (bias is None or (type(bias) in _PLAIN and bias.shape == (num_out,)))
+            and all(t.dtype == torch.float32 and t.device == x.device and t.layout == torch.strided for t in given)
+            and _is_wanted(x.device) and (torch.compiler.is_compiling() or not _has_transform(given)))
+
+
+@lru_cache
+def _has_kernels(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return device.type == "cpu" and dense.is_interpreted()
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _has_transform(tensors: Iterable[Tensor]) -> bool:
+    """Whether forward mode or a transform of ``torch.func`` is at work, which torch's products know."""
+    return forward_ad._current_level >= 0 or any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    assert _kind is not None
+    rows = x.reshape(-1, x.shape[-1]) if x.dim() != 2 else x
+    if torch.compiler.is_compiling():
+        y = linear_operator(rows, weight, bias, _kind)
+    else:
+        y = _Linear.apply(rows, weight, bias, _kind)
+    return y.view(*x.shape[:-1], weight.shape[0]) if x.dim() != 2 else y
+
+
+def _gradients(g: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool], kind: str) -> list[Tensor | None]:
+    """Of features, weight and bias, as far as ``needs`` asks for them."""
+    grad_x = grad_weight = grad_bias = None
+    if needs[0]:
+        grad_x = dense.product(g, weight.t(), kind=kind)
+    if needs[1]:
+        grad_weight, grad_bias = dense.weight_gradient(g, x, needs[2], kind)
+    elif needs[2]:
+        grad_bias = g.sum(0)
+    return [grad_x, grad_weight, grad_bias]
+
+
+class _Linear(torch.autograd.Function):
+    """The product of plain tensors; the operator below costs several times its overhead."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kind: str) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.kind = kind
+        return dense.product(x, weight, bias, kind)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight), needs = ctx.saved_tensors, ctx.needs_input_grad
+        if torch.is_grad_enabled():  # gradients may be differentiated themselves
+            made = (g @ weight if needs[0] else None, g.t() @ x if needs[1] else None, g.sum(0) if needs[2] else None)
+            return *made, None
+        return *_gradients(g, x, weight, needs[:3], ctx.kind), None
+
+
+# --- operators --------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("pyg_fullgraph::linear", mutates_args=())
+def linear_operator(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str) -> Tensor:
+    """``x weight^T + bias`` for ``[M, K]`` and ``[N, K]``, for compilers."""
+    return dense.product(x, weight, bias, kind)
+
+
+@linear_operator.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]))
+
+
+@torch.library.custom_op("pyg_fullgraph::linear_backward", mutates_args=())
+def linear_backward(g: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool], kind: str) -> list[Tensor]:
+    """Those gradients of features, weight and bias that ``needs`` picks, in order."""
+    return [t for t in _gradients(g, x, weight, needs, kind) if t is not None]
+
+
+@linear_backward.register_fake
+def _(g: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool], kind: str) -> list[Tensor]:
+    shapes = (tuple(x.shape), tuple(weight.shape), (weight.shape[0],))
+    return [g.new_empty(shape) for shape, need in zip(shapes, needs, strict=True) if need]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, _, ctx.kind = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    needs = list(ctx.needs_input_grad[:3])
+    made = iter(linear_backward(g, *ctx.saved_tensors, needs, ctx.kind))
+    return *(next(made) if need else None for need in needs), None
+
+
+linear_operator.register_autograd(_backward, setup_context=_setup_context)
+
+
+# --- the mode ---------------------------------------------------------------------------------------------------
+
+_LINEAR = frozenset({F.linear})
+_MATMUL = frozenset({torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__})
+_ADDMM = frozenset({torch.addmm, Tensor.addmm})
+
+
+def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``func(*args, **kwargs)``; a linear map as torch's functions write it by :func:`linear` where that takes it."""
+    if _kind is None:
+        return func(*args, **kwargs)
+    if func in _LINEAR and len(args) >= 2 and set(kwargs) <= {"bias"}:
+        x, weight, bias = *args[:2], args[2] if len(args) > 2 else kwargs.get("bias")
+    elif func in _MATMUL and len(args) == 2 and not kwargs and _is_matrix(args[1]):
+        x, weight, bias = args[0], args[1].t(), None
+    elif func in _ADDMM and len(args) == 3 and not kwargs and _is_matrix(args[2]):
+        x, weight, bias = args[1], args[2].t(), args[0]
+    else:
+        return func(*args, **kwargs)
+    return _linear(x, weight, bias) if _is_taken(x, weight, bias) else func(*args, **kwargs)
+
+
+class _Products(TorchFunctionMode):
+    """Every call of torch's functions by :func:`call`."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        return call(func, args, kwargs or {})
+
+
+def _is_matrix(value: Any) -> bool:
+    return type(value) in _PLAIN and value.dim() == 2
