@@ -4,10 +4,12 @@ import dataclasses
 
 import pytest
 import torch
+import torch_geometric.nn as pyg_nn
 from layers import MORE, MORE_PAIRS, PAIRS, SQUARE, assert_fused, assert_same, reasons, run, twins
 from torch_geometric import EdgeIndex
 from torch_geometric.utils import to_torch_coo_tensor, to_torch_csc_tensor, to_torch_csr_tensor
 
+import pyg_fullgraph.nn as fused_nn
 import zoo
 
 CASE = zoo.sorted_by_dst()
@@ -44,6 +46,22 @@ def test_torch_sparse(name, make):
         assert reasons() == {"message_and_aggregate on a torch.sparse adjacency"}
     else:
         assert_fused()
+
+
+def test_sparse_matrices_after_a_layer_that_takes_none():
+    """What PyG generates for a class has its first layer's branches; a later layer of ours needs its own."""
+
+    class Own(fused_nn.SAGEConv):
+        """A class whose first layer is made here."""
+
+    Own(6, 5, aggr=["mean", "max"])
+    layer = Own(6, 5).double()
+    plain = pyg_nn.SAGEConv(6, 5).double()
+    plain.load_state_dict(layer.state_dict())
+    x, _ = BY_NAME["sage"].inputs(CASE)
+    adj_t = to_torch_csr_tensor(torch.unique(CASE.edge_index, dim=1).flip(0), size=(17, 17)).double()
+    assert_same([layer(x, adj_t)], [plain(x, adj_t)])
+    assert reasons() == {"message_and_aggregate on a torch.sparse adjacency"}
 
 
 def test_torch_sparse_csc_is_plain():

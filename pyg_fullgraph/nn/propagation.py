@@ -14,6 +14,7 @@ import typing
 import weakref
 
 import torch
+from torch_geometric import EdgeIndex
 from torch_geometric.nn import HANConv, aggr
 from torch_geometric.utils import is_sparse
 
@@ -220,7 +221,9 @@ def _run_plain(conv, function, edge_index, size, kwargs, reasons, has_run_hooks=
         raise NotFusedError({type(conv).__name__: reasons})
     debug.record(conv, function, reasons=reasons)
     plain = getattr(conv, f"_plain_{function}")
-    if conv.decomposed_layers > 1:  # which what PyG generates for a class does not know
+    # What PyG generates for a class knows no decomposed layers, and calls message_and_aggregate only if the first layer
+    # of the class had an aggregation that can use it.
+    if conv.decomposed_layers > 1 or (conv.fuse and (is_sparse(edge_index) or isinstance(edge_index, EdgeIndex))):
         plain = functools.partial(classes.GENERIC[function], conv)
     if not has_run_hooks:
         return plain(edge_index, size=size, **kwargs)
