@@ -1,5 +1,7 @@
 """Gradients of programs: against finite differences, and what they keep in memory for them."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -124,3 +126,17 @@ def test_a_program_of_constants_has_no_gradient():
     phase = EdgePhase(EdgeProgram((Output("sum", ir.const(2.0, (3,))),)))
     assert phase.adjoint.grads == {}
     assert reduction(phase.core.outputs[0]).domain == Domain.DST
+
+
+def test_threads_leave_the_flags_of_torch():
+    """What torch notes while somebody traces is of the process: left behind, torch.compile refuses all that follows."""
+    names = [n for n in CASES if n not in NO_KERNELS][:12]
+
+    def derive(name):
+        phase = EdgePhase(split(program_of(name)).stages[0].core)
+        return phase.adjoint
+
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(derive, names * 2))
+    assert not torch.fx._symbolic_trace.is_fx_tracing()
+    assert not torch.is_anomaly_enabled()

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.saga import ir
-from pyg_fullgraph.saga.aten import DECOMPOSITIONS, Importer, edge_softmax, fake_mode, fake_rows
+from pyg_fullgraph.saga.aten import TRACING, Importer, edge_softmax, fake_mode, fake_rows, traced
 from pyg_fullgraph.saga.axes import AxisMap
 from pyg_fullgraph.saga.interpret import evaluate
 from pyg_fullgraph.saga.ir import Domain, Node, Output
@@ -119,11 +118,9 @@ def adjoint(outputs: tuple[Output, ...]) -> Adjoint:
         return list(torch.autograd.grad([f for f, _ in pairs], [env[n] for n in wrt], [g for _, g in pairs],
                                         allow_unused=True))
 
-    with torch.autograd.set_detect_anomaly(False):  # which looks for NaN in values that a trace has not
-        traced = make_fx(joint, decomposition_table=DECOMPOSITIONS, tracing_mode="symbolic",
-                         _allow_non_fake_inputs=True)(anchor, fakes, grads_in)
-    traced.graph.eliminate_dead_code()
-    results = Importer("", softmax_backward).run(traced.graph, [None, *leaves, *cotangents])
+    with TRACING, torch.autograd.set_detect_anomaly(False):  # which looks for NaN in values that a trace has not
+        graph = traced(joint, anchor, fakes, grads_in)
+    results = Importer("", softmax_backward).run(graph, [None, *leaves, *cotangents])
     grads = {n: _collect(n, r) for n, r in zip(wrt, results, strict=True)}
 
     present = {n: g for n, g in grads.items() if g is not None}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import operator
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Node as FxNode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     GuardOnDataDependentSymNode,
@@ -37,10 +39,23 @@ for _name in ("sympy.tensor.tensor", "torch.fx.experimental.validator", "torch._
     with contextlib.suppress(ImportError):  # where another version has it elsewhere
         importlib.import_module(_name)
 
-__all__ = ["DECOMPOSITIONS", "LIKE_THEIR_OPERAND", "Importer", "dropout_mask", "edge_softmax", "fake_mode",
-           "fake_rows"]
+__all__ = ["LIKE_THEIR_OPERAND", "TRACING", "Importer", "dropout_mask", "edge_softmax", "fake_mode", "fake_rows",
+           "traced"]
 
 aten = torch.ops.aten
+
+#: Held by whoever traces: torch keeps "somebody traces" in flags of the process and puts back what it found, which two
+#: threads at once would leave set for good. torch.compile then refuses to run.
+TRACING = threading.RLock()
+
+
+def traced(function: Callable[..., Any], *args: Any) -> torch.fx.Graph:
+    """What ``function`` does with ``args``, tensors of one :func:`fake_mode`, as a graph of ATen operations."""
+    with TRACING:
+        module = make_fx(function, decomposition_table=DECOMPOSITIONS, tracing_mode="symbolic",
+                         _allow_non_fake_inputs=True)(*args)
+    module.graph.eliminate_dead_code()
+    return module.graph
 
 
 # --- marker operations: one node each in the traced graph -------------------------------------------------------

@@ -28,9 +28,9 @@ from torch import SymInt, Tensor
 from torch.fx import Node as FxNode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pyg_fullgraph.saga.aten import DECOMPOSITIONS, fake_mode, fake_rows
+from pyg_fullgraph.saga.aten import fake_mode, fake_rows
 from pyg_fullgraph.saga.forms import EDGE_HINT
-from pyg_fullgraph.saga.rules import IMPORTS
+from pyg_fullgraph.saga.rules import DECOMPOSITIONS, IMPORTS
 
 __all__ = ["Recorder", "UnsureError"]
 

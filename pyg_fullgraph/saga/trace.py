@@ -21,14 +21,13 @@ import torch.fx.traceback as fx_traceback
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import UnsupportedOperatorException
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.saga import ir
-from pyg_fullgraph.saga.aten import DECOMPOSITIONS, Importer, dropout_mask, fake_mode, fake_rows
+from pyg_fullgraph.saga.aten import TRACING, Importer, dropout_mask, fake_mode, fake_rows, traced
 from pyg_fullgraph.saga.forms import EDGE_HINT, INDEX, NUM_TARGETS, OTHER_NUM_TARGETS, form
 from pyg_fullgraph.saga.idioms import recognize
 from pyg_fullgraph.saga.ir import Domain, Node
@@ -37,8 +36,6 @@ from pyg_fullgraph.saga.refusal import at, current_line, is_asked_by_libraries, 
 
 #: Markers for PyG's special arguments, beside :data:`INDEX`.
 SIZE_I, SIZE_J = "<size_i>", "<size_j>"
-
-_LOCK = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -264,11 +261,7 @@ class _MakeFx:
 
     def record(self, function: Callable[..., Sequence[Any]], *args: Any) -> torch.fx.Graph:
         with fx_traceback.preserve_node_meta():
-            traced = make_fx(torch.func.functionalize(function, remove="mutations"),
-                             decomposition_table=DECOMPOSITIONS, tracing_mode="symbolic",
-                             _allow_non_fake_inputs=True)(*args)
-        traced.graph.eliminate_dead_code()
-        return traced.graph
+            return traced(torch.func.functionalize(function, remove="mutations"), *args)
 
     def begin(self, function: Any) -> None:
         pass
@@ -320,7 +313,7 @@ class _Trace:
     def run(self, call: Callable[[Any, Mapping[str, Any]], Any]) -> _Result:
         """Trace ``call(layer, arguments)`` and import what it does."""
         # A trace is kept, so it is made without the caller's autocast.
-        with _LOCK, torch.autocast("cpu", enabled=False):
+        with TRACING, torch.autocast("cpu", enabled=False):
             has_counted = False
             with _no_draws(f"{type(self.conv).__name__}.{self.method}"):
                 result = self._recorded(call)
