@@ -11,15 +11,20 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from tiled import run_in_tiles
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
 from triton.runtime.errors import OutOfResources
 
 from oracle import check, program_of, random_case
-from programs import CASES, MORE_CASES, ROW_CASES, WIDE_CASES
+from programs import CASES, MORE_CASES, ROW_CASES, WIDE_CASES, make_tensors
 from pyg_fullgraph import errors, execution
-from pyg_fullgraph.autograd import EdgePhase
+from pyg_fullgraph.autograd import EdgePhase, run
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.execution import kernel_of
+from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.saga import ir, rows, tiles
 from pyg_fullgraph.saga.codegen import KernelSource
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
@@ -246,6 +251,48 @@ def test_a_kernel_that_is_refused_in_the_middle_is_an_error(monkeypatch):
     with pytest.warns(UserWarning, match="does not fit the device"):
         check(program_of("gcn"), case, runner=run_in_tiles)
     assert calls[1] == calls[0] and calls[0] not in calls[2:]
+
+
+class NoDevice:
+    """What Triton asks of a device before it compiles for it."""
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=None):
+        return 0
+
+
+@pytest.mark.parametrize("name", ["gcn", "gat", "sage-max"])
+def test_a_graph_of_another_size_compiles_nothing_anew(monkeypatch, name):
+    """Triton makes a kernel for each kind of arguments: apart from multiples of 16, which masks profit from, a size that
+    differs from graph to graph is none.
+    """
+    compiled = {}
+
+    def note(*, key, fn, **_):
+        compiled.setdefault(fn.name, set()).add(key)
+        return True  # compiles nothing
+
+    def bind(kernel, programs, args, constants, num_warps, device):
+        kernel.warmup(*args, grid=(programs,), **constants, num_warps=num_warps)
+
+    monkeypatch.setattr(execution, "interpreted", lambda: True)
+    monkeypatch.setattr(launch, "run", bind)
+    monkeypatch.setattr(driver, "_active", NoDevice())
+    program = program_of(name)
+    with knobs.runtime.scope():
+        knobs.runtime.jit_cache_hook = note
+        for rows, edges in ((101, 450), (102, 451), (103, 452), (104, 453), (109, 470)):
+            case = random_case(rows, rows, edges)
+            tensors = make_tensors(program, *case.size, case.num_edges, torch.float32)
+            out = run(program, Graph.from_edge_index(case.edge_index, case.size), tensors)
+            torch.autograd.backward([o.sum() for o in out])
+    assert len(compiled) >= 2
+    assert {k: len(keys) for k, keys in compiled.items()} == dict.fromkeys(compiled, 1)
 
 
 def test_axes_are_not_shared_where_programs_could_no_longer_split_them():
