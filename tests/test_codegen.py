@@ -268,9 +268,7 @@ class NoDevice:
 
 @pytest.mark.parametrize("name", ["gcn", "gat", "sage-max"])
 def test_a_graph_of_another_size_compiles_nothing_anew(monkeypatch, name):
-    """Triton makes a kernel for each kind of arguments: apart from multiples of 16, which masks profit from, a size that
-    differs from graph to graph is none.
-    """
+    """Triton makes a kernel for each kind of arguments; sizes of graphs are none, but for multiples of 16 in masks."""
     compiled = {}
 
     def note(*, key, fn, **_):
