@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The GPU rows of docs/performance.md: `benchmarks/gpu.sh layers`, `phases`, `orders`, `captured` and `dense`, each within
-# ten minutes of one H200 by its deadlines, `epochs` on all GPUs there are, and `large`, the same of graphs that need four; a
-# short table comes last. Rows go to benchmarks/results, and to $OUT/rows.jsonl where OUT is set.
+# The GPU rows of docs/performance.md: `benchmarks/gpu.sh layers`, `phases`, `orders`, `captured`, `dense` and `first-use`,
+# each within ten minutes of one H200 by its deadlines, `epochs` on all GPUs there are, and `large`, the same of graphs that
+# need four; a short table comes last. Rows go to benchmarks/results, and to $OUT/rows.jsonl where OUT is set.
 # BENCH_ARGS: options for every run.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -49,6 +49,10 @@ dense)
         run --case "${layers%,}" --providers ours,ours_captured --budget-s 0.5 --deadline-s 60 --tensor-cores "$kind"
     done
     ;;
+first-use)
+    # Processes of their own, each of which starts the device: about ten seconds a figure.
+    "$python" -m benchmarks.first_use --device cuda --repeats 1 --also "$rows" >>"$out/log.txt" 2>&1 || status=1
+    ;;
 epochs)
     # NVLink multicast stays off.
     export NCCL_NVLS_ENABLE=0
@@ -68,7 +72,7 @@ large)
     grep -E '^gcn-' "$out/log.txt"
     ;;
 *)
-    echo "Expected layers, phases, orders, captured, dense, epochs or large (got $1)" >&2
+    echo "Expected layers, phases, orders, captured, dense, first-use, epochs or large (got $1)" >&2
     exit 2
     ;;
 esac
