@@ -23,6 +23,7 @@ from benchmarks.peers import NotOffered
 from benchmarks.table import render
 from benchmarks.workloads import PROVIDERS, Workload
 from pyg_fullgraph import reuse_constants, tune_kernels, use_tensor_cores
+from triton_kernels.dense import KINDS
 
 RESULTS = Path(__file__).parent / "results"
 Row = dict[str, Any]
@@ -194,6 +195,8 @@ def main(
     """Time benchmark cases."""
     torch.set_num_threads(threads)
     tune_kernels(tune)
+    if tensor_cores and tensor_cores not in KINDS:
+        raise typer.BadParameter(f"Expected a kind out of {', '.join(KINDS)} (got {tensor_cores})")
     if tensor_cores:
         use_tensor_cores(True, tensor_cores)
     chosen = providers.split(",")

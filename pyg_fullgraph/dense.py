@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from pyg_fullgraph.errors import InputError
 from triton_kernels import dense
 
-__all__ = ["call", "in_layer", "linear", "matmul", "use_tensor_cores"]
+__all__ = ["Products", "call", "in_layer", "linear", "matmul", "use_tensor_cores"]
 
 #: Multiplications (rows x widths) from which a product is taken: torch needs about 0.1 ms for as many on an H200, twice
 #: what two launches from Python take longer than its one.
@@ -76,12 +76,12 @@ def in_layer(values: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
     """Around the forward of a layer with ``values`` for arguments: products are taken in it, if any may be."""
     if _kind is None or not any(_is_tall(v) for v in values):
         return contextlib.nullcontext()
-    return _Products()
+    return Products()
 
 
 def _is_tall(value: Any) -> bool:
-    if isinstance(value, (tuple, list)):
-        return any(_is_tall(v) for v in value)
+    if isinstance(value, (tuple, list, dict)):
+        return any(_is_tall(v) for v in (value.values() if isinstance(value, dict) else value))
     return isinstance(value, Tensor) and value.dim() >= 2 and value.dtype == torch.float32 and \
         value.numel() * MAX_WIDTH >= MIN_PRODUCTS and _is_wanted(value.device)
 
@@ -220,8 +220,8 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _linear(x, weight, bias) if _is_taken(x, weight, bias) else func(*args, **kwargs)
 
 
-class _Products(TorchFunctionMode):
-    """Every call of torch's functions by :func:`call`."""
+class Products(TorchFunctionMode):
+    """Every call of torch's functions by :func:`call`, but for those of an edge phase, which has ways of its own."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         return call(func, args, kwargs or {})

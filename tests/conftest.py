@@ -5,11 +5,18 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 from torch_geometric.nn import SAGEConv, SimpleConv
 
 from pyg_fullgraph import debug
+
+# The same examples in every run: a change fails for what it does. New ones are for HYPOTHESIS_PROFILE=thorough and
+# `tests/property_run.py`.
+hypothesis.settings.register_profile("same", derandomize=True)
+if os.environ.get("HYPOTHESIS_PROFILE") != "thorough":
+    hypothesis.settings.load_profile("same")
 
 # Two cores are shared by everything that runs here; small graphs gain nothing from threads.
 torch.set_num_threads(1)

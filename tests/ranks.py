@@ -83,7 +83,7 @@ class Ranks:
             except queue.Empty:
                 waited += 5
                 dead = [k for k in missing if not self.processes[k].is_alive()]
-                if not dead and waited < (60 if found else TIMEOUT_S):
+                if not dead and waited < (120 if found else TIMEOUT_S):
                     continue
                 error = f"ranks {dead} died" if dead else f"ranks {missing} did not answer: they wait for others"
             if error is not None:

@@ -17,7 +17,7 @@ import pyg_fullgraph as pfg
 from benchmarks import dense as benchmark
 from benchmarks.table import markdown
 from oracle import error
-from pyg_fullgraph import dense
+from pyg_fullgraph import debug, dense
 from pyg_fullgraph.errors import InputError
 from triton_kernels import dense as kernels
 
@@ -257,6 +257,26 @@ def test_layers(name, device, taken):
         num_linear = {"sage": 2, "sage_wide": 2, "transformer": 4}.get(name, 1)
         assert kinds.count("gradient") == num_linear
         assert kinds.count("product") == 2 * num_linear
+
+
+PER_EDGE = {
+    "edge_conv": lambda: pfg.nn.EdgeConv(torch.nn.Linear(24, 8)),
+    "cg": lambda: pfg.nn.CGConv(12),
+    "pna": lambda: pfg.nn.PNAConv(12, 8, ["mean", "max"], ["identity"], torch.ones(5)),
+}
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@pytest.mark.parametrize("min_products", [1, 1 << 31])
+@pytest.mark.parametrize("name", PER_EDGE)
+def test_layers_with_products_in_message(name, min_products, device, taken, monkeypatch):
+    """What decides about a product is no part of a trace."""
+    monkeypatch.setattr(dense, "MIN_PRODUCTS", min_products)
+    monkeypatch.setattr(dense, "_is_tall", lambda value: isinstance(value, torch.Tensor))
+    layer, (_, x, edge_index) = PER_EDGE[name]().to(device), layer_case("gcn", device)
+    pfg.use_tensor_cores(True)
+    layer(x, edge_index)
+    assert debug.counters() == {"fused": 1, "plain": 0}
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])

@@ -174,7 +174,9 @@ def sum_gradients(parameters: Iterable[Parameter], group: Group) -> None:
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in same]
         wide = torch.float32 if same[0].dtype.itemsize < 4 else same[0].dtype
         is_missing = [p.grad is None for p in same]
-        there = torch.cat([torch.full((1,), float(not m), dtype=wide, device=same[0].device) for m in is_missing])
+        there = torch.ones(len(same), dtype=wide, device=same[0].device)
+        if any(is_missing):
+            there *= there.new_tensor([not m for m in is_missing])
         total = group.reduce(torch.cat([there, *(g.reshape(-1).to(wide) for g in grads)]))
         # Where this rank has a gradient there is a sum, and nothing has to wait for the others to say so.
         counts = total[:len(same)].tolist() if any(is_missing) else [1] * len(same)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
+from pyg_fullgraph.dense import Products
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn.preparation import chosen_edges, note_type, reversed_edges
 
@@ -37,13 +38,13 @@ def remembering(layer: Module) -> contextlib.AbstractContextManager[Any]:
 
 
 def paused(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Keeps an edge phase from being watched, which would cost time in each of its operations."""
+    """Keeps an edge phase from being watched: it would take time in each operation, and be part of what is traced."""
     @functools.wraps(function)
     def run(*args: Any) -> Any:
-        if not isinstance(_get_current_function_mode(), _Remembering):
+        if not isinstance(_get_current_function_mode(), (_Remembering, Products)):
             return function(*args)
         with _pop_mode_temporarily():
-            return function(*args)
+            return run(*args)
     return run
 
 

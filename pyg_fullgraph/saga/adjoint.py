@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.saga import ir
-from pyg_fullgraph.saga.aten import TRACING, Importer, edge_softmax, fake_mode, fake_rows, traced
+from pyg_fullgraph.saga.aten import Importer, edge_softmax, fake_mode, fake_rows, traced
 from pyg_fullgraph.saga.axes import AxisMap
 from pyg_fullgraph.saga.interpret import evaluate
 from pyg_fullgraph.saga.ir import Domain, Node, Output
@@ -118,7 +118,7 @@ def adjoint(outputs: tuple[Output, ...]) -> Adjoint:
         return list(torch.autograd.grad([f for f, _ in pairs], [env[n] for n in wrt], [g for _, g in pairs],
                                         allow_unused=True))
 
-    with TRACING, torch.autograd.set_detect_anomaly(False):  # which looks for NaN in values that a trace has not
+    with torch.autograd.set_detect_anomaly(False):  # which looks for NaN in values that a trace has not
         graph = traced(joint, anchor, fakes, grads_in)
     results = Importer("", softmax_backward).run(graph, [None, *leaves, *cotangents])
     grads = {n: _collect(n, r) for n, r in zip(wrt, results, strict=True)}

@@ -44,16 +44,18 @@ __all__ = ["LIKE_THEIR_OPERAND", "TRACING", "Importer", "dropout_mask", "edge_so
 
 aten = torch.ops.aten
 
-#: Held by whoever traces: torch keeps "somebody traces" in flags of the process and puts back what it found, which two
-#: threads at once would leave set for good. torch.compile then refuses to run.
+#: Held for a trace: torch keeps "somebody traces" in flags of the process and puts back what it found, which two
+#: threads at once would leave set for good. torch.compile then refuses to run. Its own traces do not ask for this lock.
 TRACING = threading.RLock()
 
 
 def traced(function: Callable[..., Any], *args: Any) -> torch.fx.Graph:
-    """What ``function`` does with ``args``, tensors of one :func:`fake_mode`, as a graph of ATen operations."""
-    with TRACING:
-        module = make_fx(function, decomposition_table=DECOMPOSITIONS, tracing_mode="symbolic",
-                         _allow_non_fake_inputs=True)(*args)
+    """What ``function`` does with ``args``, tensors of one :func:`fake_mode`, as a graph of ATen operations.
+
+    The caller sees to it that :data:`TRACING` is held.
+    """
+    module = make_fx(function, decomposition_table=DECOMPOSITIONS, tracing_mode="symbolic",
+                     _allow_non_fake_inputs=True)(*args)
     module.graph.eliminate_dead_code()
     return module.graph
 

@@ -4,7 +4,8 @@
 of it: operations of the import table, on tensors that share their memory with no other. Those are recorded here. Sizes
 that Python, torch's compositions and its decompositions see are symbolic as ever, with guards; only the result of one
 operation of the table is worked out for large prime numbers of edges and nodes, and read back as multiples of them.
-What is not surely recorded as ``make_fx`` would have done it is left to that, and so is all that is to be refused.
+What is not surely recorded as ``make_fx`` would have done it is left to that, and so is all that is to be refused. Some
+methods that ``make_fx`` refuses, for guards of torch's decompositions (a product by ``scatter`` has one), are recorded.
 
 Of torch it uses what is not public: ``Tensor._make_wrapper_subclass``, ``OpOverload._schema`` and ``decompose``; of
 ``torch._C`` the guards ``_DisableTorchDispatch`` and ``_ExcludeDispatchKeyGuard``, the stack of ``torch.func`` and the

@@ -21,6 +21,7 @@ import torch
 
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.adjoint import Adjoint, adjoint
+from pyg_fullgraph.saga.aten import TRACING
 from pyg_fullgraph.saga.ir import EdgeProgram
 from triton_kernels import disk
 
@@ -39,8 +40,9 @@ def adjoint_of(program: EdgeProgram) -> Adjoint:
     place = _place(program)
     found = place and _read(*place)
     if found is None:
-        # In a thread of its own, where no mode, hook or autocast of the caller has a part in what is kept.
-        with ThreadPoolExecutor(1) as thread:
+        # In a thread of its own, where no mode, hook or autocast of the caller has a part in what is kept. The lock is
+        # the caller's, who may be in a trace already.
+        with TRACING, ThreadPoolExecutor(1) as thread:
             found = thread.submit(adjoint, program.outputs).result()
         if place is not None:
             _write(*place, found)
