@@ -267,11 +267,9 @@ PER_EDGE = {
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
-@pytest.mark.parametrize("min_products", [1, 1 << 31])
 @pytest.mark.parametrize("name", PER_EDGE)
-def test_layers_with_products_in_message(name, min_products, device, taken, monkeypatch):
-    """What decides about a product is no part of a trace."""
-    monkeypatch.setattr(dense, "MIN_PRODUCTS", min_products)
+def test_layers_with_products_in_message(name, device, monkeypatch):
+    """What decides about a product, its size as well, is no part of a trace."""
     monkeypatch.setattr(dense, "_is_tall", lambda value: isinstance(value, torch.Tensor))
     layer, (_, x, edge_index) = PER_EDGE[name]().to(device), layer_case("gcn", device)
     pfg.use_tensor_cores(True)
