@@ -1,5 +1,6 @@
 """Gradients of programs: against finite differences, and what they keep in memory for them."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,7 +11,7 @@ from oracle import program_of, random_case
 from programs import CASES, make_tensors
 from pyg_fullgraph.autograd import EdgePhase, run
 from pyg_fullgraph.graph import Graph
-from pyg_fullgraph.saga import ir
+from pyg_fullgraph.saga import aten, ir
 from pyg_fullgraph.saga.adjoint import adjoint, grad_input
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
 from pyg_fullgraph.saga.passes import reduction, split
@@ -128,15 +129,22 @@ def test_a_program_of_constants_has_no_gradient():
     assert reduction(phase.core.outputs[0]).domain == Domain.DST
 
 
-def test_threads_leave_the_flags_of_torch(tmp_path, monkeypatch):
-    """What torch notes while somebody traces is of the process: left behind, torch.compile refuses all that follows."""
+def test_one_trace_at_a_time(tmp_path, monkeypatch):
+    """Torch notes in flags of the process that somebody traces; left behind, torch.compile refuses all that follows."""
     monkeypatch.setenv("PFG_CACHE_DIR", str(tmp_path))  # nothing is known yet
-    names = [n for n in CASES if n not in NO_KERNELS][:12]
+    make_fx, running, most = aten.make_fx, [], []
 
-    def derive(name):
-        return EdgePhase(split(program_of(name)).stages[0].core).adjoint
+    def slow(*args, **kwargs):
+        running.append(1)
+        most.append(len(running))
+        time.sleep(0.02)
+        made = make_fx(*args, **kwargs)
+        return lambda *given: (made(*given), running.pop())[0]
 
+    monkeypatch.setattr(aten, "make_fx", slow)
     with ThreadPoolExecutor(6) as threads:
-        list(threads.map(derive, names * 2))
+        cores = [split(program_of(n)).stages[0].core for n in ("gcn", "gat", "gatv2", "sage-max")]
+        list(threads.map(lambda core: EdgePhase(core).adjoint, cores))
+    assert most == [1, 1, 1, 1]
     assert not torch.fx._symbolic_trace.is_fx_tracing()
     assert not torch.is_anomaly_enabled()
