@@ -1,0 +1,83 @@
+"""Attention scores ``(x * weight).sum(-1)`` of vertex features, differentiable in one pass forward and one backward.
+
+The features come back with the scores. Whoever goes on with what came back hands the other gradient of the features
+to the same pass: it adds what the scores say, in place of a product and a sum of gradients for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from pyg_fullgraph.execution import interpreted
+from triton_kernels import dots as kernels
+from triton_kernels import reference
+
+__all__ = ["can_take", "row_dots"]
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def can_take(x: Any, weight: Any) -> bool:
+    """Whether ``(x * weight).sum(-1)`` is made of features ``[N, H, C]`` and a weight ``[1, H, C]`` as they are."""
+    if not (type(x) in _PLAIN and type(weight) in _PLAIN and x.dim() == 3 and weight.shape == (1, *x.shape[1:])):
+        return False
+    kind = x.device.type
+    return (x.dtype == weight.dtype and x.is_floating_point() and x.device == weight.device and kind in ("cpu", "cuda")
+            and x.layout == weight.layout == torch.strided and kernels.can_take(x.shape[1], x.shape[2])
+            and not torch.is_autocast_enabled(kind) and not _has_transform(x, weight))
+
+
+def _has_transform(*tensors: Tensor) -> bool:
+    """Whether somebody looks at every operation, or derives otherwise than backward."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing() or forward_ad._current_level >= 0 or \
+        any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors)
+
+
+def row_dots(x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """``(x * w).sum(-1)`` ``[N, H]`` for each of ``weights``, of which :func:`can_take` holds.
+
+    Args:
+        x: ``[N, H, C]``.
+        weights: one or two of ``[1, H, C]``.
+
+    Returns: ``x``, or where it has a gradient what stands for it in the same memory; and the scores.
+    Numerics: sums in float32 (float64 for float64); bit-identical from run to run. On a CPU as torch computes it.
+    Cost: reads ``x`` once; backward reads ``x`` and its other gradient once and writes the sum of gradients once.
+    """
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in (x, *weights)):
+        return x, _module(x).row_dots(x, weights)
+    made = list(_RowDots.apply(x, *weights))
+    return made.pop(0) if x.requires_grad else x, made
+
+
+def _module(x: Tensor) -> Any:
+    """Kernels where they run, else their twins."""
+    return kernels if x.device.type == "cuda" or interpreted() else reference
+
+
+class _RowDots(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, *weights)
+        made = _module(x).row_dots(x, weights)
+        return (x, *made) if ctx.needs_input_grad[0] else tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        (x, *weights), (needs_x, *needs) = ctx.saved_tensors, ctx.needs_input_grad
+        g, grads = (grads[0], grads[1:]) if needs_x else (None, grads)
+        used = [k for k, d in enumerate(grads) if d is not None]
+        if not used:
+            return (g, *(None for _ in weights))
+        # Gradients may be differentiated themselves.
+        module = reference if torch.is_grad_enabled() else _module(x)
+        grad_x, made = module.row_dots_backward(x, [weights[k] for k in used], [grads[k] for k in used], g, needs_x,
+                                                any(needs[k] for k in used))
+        found = dict(zip(used, made, strict=False))  # none where no weight needs one
+        return (grad_x, *(found.get(k) if needs[k] else None for k in range(len(weights))))
