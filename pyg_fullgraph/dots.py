@@ -34,7 +34,7 @@ def can_take(x: Any, weight: Any) -> bool:
 
 def _has_transform(*tensors: Tensor) -> bool:
     """Whether somebody looks at every operation, or derives otherwise than backward."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing() or forward_ad._current_level >= 0 or \
+    return torch.compiler.is_compiling() or torch._C._is_tracing() or forward_ad._current_level >= 0 or \
         any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors)
 
 
@@ -66,7 +66,11 @@ class _RowDots(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, *weights)
         made = _module(x).row_dots(x, weights)
-        return (x, *made) if ctx.needs_input_grad[0] else tuple(made)
+        needs_x, *needs = ctx.needs_input_grad
+        if needs_x:
+            return x, *made
+        ctx.mark_non_differentiable(*(score for score, need in zip(made, needs, strict=True) if not need))
+        return tuple(made)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

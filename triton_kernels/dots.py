@@ -125,7 +125,7 @@ def row_dots(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     """
     num_rows, num_heads, num_features = x.shape
     x, weights = _rows(x), [w.contiguous() for w in weights]
-    made = [x.new_empty((num_rows, num_heads)) for _ in weights]
+    made = [torch.empty((num_rows, num_heads), dtype=x.dtype, device=x.device) for _ in weights]
     tile = tile_of(num_heads, num_features, FORWARD_VALUES)
     num_blocks = -(-num_rows // tile.rows)
     if num_blocks:
@@ -158,8 +158,9 @@ def row_dots_backward(x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tens
     num_blocks = -(-num_rows // tile.rows)
     num_workers = min(num_blocks, MAX_WORKERS) if needs_weight else num_blocks
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    out = x.new_empty(x.shape) if needs_x else x
-    parts = [x.new_empty((num_workers, num_heads, num_features), dtype=wide) if needs_weight else x for _ in weights]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_x else x
+    parts = [torch.empty((num_workers, num_heads, num_features), dtype=wide, device=x.device) if needs_weight else x
+             for _ in weights]
     constants = {**_constants(x, tile, weights), "HAS_G": g is not x, "NEEDS_X": needs_x, "NEEDS_WEIGHT": needs_weight}
     launch.run(row_dots_backward_kernel, num_workers * -(-num_heads // tile.heads),
                [x, weights[0], weights[-1], grads[0], grads[-1], g, out, parts[0], parts[-1], num_rows, num_blocks,

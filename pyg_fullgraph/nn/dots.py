@@ -2,7 +2,7 @@
 
 GATConv writes ``(x_src * self.att_src).sum(dim=-1)``, and the same for targets: of node features ``[N, H, C]`` each
 makes a product of that size, and its gradients several more. In a copy of such a forward the two operations are one
-call of :func:`dot`. Where an edge phase takes the results, they are computed together (:func:`pyg_fullgraph.dots.row_dots`),
+call of :func:`dot`. Where an edge phase takes the results, :func:`pyg_fullgraph.dots.row_dots` computes them together,
 and the edge phase goes on with the features that come back, so that all of their gradients meet in one pass.
 
 Only forwards written in PyG are treated so: they write to nothing between the product and the edge phase.
@@ -77,6 +77,7 @@ def computed(conv: Any, kwargs: Mapping[str, Any]) -> tuple[Mapping[str, Any], t
     groups: dict[int, list[DotExpr]] = {}
     for expr in waiting:
         if expr.is_open:
+            expr.check_unchanged()
             groups.setdefault(id(expr.x), []).append(expr)
         else:
             made[id(expr)] = expr.materialize()

@@ -144,22 +144,21 @@ class EdgeExpr(LazyTensor):
         tensors: every input of ``node`` by name, all floating ones of one dtype. Kept without their history if
             gradients are off now, as a computed value would be.
         graph: the graph the expression is over; values are in its edge order.
-
-    Attributes:
-        features: what was given back by the edge phase that made it.
+        features: node features that the edge phase which made it took and gave back.
     """
 
     node: Node
     tensors: dict[str, Tensor]
     graph: Graph
-    features: tuple[Returned, ...] = ()
+    features: tuple[Returned, ...]
 
     @staticmethod
-    def __new__(cls, node: Node, tensors: Mapping[str, Tensor], graph: Graph) -> EdgeExpr:
+    def __new__(cls, node: Node, tensors: Mapping[str, Tensor], graph: Graph,
+                features: tuple[Returned, ...] = ()) -> EdgeExpr:
         dtype = next(t.dtype for t in tensors.values() if t.is_floating_point())
         self = LazyTensor.__new__(cls, (graph.num_edges, *node.shape), dtype, graph.device)
         keep = torch.is_grad_enabled()
-        self.node, self.graph, self._value = node, graph, None
+        self.node, self.graph, self.features, self._value = node, graph, features, None
         self.tensors = {k: t if keep or not t.requires_grad else t.detach() for k, t in tensors.items()}
         self._versions = {} if torch.is_inference_mode_enabled() else {k: t._version for k, t in self.tensors.items()}
         return self
@@ -170,7 +169,8 @@ class EdgeExpr(LazyTensor):
             if self.tensors[name]._version != version:
                 raise InputError(name, "to stay as it was until the edge values made from it are used", "a write")
 
-    def __init__(self, node: Node, tensors: Mapping[str, Tensor], graph: Graph) -> None:
+    def __init__(self, node: Node, tensors: Mapping[str, Tensor], graph: Graph,
+                 features: tuple[Returned, ...] = ()) -> None:
         """See the class."""
 
     @property

@@ -22,7 +22,6 @@ from torch.nn import Module
 from torch_geometric.nn.conv import MessagePassing as PyGMessagePassing
 
 from pyg_fullgraph import debug, dense, reuse
-from pyg_fullgraph.errors import InputError
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn.lazy import DeferredTensor, run
 from pyg_fullgraph.nn.surroundings import submodules

@@ -174,9 +174,7 @@ class FusedMixin(_Layer):
         if bound is not None:
             debug.record(self, "edge_updater", bound.program, bound.graph)
             bound.leave_behind(self)
-            out = EdgeExpr(bound.program.outputs[0].value, bound.tensors, bound.graph)
-            out.features = features
-            return out
+            return EdgeExpr(bound.program.outputs[0].value, bound.tensors, bound.graph, features)
         fields = dict(vars(self))
         try:
             reasons = _momentary_refusals(self, "edge_updater")
@@ -193,8 +191,7 @@ class FusedMixin(_Layer):
         if call.dim:
             (out,) = run(call.program, call.graph, call.tensors)
             return call.result(out)
-        out = EdgeExpr(call.program.outputs[0].value, call.tensors, call.graph)
-        out.features = features
+        out = EdgeExpr(call.program.outputs[0].value, call.tensors, call.graph, features)
         known.remember(self, "edge_updater", edge_index, size, kwargs, call, fields)
         return out.materialize() if is_sparse(edge_index) else out
 
