@@ -17,9 +17,11 @@ from pyg_fullgraph.execution import interpreted
 from triton_kernels import dots as kernels
 from triton_kernels import reference
 
-__all__ = ["can_take", "row_dots"]
+__all__ = ["can_take", "row_dots", "scores"]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+#: Scores of the same features that one pass computes.
+_TOGETHER = 2
 
 
 def can_take(x: Any, weight: Any) -> bool:
@@ -53,6 +55,27 @@ def row_dots(x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]
         return x, _module(x).row_dots(x, weights)
     made = list(_RowDots.apply(x, *weights))
     return made.pop(0) if x.requires_grad else x, made
+
+
+def scores(asked: Sequence[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
+    """The scores of pairs of features and weight, those of the same tensor of features together.
+
+    Returns: one ``[N, H]`` per pair; and features with what stands for them from now on, where it is another tensor.
+    """
+    made: dict[int, Tensor] = {}
+    stand_ins: list[tuple[Tensor, Tensor]] = []
+    groups: dict[int, list[int]] = {}
+    for k, (x, _) in enumerate(asked):
+        groups.setdefault(id(x), []).append(k)
+    for places in groups.values():
+        features = x = asked[places[0]][0]
+        for start in range(0, len(places), _TOGETHER):
+            some = places[start:start + _TOGETHER]
+            x, found = row_dots(x, [asked[k][1] for k in some])
+            made.update(zip(some, found, strict=True))
+        if x is not features:
+            stand_ins.append((features, x))
+    return [made[k] for k in range(len(asked))], stand_ins
 
 
 def _module(x: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Attention scores in one pass, and their gradients in another: PyG's numbers, whatever is asked for or goes between."""
+"""Attention scores in one pass, and their gradients in another: PyG's numbers, whatever is asked for or seen."""
 
 import dis
 import functools
@@ -160,7 +160,8 @@ def test_what_comes_back_is_the_same_memory():
 
 LAYERS = {
     "plain": {}, "one head": {"heads": 1}, "mean": {"concat": False}, "no loops": {"add_self_loops": False},
-    "edges": {"edge_dim": 5}, "residual": {"residual": True}, "no bias": {"bias": False}, "slope": {"negative_slope": 0.5}}
+    "edges": {"edge_dim": 5}, "residual": {"residual": True}, "no bias": {"bias": False},
+    "slope": {"negative_slope": 0.5}}
 
 
 def edges(num_src=23, num_dst=23, count=90):
@@ -257,6 +258,41 @@ def test_han_is_pygs(taken):
             results.append([*out.values(), *torch.autograd.grad(loss, [*x.values(), *layer.parameters()])])
         assert_equal(*results)
     assert taken == [(23, 1), (11, 1), (11, 1), (23, 1), (23, 2)] * 4
+
+
+class Additive(pyg_nn.MessagePassing):
+    """Scores of rows that message writes itself, features that are given in one dimension."""
+
+    def __init__(self):
+        super().__init__(aggr="add", node_dim=0)
+        torch.manual_seed(0)
+        self.att = torch.nn.Parameter(torch.randn(2, 3, 4))
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x.view(-1, 3, 4))
+
+    def message(self, x_j, x_i):
+        return torch.tanh((x_j * self.att[0]).sum(-1) + (self.att[1] * x_i).sum(-1)).unsqueeze(-1) * x_j
+
+
+@pytest.mark.parametrize("device", ["cpu", INTERPRETER, GPU])
+@pytest.mark.parametrize("name", ["supergat", "own"])
+def test_scores_that_message_writes(name, device, taken):
+    """What is hoisted off the edges; also of features that are constant, whose scores change with the weights."""
+    if name == "supergat":
+        torch.manual_seed(0)
+        pygs, ours = (n.SuperGATConv(12, 4, heads=3).double().eval() for n in (pyg_nn, fused_nn))
+        ours.load_state_dict(pygs.state_dict())
+    else:
+        pygs, ours = Additive().double(), pfg.convert(Additive().double())
+    ours.to(device)
+    for needs_x in (True, False):
+        x = normal(23, 12).requires_grad_(needs_x)
+        moved = x.detach().to(device).requires_grad_(needs_x)
+        for _ in range(4):
+            got, want = step(ours, moved, edges().to(device)), step(pygs, x, edges())
+            assert_equal([t if t is None else t.cpu() for t in got], want)
+    assert taken == [(23, 2)] * 8
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
@@ -439,6 +475,8 @@ def test_code_without_its_source_stays(monkeypatch):
     assert in_layers.code_with_dots(pyg_nn.GATConv.edge_update) is None
     monkeypatch.setattr(in_layers.inspect, "getsource", lambda module: "def forward(self): pass\n")
     assert in_layers.code_with_dots(pyg_nn.GATConv.forward) is None
-    source = Path(pyg_nn.conv.gat_conv.__file__).read_text().replace("dim=-1)\n        alpha_dst", "dim=-2)\n        alpha_dst")
-    monkeypatch.setattr(in_layers.inspect, "getsource", lambda module: source)
+    source = Path(pyg_nn.conv.gat_conv.__file__).read_text()
+    edited = source.replace("alpha_src = (x_src * self.att_src)", "alpha_src = (x_dst * self.att_src)")
+    assert edited != source
+    monkeypatch.setattr(in_layers.inspect, "getsource", lambda module: edited)
     assert in_layers.code_with_dots(pyg_nn.GATConv.forward) is None

@@ -26,8 +26,6 @@ __all__ = ["NAME", "code_with_dots", "computed", "dot"]
 
 #: Name of :func:`dot` in the globals of rewritten forwards.
 NAME = "_fullgraph_dot"
-#: Scores of the same features that one pass computes.
-_TOGETHER = 2
 
 
 class DotExpr(DeferredTensor):
@@ -73,22 +71,13 @@ def computed(conv: Any, kwargs: Mapping[str, Any]) -> tuple[Mapping[str, Any], t
     # A hook may keep or change what it sees.
     is_seen = conv._propagate_forward_pre_hooks or conv._propagate_forward_hooks
     known = [] if is_seen else [r for r in known if r.features._version == r.version]
-    made: dict[int, Tensor] = {}
-    groups: dict[int, list[DotExpr]] = {}
-    for expr in waiting:
-        if expr.is_open:
-            expr.check_unchanged()
-            groups.setdefault(id(expr.x), []).append(expr)
-        else:
-            made[id(expr)] = expr.materialize()
-    for exprs in groups.values():
-        features = x = exprs[0].x
-        for k in range(0, len(exprs), _TOGETHER):
-            some = exprs[k:k + _TOGETHER]
-            x, scores = dots.row_dots(x, [e.weight for e in some])
-            made.update(zip(map(id, some), scores, strict=True))
-        if x is not features and not is_seen:
-            known.append(Returned(features, x, features._version))
+    made = {id(e): e.materialize() for e in waiting if not e.is_open}
+    asked = [e for e in waiting if e.is_open]
+    for expr in asked:
+        expr.check_unchanged()
+    scores, stand_ins = dots.scores([(e.x, e.weight) for e in asked])
+    made.update(zip(map(id, asked), scores, strict=True))
+    known += [] if is_seen else [Returned(x, y, x._version) for x, y in stand_ins]
     made.update((id(r.features), r.stand_in) for r in known)
     return {name: _replaced(value, made) for name, value in kwargs.items()}, tuple(known)
 
