@@ -26,18 +26,17 @@ _TOGETHER = 2
 
 def can_take(x: Any, weight: Any) -> bool:
     """Whether ``(x * weight).sum(-1)`` is made of features ``[N, H, C]`` and a weight ``[1, H, C]`` as they are."""
-    if not (type(x) in _PLAIN and type(weight) in _PLAIN and x.dim() == 3 and weight.shape == (1, *x.shape[1:])):
+    if type(x) not in _PLAIN or type(weight) not in _PLAIN:
         return False
-    kind = x.device.type
-    return (x.dtype == weight.dtype and x.is_floating_point() and x.device == weight.device and kind in ("cpu", "cuda")
-            and x.layout == weight.layout == torch.strided and kernels.can_take(x.shape[1], x.shape[2])
-            and not torch.is_autocast_enabled(kind) and not _has_transform(x, weight))
-
-
-def _has_transform(*tensors: Tensor) -> bool:
-    """Whether somebody looks at every operation, or derives otherwise than backward."""
-    return torch.compiler.is_compiling() or torch._C._is_tracing() or forward_ad._current_level >= 0 or \
-        any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors)
+    shape, device, dtype = x.shape, x.device, x.dtype
+    if len(shape) != 3 or weight.shape != (1, shape[1], shape[2]) or not kernels.can_take(shape[1], shape[2]):
+        return False
+    kind, is_wrapped = device.type, torch._C._functorch.is_functorch_wrapped_tensor
+    # Not where somebody looks at every operation, or derives otherwise than backward.
+    return (dtype.is_floating_point and weight.dtype is dtype and weight.device == device and kind in ("cpu", "cuda")
+            and x.layout is weight.layout is torch.strided and not torch.is_autocast_enabled(kind)
+            and not torch.compiler.is_compiling() and not torch._C._is_tracing() and forward_ad._current_level < 0
+            and not is_wrapped(x) and not is_wrapped(weight))
 
 
 def row_dots(x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
