@@ -63,11 +63,11 @@ def row_dots_kernel(x_ptr, first_ptr, second_ptr, a_ptr, b_ptr, num_rows, num_bl
 
 
 @triton.jit(do_not_specialize=("num_blocks", "num_workers"))
-def row_dots_backward_kernel(x_ptr, first_ptr, second_ptr, a_ptr, b_ptr, g_ptr, out_ptr, first_part_ptr,
-                             second_part_ptr, num_rows, num_blocks, num_workers, x_stride, g_stride,
-                             HEADS: tl.constexpr, FEATURES: tl.constexpr, IS_PAIR: tl.constexpr, HAS_G: tl.constexpr,
-                             NEEDS_X: tl.constexpr, NEEDS_WEIGHT: tl.constexpr, BLOCK_R: tl.constexpr,
-                             BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr, FLOAT: tl.constexpr):
+def row_dots_backward_kernel(x_ptr, first_ptr, second_ptr, a_ptr, b_ptr, g_ptr, out_ptr, part_ptr, num_rows,
+                             num_blocks, num_workers, x_stride, g_stride, HEADS: tl.constexpr, FEATURES: tl.constexpr,
+                             IS_PAIR: tl.constexpr, HAS_G: tl.constexpr, NEEDS_X: tl.constexpr,
+                             NEEDS_WEIGHT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
+                             BLOCK_C: tl.constexpr, FLOAT: tl.constexpr):
     pid = tl.program_id(0).to(tl.int64)
     worker, group = pid % num_workers, pid // num_workers
     first_sum = tl.full([BLOCK_R, BLOCK_H, BLOCK_C], 0.0, FLOAT)
@@ -94,10 +94,11 @@ def row_dots_backward_kernel(x_ptr, first_ptr, second_ptr, a_ptr, b_ptr, g_ptr, 
     if NEEDS_WEIGHT:
         head = group * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
         feature = tl.arange(0, BLOCK_C)[None, :]
-        place, in_row = (worker * HEADS + head) * FEATURES + feature, (head < HEADS) & (feature < FEATURES)
-        tl.store(first_part_ptr + place, tl.sum(first_sum, 0), mask=in_row)
+        part = part_ptr + worker * (2 if IS_PAIR else 1) * HEADS * FEATURES
+        place, in_row = head * FEATURES + feature, (head < HEADS) & (feature < FEATURES)
+        tl.store(part + place, tl.sum(first_sum, 0), mask=in_row)
         if IS_PAIR:
-            tl.store(second_part_ptr + place, tl.sum(second_sum, 0), mask=in_row)
+            tl.store(part + HEADS * FEATURES + place, tl.sum(second_sum, 0), mask=in_row)
 
 
 def can_take(num_heads: int, num_features: int) -> bool:
@@ -159,13 +160,15 @@ def row_dots_backward(x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tens
     num_workers = min(num_blocks, MAX_WORKERS) if needs_weight else num_blocks
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_x else x
-    parts = [torch.empty((num_workers, num_heads, num_features), dtype=wide, device=x.device) if needs_weight else x
-             for _ in weights]
+    parts = torch.empty((num_workers, len(weights), 1, num_heads, num_features), dtype=wide, device=x.device) \
+        if needs_weight else x
     constants = {**_constants(x, tile, weights), "HAS_G": g is not x, "NEEDS_X": needs_x, "NEEDS_WEIGHT": needs_weight}
     launch.run(row_dots_backward_kernel, num_workers * -(-num_heads // tile.heads),
-               [x, weights[0], weights[-1], grads[0], grads[-1], g, out, parts[0], parts[-1], num_rows, num_blocks,
-                num_workers, x.stride(0), g.stride(0)], constants, NUM_WARPS, x.device)
-    return out if needs_x else None, [p.sum(0, keepdim=True).to(x.dtype) for p in parts] if needs_weight else []
+               [x, weights[0], weights[-1], grads[0], grads[-1], g, out, parts, num_rows, num_blocks, num_workers,
+                x.stride(0), g.stride(0)], constants, NUM_WARPS, x.device)
+    totals = parts.sum(0).to(x.dtype).unbind(0) if needs_weight else ()
+    # Not views: each is a gradient of its own.
+    return out if needs_x else None, [torch.ops.aten._unsafe_view(t, t.shape) for t in totals]
 
 
 def _rows(x: Tensor) -> Tensor:

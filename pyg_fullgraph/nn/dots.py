@@ -97,7 +97,7 @@ def code_with_dots(function: types.FunctionType) -> types.CodeType | None:
     None as well where its source cannot be read, or is not that of the code.
     """
     code = function.__code__
-    is_pygs = function.__name__ == "forward" and function.__module__.startswith("torch_geometric.")
+    is_pygs = function.__name__ == "forward" and (function.__module__ or "").startswith("torch_geometric.")
     if not is_pygs or code.co_freevars or "sum" not in code.co_names:
         return None
     try:
