@@ -388,8 +388,8 @@ def test_gradients_of_gradients_of_a_layer_are_refused():
         grad.sum().backward()
 
 
-def test_a_graph_in_parts_is_the_whole():
-    """Every layer after it reads what came back through the memory of the features."""
+def test_layers_one_after_the_other():
+    """A whole model, also with its activations made again in backward."""
     torch.manual_seed(0)
     pygs = pyg_nn.GAT(6, 5, 2, heads=1).double()
     ours = pfg.convert(pyg_nn.GAT(6, 5, 2, heads=1).double())
