@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from pyg_fullgraph import reuse
+from pyg_fullgraph import dots, reuse
 from pyg_fullgraph.chunks import compute_dtype
 from pyg_fullgraph.edge_order import EdgeOrder
 from pyg_fullgraph.errors import DoubleBackwardError, ForwardModeError, FunctionTransformError, InputError
@@ -459,8 +459,11 @@ def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tu
     given: set[Node] = set()  # results that somebody else holds as well
 
     def run_stage(stage: Stage, phase: EdgePhase) -> Sequence[Tensor]:
+        if is_plain:
+            _take_dots(stage, env, like)
         for result, expression in stage.hoisted.items():
-            env[result] = _vertex(expression, env, like)
+            if result not in env:
+                env[result] = _vertex(expression, env, like)
         return call(phase, graph, like, [env[n] for n in phase.inputs])
 
     for stage, phase, constant in zip(compiled.split.stages, compiled.phases, compiled.constant, strict=True):
@@ -515,6 +518,17 @@ def _vertex(expression: Node, env: Mapping[Node, Tensor], like: Tensor) -> Tenso
     inputs = ir.inputs_of(expression)
     like = next((env[n] for n in inputs if n.is_row and env[n].is_floating_point()), env[inputs[0]] if inputs else like)
     return interpret.evaluate([expression], lambda n, a: env[n], like)[0]
+
+
+def _take_dots(stage: Stage, env: dict[Node, Tensor], like: Tensor) -> None:
+    """Put the scores among what is hoisted into ``env``, and there what stands for the features they are of."""
+    found = {r: (env[x], _vertex(weight, env, like).expand(x.shape).unsqueeze(0)) for r, x, weight in stage.dots}
+    asked = {r: pair for r, pair in found.items() if dots.can_take(*pair)}
+    if asked:
+        scores, stand_ins = dots.scores(list(asked.values()))
+        env.update(zip(asked, scores, strict=True))
+        known = {id(x): y for x, y in stand_ins}
+        env.update({n: known[id(t)] for n, t in env.items() if id(t) in known})
 
 
 def _result(value: Node, env: Mapping[Node, Tensor], graph: Graph, like: Tensor) -> Tensor:

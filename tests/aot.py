@@ -4,7 +4,8 @@
 i32 if not told otherwise) and prints one JSON object: kernel -> registers, spilled bytes and shared memory. With
 ``--narrow`` nothing is compiled: kernel -> lines of Triton's IR about float32, of which a kernel of float64 has none.
 With ``--short`` neither: kernel -> lines that may not hold where tensors have more than 2**31 elements, and the same
-without conversions of row ids. With ``--dense`` those of ``triton_kernels.dense`` for the widths N,K that follow.
+without conversions of row ids. With ``--dense`` those of ``triton_kernels.dense`` for the widths N,K that follow,
+with ``--dots`` those of ``triton_kernels.dots`` for heads and features H,C.
 A process of its own, because Triton decides at import whether it interprets.
 """
 
@@ -35,7 +36,7 @@ from pyg_fullgraph.saga.passes import split
 from pyg_fullgraph.saga.plans import KERNELS, Plan, Sweep, is_staged
 from pyg_fullgraph.saga.rows import RowsSource, generate
 from tests.programs import CASES, MORE_CASES, ROW_CASES, WIDE_CASES
-from triton_kernels import dense, launch
+from triton_kernels import dense, dots, launch
 
 TARGET = GPUTarget("cuda", 90, 32)
 
@@ -207,7 +208,29 @@ def compile_dense(kind: str, num_out: int, num_in: int) -> dict[str, dict[str, i
     return found
 
 
+def compile_dots(num_heads: int, num_features: int) -> dict[str, dict[str, int]]:
+    """The kernels of two scores of features ``[N, num_heads, num_features]``, as a launch has them."""
+    found = {}
+    for function, values in ((dots.row_dots_kernel, dots.FORWARD_VALUES),
+                             (dots.row_dots_backward_kernel, dots.BACKWARD_VALUES)):
+        tile = dots.tile_of(num_heads, num_features, values)
+        constants = {"HEADS": num_heads, "FEATURES": num_features, "IS_PAIR": True, "BLOCK_R": tile.rows,
+                     "BLOCK_H": tile.heads, "BLOCK_C": tile.features, "FLOAT": tl.float32, "HAS_G": True,
+                     "NEEDS_X": True, "NEEDS_WEIGHT": True}
+        constants = {k: v for k, v in constants.items() if k in function.arg_names}
+        signature = {a: "*fp32" if a.endswith("_ptr") else "i32" for a in function.arg_names}
+        even = ["x_stride", "g_stride"] if num_heads * num_features % 16 == 0 else []
+        even = [a for a in even if a in function.arg_names]
+        found[function.__name__] = _compile(_source(function, signature, constants, even), dots.NUM_WARPS)
+    return found
+
+
 def main(names: list[str]) -> None:
+    if names[:1] == ["--dots"]:
+        shapes = [tuple(map(int, name.split(","))) for name in names[1:]]
+        print(json.dumps({f"{h},{c} {name}": report for h, c in shapes
+                          for name, report in compile_dots(h, c).items()}, indent=1))
+        return
     if names[:1] == ["--dense"]:
         widths = [tuple(map(int, name.split(","))) for name in names[1:]]
         print(json.dumps({f"{kind} {n},{k} {name}": report for kind in ("bf16", "fp16", "tf32") for n, k in widths

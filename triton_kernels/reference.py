@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -101,3 +102,26 @@ def dropout_mask(seed: Tensor, eid: Tensor, shape: tuple[int, ...], p: float,
     word = philox(seed, counter, counter >> 32)
     keep = (word >= dropout_threshold(p)).reshape(eid.numel(), *shape)
     return keep.to(dtype) * (1.0 / (1.0 - p))
+
+
+def row_dots(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    """``(x * w).sum(-1)`` ``[N, H]`` of features ``[N, H, C]``, for each of ``weights`` ``[1, H, C]``."""
+    return [(x * w).sum(-1) for w in weights]
+
+
+def row_dots_backward(x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor], g: Tensor | None,
+                      needs_x: bool, needs_weight: bool) -> tuple[Tensor | None, list[Tensor]]:
+    """The gradients of :func:`row_dots`, of features added to ``g``.
+
+    Args:
+        x, weights: as there.
+        grads: ``[N, H]``, the gradient of each result.
+        g: ``[N, H, C]``, another gradient of ``x``; None for zeros.
+        needs_x, needs_weight: which gradients are wanted.
+    """
+    grad_x = g
+    for d, w in zip(grads, weights, strict=True) if needs_x else ():
+        grad_x = d.unsqueeze(-1) * w if grad_x is None else torch.addcmul(grad_x, d.unsqueeze(-1), w)
+    # A product per head, which makes nothing of the size of the features.
+    made = [torch.bmm(d.t().unsqueeze(1), x.transpose(0, 1)).transpose(0, 1) for d in grads] if needs_weight else []
+    return grad_x if needs_x else None, made

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pyg_fullgraph import dense
 from pyg_fullgraph.errors import LayerInputError, PygFullgraphError, RowCountError
-from pyg_fullgraph.nn import compiled, derived, order
+from pyg_fullgraph.nn import compiled, derived, dots, order
 from pyg_fullgraph.nn.lazy import as_plain
 from pyg_fullgraph.nn.preparation import REPLACEMENTS
 from pyg_fullgraph.saga.trace import rebind
@@ -62,17 +62,30 @@ def _stores(function: Any) -> bool:
 
 
 def _prepared(function: types.FunctionType) -> Any:
-    """``function`` over our functions, None if it names none of PyG's that have one; also below a decorator of PyG's.
+    """``function`` over our functions, None if it has nothing that we have another for; also below a decorator of
+    PyG's.
     """
-    if _names_replaced(function):
-        return rebind(function, REPLACEMENTS)
+    if (made := _over_ours(function)) is not None:
+        return made
     inner = getattr(function, "__wrapped__", None)
-    if not isinstance(inner, types.FunctionType) or not _names_replaced(inner):
+    made = _over_ours(inner) if isinstance(inner, types.FunctionType) else None
+    if made is None:
         return None
-    cells = tuple(types.CellType(rebind(inner, REPLACEMENTS)) if c.cell_contents is inner else c
-                  for c in function.__closure__ or ())
+    cells = tuple(types.CellType(made) if c.cell_contents is inner else c for c in function.__closure__ or ())
     outer = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
     return functools.update_wrapper(outer, function)
+
+
+def _over_ours(function: types.FunctionType) -> Any:
+    """A copy of ``function`` that names our functions, None if there is nothing that we have another for."""
+    code = dots.code_with_dots(function)
+    if code is None and not _names_replaced(function):
+        return None
+    made: Any = rebind(function, REPLACEMENTS)
+    if code is not None:
+        made.__code__ = code
+        made.__globals__[dots.NAME] = dots.dot
+    return made
 
 
 def _names_replaced(function: types.FunctionType) -> bool:

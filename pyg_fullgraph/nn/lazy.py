@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
@@ -20,7 +20,7 @@ from pyg_fullgraph.errors import InputError
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.saga.ir import EdgeProgram, Node, Output
 
-__all__ = ["EdgeExpr", "LazyTensor", "as_plain", "run"]
+__all__ = ["DeferredTensor", "EdgeExpr", "LazyTensor", "Returned", "as_plain", "run"]
 
 # Questions that the wrapper answers without computing the values.
 _METADATA = {
@@ -79,6 +79,60 @@ class LazyTensor(Tensor):
         return self.materialize().numpy(force=force)
 
 
+class DeferredTensor(LazyTensor):
+    """A lazy tensor with one value, computed under the gradient mode in which it was made."""
+
+    _value: Tensor | None
+    _has_grad_mode: bool
+    _versions: list[tuple[Tensor, int]]
+
+    @staticmethod
+    def _make(cls: type, like: Tensor, shape: tuple[int, ...]) -> Any:
+        self = LazyTensor.__new__(cls, shape, like.dtype, like.device)
+        self._value, self._has_grad_mode = None, torch.is_grad_enabled()
+        self._versions = []
+        return self
+
+    def watch(self, *tensors: Tensor | None) -> None:
+        """Note tensors that must be unchanged when the value is computed."""
+        self._versions = [(t, t._version) for t in tensors if t is not None and not t.is_inference()]
+
+    def check_unchanged(self) -> None:
+        """Raise if one of them was written to meanwhile."""
+        for tensor, version in self._versions:
+            if tensor._version != version:
+                raise InputError("weight", "to stay as it was until the product with it is used", "a write")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the value is still to be computed, as it would be if it were computed now."""
+        return self._value is None and self._has_grad_mode == torch.is_grad_enabled()
+
+    def materialize(self) -> Tensor:
+        if self._value is None:
+            self.check_unchanged()
+            with torch.set_grad_enabled(self._has_grad_mode):
+                self._value = self.compute()
+        return self._value
+
+    def compute(self) -> Tensor:
+        raise NotImplementedError
+
+
+class Returned(NamedTuple):
+    """Features that an edge phase took and gave back, see :func:`pyg_fullgraph.nn.dots.computed`.
+
+    Attributes:
+        features: As they were taken.
+        stand_in: What goes on in their place, in the same memory.
+        version: Of the features when they were taken.
+    """
+
+    features: Tensor
+    stand_in: Tensor
+    version: int
+
+
 class EdgeExpr(LazyTensor):
     """Edge values ``[E, *feature]`` as an expression over vertex and edge tensors; computed nowhere, or once.
 
@@ -90,18 +144,21 @@ class EdgeExpr(LazyTensor):
         tensors: every input of ``node`` by name, all floating ones of one dtype. Kept without their history if
             gradients are off now, as a computed value would be.
         graph: the graph the expression is over; values are in its edge order.
+        features: node features that the edge phase which made it took and gave back.
     """
 
     node: Node
     tensors: dict[str, Tensor]
     graph: Graph
+    features: tuple[Returned, ...]
 
     @staticmethod
-    def __new__(cls, node: Node, tensors: Mapping[str, Tensor], graph: Graph) -> EdgeExpr:
+    def __new__(cls, node: Node, tensors: Mapping[str, Tensor], graph: Graph,
+                features: tuple[Returned, ...] = ()) -> EdgeExpr:
         dtype = next(t.dtype for t in tensors.values() if t.is_floating_point())
         self = LazyTensor.__new__(cls, (graph.num_edges, *node.shape), dtype, graph.device)
         keep = torch.is_grad_enabled()
-        self.node, self.graph, self._value = node, graph, None
+        self.node, self.graph, self.features, self._value = node, graph, features, None
         self.tensors = {k: t if keep or not t.requires_grad else t.detach() for k, t in tensors.items()}
         self._versions = {} if torch.is_inference_mode_enabled() else {k: t._version for k, t in self.tensors.items()}
         return self
@@ -112,7 +169,8 @@ class EdgeExpr(LazyTensor):
             if self.tensors[name]._version != version:
                 raise InputError(name, "to stay as it was until the edge values made from it are used", "a write")
 
-    def __init__(self, node: Node, tensors: Mapping[str, Tensor], graph: Graph) -> None:
+    def __init__(self, node: Node, tensors: Mapping[str, Tensor], graph: Graph,
+                 features: tuple[Returned, ...] = ()) -> None:
         """See the class."""
 
     @property

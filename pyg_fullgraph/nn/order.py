@@ -22,9 +22,8 @@ from torch.nn import Module
 from torch_geometric.nn.conv import MessagePassing as PyGMessagePassing
 
 from pyg_fullgraph import debug, dense, reuse
-from pyg_fullgraph.errors import InputError
 from pyg_fullgraph.graph import Graph
-from pyg_fullgraph.nn.lazy import LazyTensor, run
+from pyg_fullgraph.nn.lazy import DeferredTensor, run
 from pyg_fullgraph.nn.surroundings import submodules
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output
@@ -81,35 +80,8 @@ def sum_later(layer: Any, program: EdgeProgram, graph: Graph, tensors: Mapping[s
     return None if is_changed or not SummedExpr.suits(program) else SummedExpr(layer, program, graph, tensors)
 
 
-class _Open(LazyTensor):
-    """A lazy tensor with one value, computed under the gradient mode in which it was made."""
-
-    _value: Tensor | None
-    _has_grad_mode: bool
-    _versions: list[tuple[Tensor, int]]
-
-    @staticmethod
-    def _make(cls: type, like: Tensor, shape: tuple[int, ...]) -> Any:
-        self = LazyTensor.__new__(cls, shape, like.dtype, like.device)
-        self._value, self._has_grad_mode = None, torch.is_grad_enabled()
-        self._versions = []
-        return self
-
-    def watch(self, *tensors: Tensor | None) -> None:
-        """Note tensors that must be unchanged when the value is computed."""
-        self._versions = [(t, t._version) for t in tensors if t is not None and not t.is_inference()]
-
-    def materialize(self) -> Tensor:
-        if self._value is None:
-            for tensor, version in self._versions:
-                if tensor._version != version:
-                    raise InputError("weight", "to stay as it was until the product with it is used", "a write")
-            with torch.set_grad_enabled(self._has_grad_mode):
-                self._value = self.compute()
-        return self._value
-
-    def compute(self) -> Tensor:
-        raise NotImplementedError
+class _Open(DeferredTensor):
+    """A lazy tensor that postpones a linear map of it."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

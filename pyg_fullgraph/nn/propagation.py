@@ -21,7 +21,7 @@ from torch_geometric.utils import is_sparse
 from pyg_fullgraph import debug
 from pyg_fullgraph.errors import NotFusable, NotFusedError, ShardedGraphError
 from pyg_fullgraph.graph import is_part
-from pyg_fullgraph.nn import classes, compiled, derived, known, order
+from pyg_fullgraph.nn import classes, compiled, derived, dots, known, order
 from pyg_fullgraph.nn.arguments import Call
 from pyg_fullgraph.nn.lazy import EdgeExpr, as_plain, run
 from pyg_fullgraph.nn.surroundings import submodules
@@ -123,6 +123,7 @@ class FusedMixin(_Layer):
     @torch.compiler.disable(reason=compiled.REASON)
     @derived.paused
     def _fullgraph_propagate(self, edge_index, size, kwargs):
+        kwargs, _ = dots.computed(self, kwargs)
         bound = known.find(self, "propagate", edge_index, size, kwargs)
         if bound is not None:
             debug.record(self, "propagate", bound.program, bound.graph)
@@ -168,11 +169,12 @@ class FusedMixin(_Layer):
     @torch.compiler.disable(reason=compiled.REASON)
     @derived.paused
     def _fullgraph_edge_updater(self, edge_index, size, kwargs):
+        kwargs, features = dots.computed(self, kwargs)
         bound = known.find(self, "edge_updater", edge_index, size, kwargs)
         if bound is not None:
             debug.record(self, "edge_updater", bound.program, bound.graph)
             bound.leave_behind(self)
-            return EdgeExpr(bound.program.outputs[0].value, bound.tensors, bound.graph)
+            return EdgeExpr(bound.program.outputs[0].value, bound.tensors, bound.graph, features)
         fields = dict(vars(self))
         try:
             reasons = _momentary_refusals(self, "edge_updater")
@@ -189,7 +191,7 @@ class FusedMixin(_Layer):
         if call.dim:
             (out,) = run(call.program, call.graph, call.tensors)
             return call.result(out)
-        out = EdgeExpr(call.program.outputs[0].value, call.tensors, call.graph)
+        out = EdgeExpr(call.program.outputs[0].value, call.tensors, call.graph, features)
         known.remember(self, "edge_updater", edge_index, size, kwargs, call, fields)
         return out.materialize() if is_sparse(edge_index) else out
 

@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from pyg_fullgraph.saga import features, ir, recompute
 from pyg_fullgraph.saga.adjoint import scales_linearly, softmax_from
@@ -380,6 +381,22 @@ class Stage:
     core: EdgeProgram
     results: tuple[Node, ...]
     is_exact: bool
+
+    @cached_property
+    def dots(self) -> tuple[tuple[Node, Node, Node], ...]:
+        """What is hoisted of the form ``(x * weight).sum(-1)``, for an input ``x`` of a side: result, x and weight."""
+        return tuple((result, *found) for result, e in self.hoisted.items() if (found := _dot(e)) is not None)
+
+
+def _dot(node: Node) -> tuple[Node, Node] | None:
+    """``(x, weight)`` if ``node`` is their product summed over the last of two dimensions."""
+    if node.op != "sum" or node.args[0].op != "mul" or len(node.args[0].shape) != 2 or node.attr("dims") != (1,):
+        return None
+    product = node.args[0]
+    for x, weight in (product.args, product.args[::-1]):
+        if x.op == "input" and x.is_row and x.shape == product.shape and weight.domain == Domain.PARAM:
+            return x, weight
+    return None
 
 
 @dataclass(frozen=True)
