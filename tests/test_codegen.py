@@ -265,14 +265,14 @@ def test_axes_are_not_shared_where_programs_could_no_longer_split_them():
 
 @pytest.mark.parametrize("name", ["gat", "edge-mlp", "gmm"])
 def test_another_graph_takes_the_kernels_that_are_there(name):
-    """Numbers of pieces, programs and cut rows are not what Triton compiles a kernel for."""
+    """Numbers of pieces, programs and cut rows, and where tables of pieces lie, are not what Triton compiles for."""
     found = set()
     for sweep in sweeps_of(program_of(name)):
         kernel = kernel_of(sweep)
         for part in (kernel.name, *([kernel.merge_name] if kernel.has_merge else [])):
             params = getattr(launch.load(kernel.source), part).params
-            found |= {p.name: p.do_not_specialize for p in params if p.name.startswith("num_")}.items()
-    assert {"num_pieces", "num_split"} <= dict(found).keys()
+            found |= {p.name: p.do_not_specialize for p in params if p.name.startswith(("num_", "piece_"))}.items()
+    assert {"num_pieces", "num_split", "piece_start_ptr"} <= dict(found).keys()
     assert {name for name, is_left in found if not is_left} <= {"num_edges"}
 
 

@@ -60,6 +60,7 @@ LAYERS = (
     "pyg_fullgraph.chunks",
     "pyg_fullgraph.execution",
     "pyg_fullgraph.reuse",
+    "pyg_fullgraph.ahead",
     "pyg_fullgraph.autograd",
     "pyg_fullgraph.debug",
     "pyg_fullgraph.replay",

@@ -19,8 +19,10 @@ number of cut rows may be an upper bound; what is beyond has no slots.
 
 ``ROWS`` is the body of vertex steps: a block of rows, loaded, computed and stored at their own places.
 
-``COUNTS`` differ from graph to graph, and no kernel is faster for knowing that one is 1 or divisible by 16, so Triton
-compiles none anew for that. ``num_edges`` and ``num_rows`` bound masks, which are cheaper where they are divisible.
+``VARYING`` are counts, and tables at places that depend on counts. They differ from graph to graph, and no kernel is
+faster for knowing that a count is 1, or that one of them is divisible by 16 (tables are read one number at a time), so
+Triton compiles none anew for that. ``num_edges`` and ``num_rows`` bound masks, which are cheaper where they are
+divisible.
 
 Vertex-balanced mapping for reductions and per-edge work alike (SAGA-opt 5), with rows bounded as in RoDe-style splits.
 """
@@ -34,12 +36,13 @@ import triton.language as tl
 
 from triton_kernels import device
 
-COUNTS = ("num_pieces", "num_workers", "num_split", "num_blocks")
+VARYING = ("num_pieces", "num_workers", "num_split", "num_blocks",
+           "piece_row_ptr", "piece_start_ptr", "piece_end_ptr", "piece_slot_ptr")
 '''
 
 ONE_PIECE = '''
 
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit(do_not_specialize=VARYING)
 def {name}({params}):
     pid = tl.program_id(0).to(tl.int64)
     piece = pid % num_pieces
@@ -50,7 +53,7 @@ def {name}({params}):
 
 WORKERS = '''
 
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit(do_not_specialize=VARYING)
 def {name}({params}):
     pid = tl.program_id(0).to(tl.int64)
     worker = pid % num_workers
@@ -63,7 +66,7 @@ def {name}({params}):
 
 BLOCKS = '''
 
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit(do_not_specialize=VARYING)
 def {name}({params}):
     pid = tl.program_id(0).to(tl.int64)
     worker = pid % num_workers
@@ -112,7 +115,7 @@ if ADDS:
 
 MERGE = '''
 
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit(do_not_specialize=VARYING)
 def {name}({params}):
     pid = tl.program_id(0).to(tl.int64)
     split = pid % num_split
@@ -131,7 +134,7 @@ def {name}({params}):
 
 ROWS = '''
 
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit(do_not_specialize=VARYING)
 def {name}({params}):
     pid = tl.program_id(0).to(tl.int64)
     block = pid % num_blocks

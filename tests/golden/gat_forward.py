@@ -5,10 +5,11 @@ import triton.language as tl
 
 from triton_kernels import device
 
-COUNTS = ("num_pieces", "num_workers", "num_split", "num_blocks")
+VARYING = ("num_pieces", "num_workers", "num_split", "num_blocks",
+           "piece_row_ptr", "piece_start_ptr", "piece_end_ptr", "piece_slot_ptr")
 
 
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit(do_not_specialize=VARYING)
 def softmax_sum_lse_by_dst_977711(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_end_ptr, piece_slot_ptr, num_pieces, in0_ptr, in0_stride, in1_ptr, in1_stride, in2_ptr, in2_stride, out0_ptr, out1_ptr, ws0_ptr, ws1_ptr, ws2_ptr, old0_ptr, old1_ptr, BLOCK_E: tl.constexpr, HAS_EID: tl.constexpr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr, ADDS: tl.constexpr):
     pid = tl.program_id(0).to(tl.int64)
     piece = pid % num_pieces
@@ -81,7 +82,7 @@ def softmax_sum_lse_by_dst_977711(other_ptr, eid_ptr, piece_row_ptr, piece_start
         tl.store(tl.broadcast_to(ws2_ptr + slot * 15 + f0 * 5 + f1, [1, 1, 4, 8]), acc0_0, mask=tl.broadcast_to((f0 < 3) & (f1 < 5), [1, 1, 4, 8]))
 
 
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit(do_not_specialize=VARYING)
 def merge_softmax_sum_lse_by_dst_977711(split_row_ptr, split_ptr_ptr, row_ptr_ptr, num_split, out0_ptr, out1_ptr, ws0_ptr, ws1_ptr, ws2_ptr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr):
     pid = tl.program_id(0).to(tl.int64)
     split = pid % num_split

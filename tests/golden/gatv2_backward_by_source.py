@@ -5,10 +5,11 @@ import triton.language as tl
 
 from triton_kernels import device
 
-COUNTS = ("num_pieces", "num_workers", "num_split", "num_blocks")
+VARYING = ("num_pieces", "num_workers", "num_split", "num_blocks",
+           "piece_row_ptr", "piece_start_ptr", "piece_end_ptr", "piece_slot_ptr")
 
 
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit(do_not_specialize=VARYING)
 def sum_by_src_7b1b02(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_end_ptr, piece_slot_ptr, num_pieces, in0_ptr, in0_stride, in1_ptr, in1_stride, in2_ptr, in3_ptr, in3_stride, in4_ptr, in4_stride, in5_ptr, in5_stride, in6_ptr, out0_ptr, ws0_ptr, BLOCK_E: tl.constexpr, HAS_EID: tl.constexpr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr, ADDS: tl.constexpr):
     pid = tl.program_id(0).to(tl.int64)
     piece = pid % num_pieces
@@ -69,7 +70,7 @@ def sum_by_src_7b1b02(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_
         tl.store(tl.broadcast_to(ws0_ptr + slot * 15 + f0 * 5 + f1, [1, 1, 4, 8]), sum0, mask=tl.broadcast_to((f0 < 3) & (f1 < 5), [1, 1, 4, 8]))
 
 
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit(do_not_specialize=VARYING)
 def merge_sum_by_src_7b1b02(split_row_ptr, split_ptr_ptr, row_ptr_ptr, num_split, out0_ptr, ws0_ptr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr):
     pid = tl.program_id(0).to(tl.int64)
     split = pid % num_split

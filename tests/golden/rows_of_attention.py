@@ -5,10 +5,11 @@ import triton.language as tl
 
 from triton_kernels import device
 
-COUNTS = ("num_pieces", "num_workers", "num_split", "num_blocks")
+VARYING = ("num_pieces", "num_workers", "num_split", "num_blocks",
+           "piece_row_ptr", "piece_start_ptr", "piece_end_ptr", "piece_slot_ptr")
 
 
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit(do_not_specialize=VARYING)
 def rows_of_dst_24e076(num_rows, num_blocks, in0_ptr, in0_stride, in1_ptr, in1_stride, out0_ptr, BLOCK_E: tl.constexpr, FLOAT: tl.constexpr):
     pid = tl.program_id(0).to(tl.int64)
     block = pid % num_blocks

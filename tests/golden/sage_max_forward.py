@@ -5,10 +5,11 @@ import triton.language as tl
 
 from triton_kernels import device
 
-COUNTS = ("num_pieces", "num_workers", "num_split", "num_blocks")
+VARYING = ("num_pieces", "num_workers", "num_split", "num_blocks",
+           "piece_row_ptr", "piece_start_ptr", "piece_end_ptr", "piece_slot_ptr")
 
 
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit(do_not_specialize=VARYING)
 def max_argmax_by_dst_ef460d(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_end_ptr, piece_slot_ptr, num_pieces, in0_ptr, in0_stride, out0_ptr, out1_ptr, ws0_ptr, ws1_ptr, BLOCK_E: tl.constexpr, HAS_EID: tl.constexpr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr, ADDS: tl.constexpr):
     pid = tl.program_id(0).to(tl.int64)
     piece = pid % num_pieces
@@ -62,7 +63,7 @@ def max_argmax_by_dst_ef460d(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr,
         tl.store(tl.broadcast_to(ws1_ptr + slot * 5 + f0, [1, 1, 8]), arg0, mask=tl.broadcast_to((f0 < 5), [1, 1, 8]))
 
 
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit(do_not_specialize=VARYING)
 def merge_max_argmax_by_dst_ef460d(split_row_ptr, split_ptr_ptr, row_ptr_ptr, num_split, out0_ptr, out1_ptr, ws0_ptr, ws1_ptr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr):
     pid = tl.program_id(0).to(tl.int64)
     split = pid % num_split
