@@ -11,6 +11,7 @@ compiler's, which leave Python alone.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import importlib.util
@@ -19,7 +20,6 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
@@ -109,10 +109,11 @@ def without_data(taker: Taker) -> Iterator[None]:
         _taker.reset(token)
 
 
-# By id, as hashing a kernel reads its source: the last thing that a thread was told to do about it.
-_pending: dict[int, Future[None]] = {}
+# By id, as hashing a kernel reads its source: the last thread that was started for it.
+_pending: dict[int, threading.Thread] = {}
 _lock = threading.Lock()
-_pool: ThreadPoolExecutor | None = None
+_slots: threading.Semaphore | None = None
+_is_ending = False
 
 
 def num_threads() -> int:
@@ -129,48 +130,55 @@ def compile_ahead(kernel: Any, programs: int, args: Sequence[Any], constants: Ma
 
     Args: as for :func:`run`, but that tensors have no data; ``device`` is where they will have some.
     """
-    global _pool
+    global _slots
     with _lock:
-        if _pool is None:
+        if _slots is None:
             driver.active.get_current_device()  # Triton finds its driver in one thread
-            _pool = ThreadPoolExecutor(max(num_threads(), 1), "pyg_fullgraph_compiles")
-        before = _pending.get(id(kernel))
-        future = _pool.submit(_compile, before, kernel, programs, args, constants, num_warps, device)
-        _pending[id(kernel)] = future
-    future.add_done_callback(lambda done: _forget(kernel, done))
+            _slots = threading.Semaphore(max(num_threads(), 1))
+        compiles = (_pending.get(id(kernel)), _slots, kernel, programs, args, constants, num_warps, device)
+        thread = threading.Thread(target=_compile, args=compiles, name="pyg_fullgraph_compiles", daemon=True)
+        thread.start()
+        _pending[id(kernel)] = thread
 
 
-def _compile(before: Future[None] | None, kernel: Any, programs: int, args: Sequence[Any], constants: Mapping[str, Any],
-             num_warps: int, device: torch.device) -> None:
+def _compile(before: threading.Thread | None, slots: threading.Semaphore, kernel: Any, programs: int,
+             args: Sequence[Any], constants: Mapping[str, Any], num_warps: int, device: torch.device) -> None:
     if before is not None:  # Triton's tables of a kernel take one thread at a time
-        wait([before])
-    if not threading.main_thread().is_alive():  # the process ends, and nobody will launch it
-        return
+        before.join()
     try:
-        with torch.cuda.device(device):
-            made = kernel.warmup(*args, grid=(programs,), **constants, num_warps=num_warps)
-            # Triton 3.6 has a C compiler make a function that launches it, which is kept on disk as well.
-            driver.active.launcher_cls(made.src, made.metadata)
+        with slots:
+            if not _is_ending:
+                with torch.cuda.device(device):
+                    made = kernel.warmup(*args, grid=(programs,), **constants, num_warps=num_warps)
+                    # Triton 3.6 has a C compiler make a function that launches it, which is kept on disk as well.
+                    driver.active.launcher_cls(made.src, made.metadata)
     except Exception:
         _logger.debug("Kernel %s was not compiled ahead", getattr(kernel, "__name__", kernel), exc_info=True)
+    finally:
+        with _lock:
+            if _pending.get(id(kernel)) is threading.current_thread():
+                del _pending[id(kernel)]
 
 
 def _wait_for(kernel: Any) -> None:
-    future = _pending.get(id(kernel))
-    if future is not None:
-        wait([future])
+    thread = _pending.get(id(kernel))
+    if thread is not None:
+        thread.join()
 
 
-def _forget(kernel: Any, done: Future[None]) -> None:
-    with _lock:
-        if _pending.get(id(kernel)) is done:
-            del _pending[id(kernel)]
+@atexit.register
+def _end() -> None:
+    """Let threads finish what they are at, as LLVM may not be taken down under them, and begin nothing more."""
+    global _is_ending
+    _is_ending = True
+    for thread in tuple(_pending.values()):
+        thread.join()
 
 
 def _after_fork() -> None:
     """A child process has none of the threads."""
-    global _lock, _pool
-    _lock, _pool = threading.Lock(), None
+    global _lock, _slots
+    _lock, _slots = threading.Lock(), None
     _pending.clear()
 
 
