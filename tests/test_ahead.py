@@ -22,7 +22,9 @@ import triton
 from layers import MORE, PAIRS, SQUARE, assert_fused, assert_same, run, twins
 from test_nn_gpu import step
 from triton._C.libtriton import native_specialize_impl
+from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime.driver import driver
 
 import pyg_fullgraph.nn as fused_nn
 from oracle import gradients, program_of, random_case
@@ -178,6 +180,45 @@ def test_graphs_of_many_edges_are_not_waited_for(monkeypatch):
 def test_a_launch_without_data_needs_somebody_who_takes_it():
     with pytest.raises(RuntimeError, match="with data"):
         launch.run(object(), 1, [], {}, 4, torch.device("meta"))
+
+
+@pytest.fixture
+def variants(monkeypatch):
+    """What Triton would compile for sm_90 ahead of steps, and for launches, which only ask for it, on a CPU."""
+    foreseen: set[Any] = set()
+    made: set[Any] = set()
+    target = GPUTarget("cuda", 90, 32)
+    active = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 0,
+                             get_current_target=lambda: target)
+    monkeypatch.setattr(driver, "_active", active)
+
+    def ask(found, kernel, programs, args, constants, num_warps):
+        monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook",  # true means not to compile
+                            lambda **told: found.add((told["fn"].name, told["key"])) or True)
+        kernel.warmup(*args, grid=(programs,), **constants, num_warps=num_warps)
+
+    launch_run = launch.run
+    monkeypatch.setattr(launch, "run", lambda *a: launch_run(*a) if a[-1].type == "meta" else ask(made, *a[:-1]))
+    monkeypatch.setattr(ahead, "compile_ahead", lambda *step: ahead.run_without_data(
+        *step, taker=functools.partial(ask, foreseen)))
+    monkeypatch.setattr(execution, "interpreted", lambda: True)
+    monkeypatch.setattr(execution, "MAX_PIECE", 4)
+    return foreseen, made
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("name", ["gcn_weight", "sage_max", "gat", "gatv2_edge", "edge_conv", "gmm", "gine"])
+def test_variants_are_those_of_the_launch(name, waits, variants, monkeypatch):
+    """Also where numbers of pieces are known to the step only, as on large graphs."""
+    monkeypatch.setattr(segment, "may_wait", lambda device, num_edges: waits and device.type != "meta")
+    layer = LAYERS[name]
+    x, given = layer.inputs(CASE)
+    given = {k: v.detach().float().requires_grad_() for k, v in given.items()}
+    edges = CASE.edge_index.clone()  # of which nothing is known
+    out = layer.build(fused_nn).float()(x.detach().float().requires_grad_(), edges, **given)
+    out.backward(torch.ones_like(out))
+    foreseen, made = variants
+    assert len(made) > 1 and made <= foreseen, made - foreseen
 
 
 # --- when -----------------------------------------------------------------------------------------------------------
