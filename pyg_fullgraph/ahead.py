@@ -23,12 +23,15 @@ from pyg_fullgraph import events
 from pyg_fullgraph.execution import interpreted
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.saga.ir import Node
+from pyg_fullgraph.saga.plans import Target
 from triton_kernels import launch, tune
 
-__all__ = ["Phase", "Step", "compile_ahead", "run_without_data"]
+__all__ = ["Kind", "Phase", "Step", "compile_ahead", "run_without_data"]
 
 _logger = logging.getLogger(__name__)
 
+#: What tells steps of a phase apart: who runs them, which inputs have gradients, and dtype and device of results.
+Kind = tuple[Target, tuple[bool, ...], torch.dtype, torch.device]
 #: What the backward of a step reads of inputs, results and statistics, in this order: its names and their places.
 Step = tuple[tuple[Node, ...], tuple[int, ...]]
 

@@ -46,7 +46,8 @@ class EdgePhase:
         is_exact: Whether results keep the dtype of the arithmetic.
 
     Attributes:
-        steps: What :meth:`kept` says of each kind of step that was begun, by :func:`_begin`.
+        steps: What :meth:`kept` says of each kind of step that was begun.
+        forwards: Dtypes and devices of results that were computed without gradients.
     """
 
     def __init__(self, core: EdgeProgram, is_exact: bool = False) -> None:
@@ -54,7 +55,8 @@ class EdgePhase:
         self.key = f"{core.digest}{'-exact' * is_exact}"
         self.inputs: tuple[Node, ...] = core.inputs
         self.results = tuple(ir.input(f"out.{o.name}", o.domain, o.value.shape) for o in core.outputs)
-        self.steps: dict[object, ahead.Step] = {}
+        self.steps: dict[ahead.Kind, ahead.Step] = {}
+        self.forwards: set[tuple[torch.dtype, torch.device]] = set()
         self._plans: dict[object, Plan] = {}
         self._kept: dict[object, ahead.Step] = {}
 
@@ -186,8 +188,8 @@ class _EdgePhaseFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, phase: EdgePhase, graph: Graph, like: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         needs = ctx.needs_input_grad[3:]
-        ctx.kept, places = phase.steps.get((needs, like.dtype, like.device)) or \
-            _begin(phase, graph, like, tensors, needs)
+        kind = target_of(like.device), needs, like.dtype, like.device
+        ctx.kept, places = phase.steps.get(kind) or _begin(phase, graph, like, tensors, kind)
         results, statistics = phase.forward(graph, tensors, like, True)
         results = _own(results, tensors)
         ctx.phase, ctx.graph, ctx.like = phase, graph, like
@@ -204,10 +206,10 @@ class _EdgePhaseFunction(torch.autograd.Function):
         return (None, None, None, *_gradients(ctx, grads, kept))
 
 
-def _begin(phase: EdgePhase, graph: Graph, like: Tensor, tensors: Sequence[Tensor], needs: Needs = ()) -> ahead.Step:
+def _begin(phase: EdgePhase, graph: Graph, like: Tensor, tensors: Sequence[Tensor], kind: ahead.Kind) -> ahead.Step:
     """What a step keeps, of its kind the first one, whose kernels are compiled from now on."""
-    kept: ahead.Step = phase.kept(target_of(like.device), needs, _is_half(like.dtype)) if needs else ((), ())
-    phase.steps[needs, like.dtype, like.device] = kept
+    target, needs, dtype, _ = kind
+    kept = phase.steps[kind] = phase.kept(target, needs, _is_half(dtype))
     ahead.compile_ahead(phase, graph, like, tensors, needs, kept)
     return kept
 
@@ -521,8 +523,9 @@ def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
 def _call(phase: EdgePhase, graph: Graph, like: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return _EdgePhaseFunction.apply(phase, graph, like, *tensors)
-    if ((), like.dtype, like.device) not in phase.steps:
-        _begin(phase, graph, like, tensors)
+    if (like.dtype, like.device) not in phase.forwards:
+        phase.forwards.add((like.dtype, like.device))
+        ahead.compile_ahead(phase, graph, like, tensors)
     return _own(phase.forward(graph, tensors, like, False)[0], tensors)
 
 
