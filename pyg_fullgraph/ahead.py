@@ -64,7 +64,7 @@ def compile_ahead(phase: Phase, graph: Graph, like: Tensor, tensors: Sequence[Te
     try:
         with _disable_current_modes():
             run_without_data(phase, graph, like, tensors, needs, kept,
-                             functools.partial(launch.compile_ahead, device=like.device))
+                             taker=functools.partial(launch.compile_ahead, device=like.device))
     except Exception:
         _logger.debug("Not all kernels of %s are compiled ahead", phase, exc_info=True)
 
@@ -77,8 +77,8 @@ def _is_possible(graph: Graph, device: torch.device) -> bool:
             and not torch.cuda.is_current_stream_capturing())
 
 
-def run_without_data(phase: Phase, graph: Graph, like: Tensor, tensors: Sequence[Tensor], needs: tuple[bool, ...],
-                     kept: Step, taker: Callable[..., object]) -> None:
+def run_without_data(phase: Phase, graph: Graph, like: Tensor, tensors: Sequence[Tensor],
+                     needs: tuple[bool, ...] = (), kept: Step = ((), ()), *, taker: Callable[..., object]) -> None:
     """Hand the launches of a step of ``phase`` to ``taker``, see :func:`launch.without_data`."""
     nowhere = torch.empty((), dtype=like.dtype, device="meta")
     places = cast(Graph, graph.to("meta"))

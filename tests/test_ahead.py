@@ -140,7 +140,7 @@ def test_strides_and_addresses_are_those_of_the_inputs(launches):
 def test_a_failure_ahead_of_a_step_does_not_disturb_it(broken, monkeypatch, caplog):
     monkeypatch.setattr(ahead, "_is_possible", lambda graph, device: True)
     if broken == "plan":
-        monkeypatch.setattr(ahead, "run_without_data", lambda *a: 1 / 0)
+        monkeypatch.setattr(ahead, "run_without_data", lambda *a, taker: 1 / 0)
     elif broken == "thread":  # kernels of the interpreter cannot be compiled
         monkeypatch.setattr(launch, "driver", SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: 0)))
         monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
@@ -162,7 +162,7 @@ def test_nothing_is_drawn_or_kept(name, monkeypatch):
     def without_data(phase, graph, like, inputs, needs, kept):
         generator, known = torch.get_rng_state(), dict(graph.incoming._cache)
         ahead.run_without_data(phase, graph, like, inputs, needs, phase.kept(execution.KERNELS, needs, False),
-                               lambda *launched: taken.append(launched))
+                               taker=lambda *launched: taken.append(launched))
         assert torch.equal(torch.get_rng_state(), generator)
         assert graph._outgoing is None and graph.incoming._cache == known
 
