@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from pyg_fullgraph import dots, reuse
+from pyg_fullgraph import ahead, dots, reuse
 from pyg_fullgraph.chunks import compute_dtype
 from pyg_fullgraph.edge_order import EdgeOrder
 from pyg_fullgraph.errors import DoubleBackwardError, ForwardModeError, FunctionTransformError, InputError
@@ -44,6 +44,10 @@ class EdgePhase:
     Args:
         core: Outputs that one level of gathers makes.
         is_exact: Whether results keep the dtype of the arithmetic.
+
+    Attributes:
+        steps: What :meth:`kept` says of each kind of step that was begun.
+        forwards: Dtypes and devices of results that were computed without gradients.
     """
 
     def __init__(self, core: EdgeProgram, is_exact: bool = False) -> None:
@@ -51,8 +55,10 @@ class EdgePhase:
         self.key = f"{core.digest}{'-exact' * is_exact}"
         self.inputs: tuple[Node, ...] = core.inputs
         self.results = tuple(ir.input(f"out.{o.name}", o.domain, o.value.shape) for o in core.outputs)
+        self.steps: dict[ahead.Kind, ahead.Step] = {}
+        self.forwards: set[tuple[torch.dtype, torch.device]] = set()
         self._plans: dict[object, Plan] = {}
-        self._kept: dict[object, tuple[tuple[Node, ...], tuple[int, ...]]] = {}
+        self._kept: dict[object, ahead.Step] = {}
 
     @cached_property
     def adjoint(self) -> Adjoint:
@@ -113,7 +119,7 @@ class EdgePhase:
         made = dict(zip(chosen.outputs, run_plan(chosen, graph.incoming, outgoing, env, like), strict=True))
         return [made.get(n.name) for n in self.inputs]
 
-    def kept(self, target: Target, needs: Needs, is_half: bool) -> tuple[tuple[Node, ...], tuple[int, ...]]:
+    def kept(self, target: Target, needs: Needs, is_half: bool) -> ahead.Step:
         """What the backward plan reads, nothing else has to be kept: inputs and stand-ins, and the place of each among
         inputs, results and what :meth:`saved` names, in this order."""
         key = (target, needs, is_half)
@@ -181,12 +187,13 @@ class _EdgePhaseFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, phase: EdgePhase, graph: Graph, like: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        needs = ctx.needs_input_grad[3:]
+        kind = target_of(like.device), needs, like.dtype, like.device
+        ctx.kept, places = phase.steps.get(kind) or _begin(phase, graph, like, tensors, kind)
         results, statistics = phase.forward(graph, tensors, like, True)
         results = _own(results, tensors)
         ctx.phase, ctx.graph, ctx.like = phase, graph, like
         ctx.meta = [(t.dtype, t.shape) for t in tensors]
-        needs = tuple(ctx.needs_input_grad[3:])
-        ctx.kept, places = phase.kept(target_of(like.device), needs, _is_half(like.dtype))
         pool = (*tensors, *results, *statistics)
         ctx.save_for_backward(*(pool[k] for k in places))
         return tuple(results)
@@ -197,6 +204,14 @@ class _EdgePhaseFunction(torch.autograd.Function):
         if torch.is_grad_enabled():
             return (None, None, None, *_OnlyOnce.apply(ctx, len(grads), *grads, *kept))
         return (None, None, None, *_gradients(ctx, grads, kept))
+
+
+def _begin(phase: EdgePhase, graph: Graph, like: Tensor, tensors: Sequence[Tensor], kind: ahead.Kind) -> ahead.Step:
+    """What a step keeps, of its kind the first one, whose kernels are compiled from now on."""
+    target, needs, dtype, _ = kind
+    kept = phase.steps[kind] = phase.kept(target, needs, _is_half(dtype))
+    ahead.begin(phase, graph, like, tensors, needs, kept)
+    return kept
 
 
 def _gradients(ctx: Any, grads: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor | None]:
@@ -511,6 +526,9 @@ def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
 def _call(phase: EdgePhase, graph: Graph, like: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return _EdgePhaseFunction.apply(phase, graph, like, *tensors)
+    if (like.dtype, like.device) not in phase.forwards:
+        phase.forwards.add((like.dtype, like.device))
+        ahead.begin(phase, graph, like, tensors)
     return _own(phase.forward(graph, tensors, like, False)[0], tensors)
 
 

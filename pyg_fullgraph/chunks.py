@@ -26,7 +26,7 @@ from triton_kernels import reference, segment
 
 #: Elements that the values of one chunk have together: about the last-level cache on a CPU; on a GPU enough to fill it,
 #: and 256 MiB in float32.
-CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
+CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26, "meta": 1 << 26}
 #: Edges x features above which a CPU computes dot products of rows without gathering the rows.
 DOTS_ELEMENTS = 1 << 17
 

@@ -41,7 +41,12 @@ MAX_WORKERS, WORKER_ELEMENTS = 8448, 1 << 23
 
 def target_of(device: torch.device) -> Target:
     """What the executor of ``device`` can do in one pass."""
-    return KERNELS if device.type == "cuda" or interpreted() else CHUNKS
+    return KERNELS if has_kernels(device) else CHUNKS
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether plans run by kernels on ``device``; tensors without data (``meta``) stand for those of a GPU."""
+    return device.type in ("cuda", "meta") or interpreted()
 
 
 @lru_cache(maxsize=1)
@@ -132,7 +137,7 @@ def run_rows(steps: tuple[Step, ...], leaf: chunks.Leaf, like: Tensor, widen: bo
         The results, in the dtypes that :func:`interpret.evaluate` has for them.
     """
     made: dict[Node, Tensor] = {}
-    if like.device.type == "cuda" or interpreted():
+    if has_kernels(like.device):
         is_narrow = widen and any(leaf(n).dtype.itemsize < like.dtype.itemsize for n in _real_inputs(steps))
         for group, kernel in row_kernels(steps, is_narrow):
             if kernel.source not in _TOO_LARGE:
@@ -292,7 +297,7 @@ def takes_blocks(sweep: Sweep, order: EdgeOrder, like: Tensor) -> bool:
 
 def _kernel_for(sweep: Sweep, like: Tensor, order: EdgeOrder, is_whole: bool = True) -> codegen.KernelSource | None:
     """The kernel that runs ``sweep`` over ``order``, at once or, if not ``is_whole``, in tiles; None without one."""
-    if like.device.type != "cuda" and not interpreted():
+    if not has_kernels(like.device):
         return None
 
     def choose() -> codegen.KernelSource | None:

@@ -108,10 +108,11 @@ def _source(function: Any, signature: dict[str, str], constants: dict[str, Any],
             even: Sequence[str] = ()) -> ASTSource:
     constants = {k: v for k, v in constants.items() if k in function.arg_names}
     names = function.arg_names
+    varying = {p.name for p in function.params if p.do_not_specialize_on_alignment}
     return ASTSource(fn=function, signature={a: "constexpr" if a in constants else signature[a] for a in names},
                      constexprs={(names.index(k),): v for k, v in constants.items()},
                      attrs={(names.index(a),): [["tt.divisibility", 16]] for a in names
-                            if a.endswith("_ptr") or a in even})
+                            if (a.endswith("_ptr") or a in even) and a not in varying})
 
 
 def _compile(source: ASTSource, num_warps: int, num_stages: int = 3) -> dict[str, int]:

@@ -62,6 +62,7 @@ LAYERS = (
     "pyg_fullgraph.execution",
     "pyg_fullgraph.dots",
     "pyg_fullgraph.reuse",
+    "pyg_fullgraph.ahead",
     "pyg_fullgraph.autograd",
     "pyg_fullgraph.debug",
     "pyg_fullgraph.replay",

@@ -1,23 +1,43 @@
-"""From kernel source to a launched kernel; the only place that launches.
+"""From kernel source to a launched kernel; the only place that launches, and that compiles ahead of launches.
 
 Sources live in the cache folder of ``disk`` under the hash of their content, so a traceback or a profiler points at
 readable code, and two processes that write the same kernel write the same file.
+
+Triton compiles a kernel when it is first launched, one after the other. A launch on tensors without data (those of
+device ``meta``, within :func:`without_data`) runs nothing, but tells Triton all that it asks a real one, so that
+:func:`compile_ahead` can have many kernels compiled by threads at a time: most of the work is LLVM's, ptxas's and a C
+compiler's, which leave Python alone.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import hashlib
 import importlib.util
+import logging
+import os
 import tempfile
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+from triton.runtime.driver import driver
 
 from triton_kernels import disk
+
+_logger = logging.getLogger(__name__)
+
+#: Takes what :func:`run` was given, but for the device.
+Taker = Callable[[Any, int, Sequence[Any], Mapping[str, Any], int], object]
+
+#: Most threads that compile.
+MAX_THREADS = 16
 
 
 def write_source(source: str) -> Path:
@@ -56,9 +76,111 @@ def launch(source: str, name: str, programs: int, args: Sequence[Any], constants
 
 def run(kernel: Any, programs: int, args: Sequence[Any], constants: Mapping[str, Any], num_warps: int,
         device: torch.device) -> None:
-    """Run a kernel on ``device``, which need not be the current one."""
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
+    """Run a kernel on ``device``, which need not be the current one; on ``meta`` see :func:`without_data`."""
+    if _pending:
+        _wait_for(kernel)
+    kind = device.type
+    if kind == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             kernel[(programs,)](*args, **constants, num_warps=num_warps)
+    elif kind == "meta":
+        _taker.get()(kernel, programs, args, constants, num_warps)
     else:
         kernel[(programs,)](*args, **constants, num_warps=num_warps)
+
+
+# --- ahead of launches ----------------------------------------------------------------------------------------------
+
+
+def _no_taker(kernel: Any, *launch: Any) -> None:
+    raise RuntimeError(f"Expected tensors with data for {kernel}")
+
+
+_taker: ContextVar[Taker] = ContextVar("taker", default=_no_taker)
+
+
+@contextlib.contextmanager
+def without_data(taker: Taker) -> Iterator[None]:
+    """Let launches on device ``meta`` in this block call ``taker`` in place of running."""
+    token = _taker.set(taker)
+    try:
+        yield
+    finally:
+        _taker.reset(token)
+
+
+# By id, as hashing a kernel reads its source: the last thread that was started for it.
+_pending: dict[int, threading.Thread] = {}
+_lock = threading.Lock()
+_slots: threading.Semaphore | None = None
+_is_ending = False
+
+
+def num_threads() -> int:
+    """How many kernels may be compiled at a time: as many as there are cores for each process of this host."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1), MAX_THREADS)
+
+
+def compile_ahead(kernel: Any, programs: int, args: Sequence[Any], constants: Mapping[str, Any], num_warps: int,
+                  device: torch.device) -> None:
+    """Let a thread compile what a launch on ``device`` will ask for; the launch waits until that is done.
+
+    Where Triton has it already, in memory or on disk, it is only loaded. A failure is left to the launch to report.
+
+    Args: as for :func:`run`, but that tensors have no data; ``device`` is where they will have some.
+    """
+    global _slots
+    with _lock:
+        if _slots is None:
+            driver.active.get_current_device()  # Triton finds its driver in one thread
+            _slots = threading.Semaphore(max(num_threads(), 1))
+        compiles = (_pending.get(id(kernel)), _slots, kernel, programs, args, constants, num_warps, device)
+        thread = threading.Thread(target=_compile, args=compiles, name="pyg_fullgraph_compiles", daemon=True)
+        thread.start()
+        _pending[id(kernel)] = thread
+
+
+def _compile(before: threading.Thread | None, slots: threading.Semaphore, kernel: Any, programs: int,
+             args: Sequence[Any], constants: Mapping[str, Any], num_warps: int, device: torch.device) -> None:
+    if before is not None:  # Triton's tables of a kernel take one thread at a time
+        before.join()
+    try:
+        with slots:
+            if not _is_ending:
+                with torch.cuda.device(device):
+                    made = kernel.warmup(*args, grid=(programs,), **constants, num_warps=num_warps)
+                    # Triton 3.6 has a C compiler make a function that launches it, which is kept on disk as well.
+                    driver.active.launcher_cls(made.src, made.metadata)
+    except Exception:
+        _logger.debug("Kernel %s was not compiled ahead", getattr(kernel, "__name__", kernel), exc_info=True)
+    finally:
+        with _lock:
+            if _pending.get(id(kernel)) is threading.current_thread():
+                del _pending[id(kernel)]
+
+
+def _wait_for(kernel: Any) -> None:
+    thread = _pending.get(id(kernel))
+    if thread is not None:
+        thread.join()
+
+
+@atexit.register
+def _end() -> None:
+    """Let threads finish what they are at, as LLVM may not be taken down under them, and begin nothing more."""
+    global _is_ending
+    _is_ending = True
+    for thread in tuple(_pending.values()):
+        thread.join()
+
+
+def _after_fork() -> None:
+    """A child process has none of the threads."""
+    global _lock, _slots
+    _lock, _slots = threading.Lock(), None
+    _pending.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

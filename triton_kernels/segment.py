@@ -20,8 +20,11 @@ ASYNC_EDGES = 1 << 22
 
 
 def may_wait(device: torch.device, num_edges: int) -> bool:
-    """Whether the host may read what is computed from ``num_edges`` edges: on a CPU, or where waiting is cheap."""
-    return device.type == "cpu" or num_edges > ASYNC_EDGES
+    """Whether the host may read what is computed from ``num_edges`` edges: on a CPU, or where waiting is cheap.
+
+    Tensors without data (device ``meta``) have nothing to read.
+    """
+    return device.type == "cpu" or (num_edges > ASYNC_EDGES and device.type != "meta")
 
 
 def index_dtype(*counts: int) -> torch.dtype:
