@@ -26,6 +26,7 @@ from benchmarks.cases import CONVS, Problem, first_use_case
 from benchmarks.run import results_file, write_row
 from benchmarks.table import render_first_use
 from benchmarks.workloads import Workload
+from pyg_fullgraph import compile_ahead
 
 LAYERS_TIMED = ("gcn", "sage", "gat", "gatv2-edges", "transformer", "pna", "edge-mlp", "gmm")
 
@@ -43,7 +44,7 @@ def first_steps(layer: str, device: str) -> dict[str, float]:
     return {"first_ms": first, "cpu_ms": cpu_ms, "second_ms": measure.first_call_ms(workload.step, device)}
 
 
-def run_apart(layer: str, device: str, threads: int, folder: Path) -> dict[str, float]:
+def run_apart(layer: str, device: str, threads: int, folder: Path, ahead: bool = False) -> dict[str, float]:
     """:func:`first_steps` in a process of its own with its caches in ``folder``; ``start_ms`` is what comes before.
 
     Raises:
@@ -51,25 +52,26 @@ def run_apart(layer: str, device: str, threads: int, folder: Path) -> dict[str, 
     """
     caches = {"PFG_CACHE_DIR": str(folder / "pyg_fullgraph"), "TRITON_CACHE_DIR": str(folder / "triton")}
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.first_use", "--layers", layer, "--device", device,
-               "--threads", str(threads), "--started", repr(time.time())]
+               "--threads", str(threads), "--started", repr(time.time()), *(["--ahead"] if ahead else [])]
     done = subprocess.run(command, env={**os.environ, **caches}, cwd=measure.ROOT, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"first use of {layer}: {done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def time_layer(layer: str, device: str, threads: int, repeats: int) -> dict[str, Any]:
+def time_layer(layer: str, device: str, threads: int, repeats: int, ahead: bool = False) -> dict[str, Any]:
     """The row of a layer: one process with empty caches, then the median of ``repeats`` with filled ones."""
     case = first_use_case(layer, device)
     with tempfile.TemporaryDirectory() as name:
-        cold = run_apart(layer, device, threads, Path(name))
-        warm = [run_apart(layer, device, threads, Path(name)) for _ in range(repeats)]
+        cold = run_apart(layer, device, threads, Path(name), ahead)
+        warm = [run_apart(layer, device, threads, Path(name), ahead) for _ in range(repeats)]
     medians = {key: statistics.median(run[key] for run in warm) for key in cold}
     return {"case": case.name, "provider": "ours", "layer": layer, "graph": case.graph, "width": case.width,
             "heads": case.heads, "kind": "first-use", "dtype": case.dtype, "direction": case.direction,
             "start_ms": round(medians["start_ms"], 1), "cold_ms": round(cold["first_ms"], 1),
             "warm_ms": round(medians["first_ms"], 1), "warm_least_ms": round(min(r["first_ms"] for r in warm), 1),
-            "warm_cpu_ms": round(medians["cpu_ms"], 1), "second_ms": round(medians["second_ms"], 3), "repeats": repeats}
+            "warm_cpu_ms": round(medians["cpu_ms"], 1), "second_ms": round(medians["second_ms"], 3), "repeats": repeats,
+            "is_ahead": ahead}
 
 
 def main(
@@ -79,10 +81,12 @@ def main(
     save: Annotated[bool, typer.Option(help="Append rows to benchmarks/results.")] = True,
     repeats: Annotated[int, typer.Option(help="Processes with filled caches per layer.")] = 3,
     threads: Annotated[int, typer.Option(help="CPU threads of torch.")] = 2,
+    ahead: Annotated[bool, typer.Option("--ahead", help="Compile kernels ahead, by threads.")] = False,
     started: Annotated[float | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Time the first step of layers."""
     torch.set_num_threads(threads)
+    compile_ahead(ahead)
     chosen = layers.split(",")
     unknown = [name for name in chosen if name not in CONVS]
     if unknown:
@@ -93,7 +97,7 @@ def main(
         return
     rows = []
     for layer in chosen:
-        row = {**time_layer(layer, device, threads, repeats), **measure.environment(device)}
+        row = {**time_layer(layer, device, threads, repeats, ahead), **measure.environment(device)}
         write_row(row, *([results_file(row)] if save else []), *([also] if also else []))
         print(json.dumps(row), flush=True)
         rows.append(row)

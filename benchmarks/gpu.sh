@@ -51,7 +51,10 @@ dense)
     ;;
 first-use)
     # Processes of their own, each of which starts the device: about ten seconds a figure.
-    "$python" -m benchmarks.first_use --device cuda --repeats 1 --also "$rows" >>"$out/log.txt" 2>&1 || status=1
+    for ahead in '' --ahead; do
+        # shellcheck disable=SC2086
+        "$python" -m benchmarks.first_use --device cuda --repeats 1 --also "$rows" $ahead >>"$out/log.txt" 2>&1 || status=1
+    done
     ;;
 epochs)
     # NVLink multicast stays off.
