@@ -1,19 +1,20 @@
 """``python -m benchmarks.first_use``: what the first step of a layer costs a process, with an empty and a filled cache.
 
-Every figure comes from a process of its own, which imports everything, prepares the graph and starts the device before
-the clock runs. The cache folders of generated kernels, of Triton and of adjoints lie in a temporary folder: empty for
-the first process of a layer, and as that one left them for the others.
+Every figure comes from a process of its own, which has imported everything, prepares the graph and starts the device
+before the clock runs. The cache folders of generated kernels, of Triton and of adjoints lie in a temporary folder:
+empty for the first process of a layer, and as that one left them for the others.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,78 +27,73 @@ from benchmarks.cases import CONVS, Problem, first_use_case
 from benchmarks.run import results_file, write_row
 from benchmarks.table import render_first_use
 from benchmarks.workloads import Workload
-from pyg_fullgraph import compile_ahead
 
 LAYERS_TIMED = ("gcn", "sage", "gat", "gatv2-edges", "transformer", "pna", "edge-mlp", "gmm")
 
 
-def first_steps(layer: str, device: str) -> dict[str, float]:
-    """Milliseconds of the first two steps of a layer in this process, and of CPU time of the first."""
+def first_steps(layer: str, device: str, threads: int, folder: str, started: float) -> dict[str, float]:
+    """Milliseconds of the first two steps of a layer in this process, and of CPU time of the first.
+
+    Args:
+        layer, device: what to run.
+        threads: of torch.
+        folder: holds the caches.
+        started: when the process was asked for (``time.time()``); ``start_ms`` is what came before the first step.
+    """
+    os.environ.update(PFG_CACHE_DIR=f"{folder}/pyg_fullgraph", TRITON_CACHE_DIR=f"{folder}/triton")
+    torch.set_num_threads(threads)
     problem = Problem(first_use_case(layer, device))
     workload = Workload(problem, "ours")
     # The device, its libraries and autograd's threads start with the first product; that is not the layer's.
     product = torch.nn.Linear(64, 64, device=device)
     product(torch.ones(64, 64, device=device)).sum().backward()
-    busy = time.process_time()
+    measure.synchronize(device)
+    start_ms, busy = (time.time() - started) * 1e3, time.process_time()
     first = measure.first_call_ms(workload.step, device)
     cpu_ms = (time.process_time() - busy) * 1e3
-    return {"first_ms": first, "cpu_ms": cpu_ms, "second_ms": measure.first_call_ms(workload.step, device)}
+    return {"first_ms": first, "cpu_ms": cpu_ms, "second_ms": measure.first_call_ms(workload.step, device),
+            "start_ms": start_ms}
 
 
-def run_apart(layer: str, device: str, threads: int, folder: Path, ahead: bool = False) -> dict[str, float]:
-    """:func:`first_steps` in a process of its own with its caches in ``folder``; ``start_ms`` is what comes before.
-
-    Raises:
-        RuntimeError: The process failed, with the end of what it wrote.
-    """
-    caches = {"PFG_CACHE_DIR": str(folder / "pyg_fullgraph"), "TRITON_CACHE_DIR": str(folder / "triton")}
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.first_use", "--layers", layer, "--device", device,
-               "--threads", str(threads), "--started", repr(time.time()), *(["--ahead"] if ahead else [])]
-    done = subprocess.run(command, env={**os.environ, **caches}, cwd=measure.ROOT, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise RuntimeError(f"first use of {layer}: {done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def time_layer(layer: str, device: str, threads: int, repeats: int, ahead: bool = False) -> dict[str, Any]:
+def time_layer(layer: str, device: str, threads: int, repeats: int) -> dict[str, Any]:
     """The row of a layer: one process with empty caches, then the median of ``repeats`` with filled ones."""
     case = first_use_case(layer, device)
-    with tempfile.TemporaryDirectory() as name:
-        cold = run_apart(layer, device, threads, Path(name), ahead)
-        warm = [run_apart(layer, device, threads, Path(name), ahead) for _ in range(repeats)]
+    # Processes are copies of one that has imported everything and done nothing.
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(["benchmarks.run", "triton.compiler.compiler"])
+
+    def run_apart() -> dict[str, float]:
+        with ProcessPoolExecutor(1, processes) as process:
+            return process.submit(first_steps, layer, device, threads, folder, time.time()).result()
+
+    with tempfile.TemporaryDirectory() as folder:
+        cold = run_apart()
+        warm = [run_apart() for _ in range(repeats)]
     medians = {key: statistics.median(run[key] for run in warm) for key in cold}
     return {"case": case.name, "provider": "ours", "layer": layer, "graph": case.graph, "width": case.width,
             "heads": case.heads, "kind": "first-use", "dtype": case.dtype, "direction": case.direction,
             "start_ms": round(medians["start_ms"], 1), "cold_ms": round(cold["first_ms"], 1),
             "warm_ms": round(medians["first_ms"], 1), "warm_least_ms": round(min(r["first_ms"] for r in warm), 1),
-            "warm_cpu_ms": round(medians["cpu_ms"], 1), "second_ms": round(medians["second_ms"], 3), "repeats": repeats,
-            "is_ahead": ahead}
+            "warm_cpu_ms": round(medians["cpu_ms"], 1), "second_ms": round(medians["second_ms"], 3), "repeats": repeats}
 
 
 def main(
     layers: Annotated[str, typer.Option(help=f"Some of {', '.join(CONVS)}.")] = ",".join(LAYERS_TIMED),
-    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda" if torch.cuda.is_available() else "cpu",
+    device: Annotated[str, typer.Option(help="cuda or cpu; by default what there is.")] = "",
     also: Annotated[Path | None, typer.Option(help="A second file to append rows to.")] = None,
     save: Annotated[bool, typer.Option(help="Append rows to benchmarks/results.")] = True,
     repeats: Annotated[int, typer.Option(help="Processes with filled caches per layer.")] = 3,
     threads: Annotated[int, typer.Option(help="CPU threads of torch.")] = 2,
-    ahead: Annotated[bool, typer.Option("--ahead", help="Compile kernels ahead, by threads.")] = False,
-    started: Annotated[float | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Time the first step of layers."""
-    torch.set_num_threads(threads)
-    compile_ahead(ahead)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")  # a process must not ask before it is copied
     chosen = layers.split(",")
     unknown = [name for name in chosen if name not in CONVS]
     if unknown:
         raise typer.BadParameter(f"Expected layers out of {', '.join(CONVS)} (got {', '.join(unknown)})")
-    if started is not None:
-        start_ms = (time.time() - started) * 1e3
-        print(json.dumps({**first_steps(chosen[0], device), "start_ms": start_ms}))
-        return
     rows = []
     for layer in chosen:
-        row = {**time_layer(layer, device, threads, repeats, ahead), **measure.environment(device)}
+        row = {**time_layer(layer, device, threads, repeats), **measure.environment(device)}
         write_row(row, *([results_file(row)] if save else []), *([also] if also else []))
         print(json.dumps(row), flush=True)
         rows.append(row)

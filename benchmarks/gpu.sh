@@ -50,11 +50,7 @@ dense)
     done
     ;;
 first-use)
-    # Processes of their own, each of which starts the device: about ten seconds a figure.
-    for ahead in '' --ahead; do
-        # shellcheck disable=SC2086
-        "$python" -m benchmarks.first_use --device cuda --repeats 1 --also "$rows" $ahead >>"$out/log.txt" 2>&1 || status=1
-    done
+    "$python" -m benchmarks.first_use --device cuda --also "$rows" >>"$out/log.txt" 2>&1 || status=1
     ;;
 epochs)
     # NVLink multicast stays off.

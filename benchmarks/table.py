@@ -35,7 +35,7 @@ def latest(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     for row in rows:
         reuses = row.get("reuses", True) or _is_step(row)  # of one layer or model there is one way to run it
         how = row.get("is_tuned", False), row.get("ranks", 1), reuses, row.get("matmul", "fp32"), \
-            row.get("partition", "random"), row.get("dtype"), row.get("is_ahead", False)
+            row.get("partition", "random"), row.get("dtype")
         found[row["device_name"], row["case"], row["provider"], how] = row
     return list(found.values())
 
@@ -66,8 +66,7 @@ def cells(row: dict[str, Any], pyg: dict[str, Any] | None) -> list[str]:
 
 def first_use_cells(row: dict[str, Any]) -> list[str]:
     """The columns of a row of ``benchmarks.first_use``."""
-    layer = row["layer"] + ", compiled ahead" * bool(row.get("is_ahead"))
-    return [layer, f"{row['cold_ms']:.0f}", f"{row['warm_ms']:.0f} ({row['warm_least_ms']:.0f})",
+    return [row["layer"], f"{row['cold_ms']:.0f}", f"{row['warm_ms']:.0f} ({row['warm_least_ms']:.0f})",
             f"{row['warm_cpu_ms']:.0f}", f"{row['second_ms']:.1f}", f"{row['start_ms']:.0f}"]
 
 

@@ -5,7 +5,7 @@ dtypes, addresses modulo 16 and constants are those of the step itself, which is
 kernels come up. Threads compile them (:func:`launch.compile_ahead`) while the step goes on; each launch waits for its
 own. Nothing is allocated, drawn, counted or launched on a device, and a kernel that was not foreseen is compiled when
 it is launched: for a gradient that comes at an odd address, or, beyond :data:`segment.ASYNC_EDGES` edges, for a side
-that is seen to be in the user's order. Off by default.
+that is seen to be in the user's order. ``PFG_COMPILE_THREADS=1`` leaves every kernel to its launch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pyg_fullgraph.saga.ir import Node
 from pyg_fullgraph.saga.plans import Target
 from triton_kernels import launch, tune
 
-__all__ = ["Kind", "Phase", "Step", "begin", "compile_ahead", "run_without_data"]
+__all__ = ["Kind", "Phase", "Step", "begin", "run_without_data"]
 
 _logger = logging.getLogger(__name__)
 
@@ -34,17 +34,6 @@ _logger = logging.getLogger(__name__)
 Kind = tuple[Target, tuple[bool, ...], torch.dtype, torch.device]
 #: What the backward of a step reads of inputs, results and statistics, in this order: its names and their places.
 Step = tuple[tuple[Node, ...], tuple[int, ...]]
-
-_enabled = False
-
-
-def compile_ahead(enabled: bool = True) -> None:
-    """Switch on or off (the default) that the kernels of a first step are compiled by threads, all at the same time.
-
-    On GPUs, with as many threads as the process has cores (processes of a host under torchrun share them), at most 16.
-    """
-    global _enabled
-    _enabled = bool(enabled)
 
 
 class Phase(Protocol):
@@ -81,9 +70,9 @@ def begin(phase: Phase, graph: Graph, like: Tensor, tensors: Sequence[Tensor],
 
 
 def _is_possible(graph: Graph, device: torch.device) -> bool:
-    """Whether it is switched on and nothing times or records launches; not on parts of a graph, which communicate."""
-    return (_enabled and device.type == "cuda" and not interpreted() and type(graph) is Graph
-            and launch.num_threads() > 1 and not tune.is_enabled(device) and not events.is_recording()
+    """Whether there are threads and nothing times or records launches; not on parts of a graph, which communicate."""
+    return (device.type == "cuda" and not interpreted() and type(graph) is Graph and launch.num_threads() > 1
+            and not tune.is_enabled(device) and not events.is_recording()
             and not torch.cuda.is_current_stream_capturing())
 
 

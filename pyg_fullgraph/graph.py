@@ -63,6 +63,10 @@ class Graph(Tensor):
             cls, (2, incoming.num_edges), dtype=torch.int64, device=incoming.ptr.device, requires_grad=False
         )
         self._incoming, self._outgoing, self.memo = incoming, outgoing, {}
+        if self.device.type == "cuda":
+            from triton_kernels import launch  # Triton, which is not needed on a CPU
+
+            launch.start(self.device)
         return self
 
     def __init__(self, incoming: EdgeOrder, outgoing: EdgeOrder | None = None) -> None:

@@ -26,7 +26,6 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.driver import driver
 
-import pyg_fullgraph as pfg
 import pyg_fullgraph.nn as fused_nn
 from oracle import gradients, program_of, random_case
 from programs import make_tensors
@@ -232,10 +231,10 @@ class Part(Graph):
 
 
 OBSTACLES = {
-    "switched off": lambda patch: ahead.compile_ahead(False),
+    "switched off": lambda patch: patch.setenv("PFG_COMPILE_THREADS", "0"),
     "capture": lambda patch: patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True),
     "interpreter": lambda patch: patch.setattr(ahead, "interpreted", lambda: True),
-    "one core": lambda patch: patch.setattr(launch, "num_threads", lambda: 1),
+    "one core": lambda patch: patch.setenv("PFG_COMPILE_THREADS", "1"),
     "tuning": lambda patch: patch.setattr(tune, "_enabled", True),
     "timeline": lambda patch: patch.setattr(events, "_active", object()),
 }
@@ -245,9 +244,7 @@ OBSTACLES = {
 def test_nothing_happens_where_it_would_disturb(obstacle, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(ahead, "interpreted", lambda: False)
-    monkeypatch.setattr(launch, "num_threads", lambda: 4)
-    monkeypatch.setattr(ahead, "_enabled", False)
-    pfg.compile_ahead()
+    monkeypatch.setenv("PFG_COMPILE_THREADS", "4")
     if obstacle is not None:
         OBSTACLES[obstacle](monkeypatch)
     graph = Graph.from_edge_index(CASE.edge_index, CASE.size)
@@ -261,6 +258,11 @@ def test_processes_of_a_host_share_its_cores(monkeypatch):
     assert launch.num_threads() == 12
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert launch.num_threads() == 1
+    monkeypatch.setenv("PFG_COMPILE_THREADS", "3")
+    assert launch.num_threads() == 3
+    monkeypatch.setenv("PFG_COMPILE_THREADS", "all")
+    with pytest.raises(ValueError, match=r"PFG_COMPILE_THREADS to be a number of threads \(got 'all'\)"):
+        launch.num_threads()
 
 
 # --- threads --------------------------------------------------------------------------------------------------------
@@ -287,6 +289,7 @@ def threads(monkeypatch):
     monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(launch, "num_threads", lambda: 4)
     monkeypatch.setattr(launch, "_slots", None)
+    monkeypatch.setattr(launch, "_first", None)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     yield
     settle()
@@ -346,6 +349,27 @@ def test_variants_of_a_kernel_are_compiled_one_after_the_other(threads):
     assert log == ["kernel compiled"] * 4 + ["kernel launched"]
 
 
+def test_all_wait_for_what_triton_does_first(threads, monkeypatch):
+    """A thread of its own does it, once; a launch that nobody foresaw waits as well."""
+    log: list[str] = []
+    gate = threading.Event()
+    monkeypatch.setattr(launch, "_nothing", Kernel(log, "first", functools.partial(gate.wait, 60)))
+    for _ in range(2):
+        launch.start(torch.device("cuda", 0))
+    kernel = Kernel(log, "kernel")
+    begin(kernel)
+    waiting = [threading.Thread(target=launch_all, args=(k,)) for k in (kernel, Kernel(log, "other"))]
+    for thread in waiting:
+        thread.start()
+    time.sleep(0.05)
+    assert log == []
+    gate.set()
+    for thread in waiting:
+        thread.join(60)
+    assert log[0] == "first compiled" and sorted(log[1:]) == ["kernel compiled", "kernel launched", "other launched"]
+    assert log.index("kernel compiled") < log.index("kernel launched")
+
+
 def test_a_kernel_that_cannot_be_compiled_is_left_to_its_launch(threads, caplog):
     log: list[str] = []
     broken = Kernel(log, "broken", lambda: 1 / 0)
@@ -401,8 +425,7 @@ def test_no_kernel_is_compiled_twice(name, monkeypatch):
     compiled: list[tuple[Any, bool]] = []
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **told: compiled.append(
         ((told["fn"].name, told["key"]), told["is_manual_warmup"])))
-    monkeypatch.setattr(launch, "num_threads", lambda: 4)
-    monkeypatch.setattr(ahead, "_enabled", True)
+    monkeypatch.setenv("PFG_COMPILE_THREADS", "4")
     layer = LAYERS[name]
     step(layer.build(fused_nn), layer, random_case(211, 211, 3001), torch.float32, "cuda")
     torch.cuda.synchronize()

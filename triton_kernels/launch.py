@@ -6,7 +6,8 @@ readable code, and two processes that write the same kernel write the same file.
 Triton compiles a kernel when it is first launched, one after the other. A launch on tensors without data (those of
 device ``meta``, within :func:`without_data`) runs nothing, but tells Triton all that it asks a real one, so that
 :func:`compile_ahead` can have many kernels compiled by threads at a time: most of the work is LLVM's, ptxas's and a C
-compiler's, which leave Python alone.
+compiler's, which leave Python alone. What Triton does once per process before its first kernel (it hashes its own
+files, half a gigabyte, and imports its dialects) is done by :func:`start`, also in a thread.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import triton
 from triton.runtime.driver import driver
 
 from triton_kernels import disk
@@ -36,7 +38,7 @@ _logger = logging.getLogger(__name__)
 #: Takes what :func:`run` was given, but for the device.
 Taker = Callable[[Any, int, Sequence[Any], Mapping[str, Any], int], object]
 
-#: Most threads that compile.
+#: Most threads that compile, where ``PFG_COMPILE_THREADS`` does not say.
 MAX_THREADS = 16
 
 
@@ -111,13 +113,35 @@ def without_data(taker: Taker) -> Iterator[None]:
 
 # By id, as hashing a kernel reads its source: the last thread that was started for it.
 _pending: dict[int, threading.Thread] = {}
-_lock = threading.Lock()
+# Which all others and all launches wait for.
+_first: threading.Thread | None = None
+_lock = threading.RLock()
 _slots: threading.Semaphore | None = None
 _is_ending = False
 
 
+@triton.jit
+def _nothing(ptr):
+    pass
+
+
+def start(device: torch.device) -> None:
+    """Let a thread begin what Triton does once per process, if none has: a kernel for ``device`` is to be expected."""
+    global _first
+    with _lock:
+        if _first is None:
+            compile_ahead(_nothing, 1, [torch.empty(1, device="meta")], {}, 1, device)
+            _first = _pending[id(_nothing)]
+
+
 def num_threads() -> int:
-    """How many kernels may be compiled at a time: as many as there are cores for each process of this host."""
+    """How many kernels may be compiled at a time: as many as there are cores for each process of this host, at most
+    16; or what the environment variable ``PFG_COMPILE_THREADS`` says.
+    """
+    if given := os.environ.get("PFG_COMPILE_THREADS", ""):
+        if not given.isdecimal():
+            raise ValueError(f"Expected PFG_COMPILE_THREADS to be a number of threads (got {given!r})")
+        return int(given)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1), MAX_THREADS)
 
@@ -132,10 +156,8 @@ def compile_ahead(kernel: Any, programs: int, args: Sequence[Any], constants: Ma
     """
     global _slots
     with _lock:
-        if _slots is None:
-            driver.active.get_current_device()  # Triton finds its driver in one thread
-            _slots = threading.Semaphore(max(num_threads(), 1))
-        compiles = (_pending.get(id(kernel)), _slots, kernel, programs, args, constants, num_warps, device)
+        _slots = _slots or threading.Semaphore(max(num_threads(), 1))
+        compiles = (_pending.get(id(kernel), _first), _slots, kernel, programs, args, constants, num_warps, device)
         thread = threading.Thread(target=_compile, args=compiles, name="pyg_fullgraph_compiles", daemon=True)
         thread.start()
         _pending[id(kernel)] = thread
@@ -161,9 +183,9 @@ def _compile(before: threading.Thread | None, slots: threading.Semaphore, kernel
 
 
 def _wait_for(kernel: Any) -> None:
-    thread = _pending.get(id(kernel))
-    if thread is not None:
-        thread.join()
+    for thread in (_first, _pending.get(id(kernel))):
+        if thread is not None:
+            thread.join()
 
 
 @atexit.register
@@ -177,8 +199,8 @@ def _end() -> None:
 
 def _after_fork() -> None:
     """A child process has none of the threads."""
-    global _lock, _slots
-    _lock, _slots = threading.Lock(), None
+    global _first, _lock, _slots
+    _first, _lock, _slots = None, threading.RLock(), None
     _pending.clear()
 
 

@@ -120,22 +120,23 @@ class _Loops:
     def __init__(self, given: Tensor) -> None:
         edge_index = _to_plain(given)
         mask = edge_index[0] == edge_index[1]
-        self.loops = mask.nonzero().view(-1)
-        self.nodes = edge_index[0].index_select(0, self.loops).long()
-        if self.nodes.numel() and int(self.nodes.min()) < 0:
-            at = int(self.nodes.argmin())
-            raise IndexRangeError("edge_index", "node", int(edge_index.max()) + 1, int(self.nodes[at]),
-                                  int(self.loops[at]))
+        self.loops = self.nodes = mask.nonzero().view(-1)
         self.num_kept = edge_index.size(1) - self.loops.numel()
         has_loops = self.loops.numel() > 0
-        if is_part(given):
-            has_loops = given.holds_anywhere(has_loops)
-        self.has_loops = has_loops
-        order = torch.arange(self.loops.numel(), device=self.nodes.device)
-        latest = order.new_full((int(self.nodes.max()) + 1 if order.numel() else 0,), -1)
-        last = latest.scatter_reduce(0, self.nodes, order, "amax")[self.nodes] == order
-        self.last: Tensor | None = None if bool(last.all()) else last
+        self.has_loops = given.holds_anywhere(has_loops) if is_part(given) else has_loops
+        self.last: Tensor | None = None
         self._cache: dict[str, Tensor | None] = {}
+        if not has_loops:  # as in most graphs; the first call of each of torch's kernels takes 5 to 20 ms
+            return
+        self.nodes = edge_index[0].index_select(0, self.loops).long()
+        low, high = torch.stack(self.nodes.aminmax()).tolist()
+        if low < 0:
+            at = int(self.nodes.argmin())
+            raise IndexRangeError("edge_index", "node", int(edge_index.max()) + 1, low, int(self.loops[at]))
+        order = torch.arange(self.loops.numel(), device=self.nodes.device)
+        latest = order.new_full((high + 1,), -1).scatter_reduce(0, self.nodes, order, "amax")
+        last = latest[self.nodes] == order
+        self.last = None if bool(last.all()) else last
 
     def kept(self) -> Tensor | None:
         """Positions of the edges that are no self-loops, made anew: one per edge; None if there is no self-loop."""
