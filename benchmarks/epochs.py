@@ -416,17 +416,6 @@ def reference_losses(problem: Problem) -> list[float] | None:
     return losses
 
 
-@contextlib.contextmanager
-def _matmul(precision: str) -> Iterator[None]:
-    """Dense products of float32 by ``precision`` within the block, ``fp32`` or ``tf32``, whoever asks for them."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision({"fp32": "highest", "tf32": "high"}[precision])
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
 def run_case(case: EpochCase, providers: Sequence[str], device: str, ranks: Group, budget_s: float = 3.0,
              matmul: str = "fp32", folder: Path | None = None, methods: Sequence[str] = ("random",),
              dtype: str = "float32") -> Iterator[dict[str, Any]]:
@@ -450,7 +439,7 @@ def run_case(case: EpochCase, providers: Sequence[str], device: str, ranks: Grou
                "num_nodes": problem.num_nodes, "num_edges": problem.num_edges, "num_in": case.num_in,
                "width": case.width, "layers": case.layers, "dtype": dtype, "matmul": matmul, "partition": method}
         epoch = Epoch(problem, provider, method)
-        with _matmul("fp32"):
+        with measure.matmul("fp32"):
             with problem.phase("first epoch"):
                 losses = epoch.losses(1)
             losses += epoch.losses(NUM_CHECKED - 1)
@@ -460,7 +449,7 @@ def run_case(case: EpochCase, providers: Sequence[str], device: str, ranks: Grou
             losses = epoch.losses(NUM_CHECKED)
         error = _difference(losses, expected)
         row["check"], bound = {"against": known, "error": error}, TOLERANCES[dtype]
-        with _matmul(matmul):
+        with measure.matmul(matmul):
             if matmul != "fp32" and error <= bound:
                 epoch.begin()
                 losses, bound = epoch.losses(NUM_CHECKED), max(TF32_TOLERANCE, TOLERANCES[dtype])

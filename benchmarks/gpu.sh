@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The GPU rows of docs/performance.md: `benchmarks/gpu.sh layers`, `phases`, `orders`, `captured`, `dense` and `first-use`,
-# each within ten minutes of one H200 by its deadlines, `epochs` on all GPUs there are, and `large`, the same of graphs that
+# The GPU rows of docs/performance.md: `benchmarks/gpu.sh layers`, `peers`, `phases`, `orders`, `captured`, `dense` and
+# `first-use`, each within ten minutes of one H200 by its deadlines, `epochs` on all GPUs there are, and `large`, the same of graphs that
 # need four; a short table comes last. Rows go to benchmarks/results, and to $OUT/rows.jsonl where OUT is set.
 # BENCH_ARGS: options for every run.
 set -uo pipefail
@@ -23,6 +23,12 @@ layers)
         --deadline-s 240
     run --case 'gat-reddit,sage-reddit,gatv2-reddit,*-arxiv-bfloat16,*-arxiv-forward' --providers ours --budget-s 1 \
         --deadline-s 60
+    ;;
+peers)
+    # torch.compile takes most of it. With BENCH_ARGS=--tf32 dense products of all are in TF32.
+    layers=gcn,sage,sage-max,gin,gat,gatv2,transformer,res-gated,edgeconv,gmm
+    run --case "$(printf '%s-arxiv,' ${layers//,/ })" --providers pyg,torch_compile,ours,ours_captured --budget-s 0.5 \
+        --deadline-s 400
     ;;
 phases)
     gat="$(printf 'gat-phase-%s-[0-9]*,' arxiv reddit products)"
@@ -71,7 +77,7 @@ large)
     grep -E '^gcn-' "$out/log.txt"
     ;;
 *)
-    echo "Expected layers, phases, orders, captured, dense, first-use, epochs or large (got $1)" >&2
+    echo "Expected layers, peers, phases, orders, captured, dense, first-use, epochs or large (got $1)" >&2
     exit 2
     ;;
 esac

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import datetime
 import gc
@@ -10,7 +11,7 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -175,3 +176,14 @@ def _commit() -> str:
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return head + ("-dirty" if changed else "")
+
+
+@contextlib.contextmanager
+def matmul(precision: str) -> Iterator[None]:
+    """Dense products of float32 by ``precision`` within the block, ``fp32`` or ``tf32``, whoever asks for them."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision({"fp32": "highest", "tf32": "high"}[precision])
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -135,7 +135,8 @@ def _prepare(problem: Problem, provider: str, row: Row) -> tuple[Workload, measu
         row["first_peak_bytes"] = memory.peak_bytes()
     workload.settle()
     if provider != "pyg":
-        row["check"] = check(problem, Workload(problem, provider, graph))
+        with measure.matmul("fp32"):
+            row["check"] = check(problem, Workload(problem, provider, graph))
     if problem.case.is_model:
         row["is_repeatable"] = is_repeatable(problem, provider, graph)
         if provider in REPEATABLE and not row["is_repeatable"]:
@@ -190,6 +191,7 @@ def main(
     deadline_s: Annotated[float, typer.Option(help="Start no case after this many seconds.")] = float("inf"),
     threads: Annotated[int, typer.Option(help="CPU threads of torch.")] = 2,
     tune: Annotated[bool, typer.Option(help="Search the launch shapes of our kernels first.")] = False,
+    tf32: Annotated[bool, typer.Option(help="Time with dense products in TF32, of all providers.")] = False,
     tensor_cores: Annotated[str, typer.Option(help="Kind of use_tensor_cores for ours; off without one.")] = "",
 ) -> None:
     """Time benchmark cases."""
@@ -216,9 +218,11 @@ def main(
             print(f"skipped {one.name}: no CUDA device", flush=True)
             continue
         try:
+            all_how: Row = {"matmul": "tf32"} if tf32 else {}
             how = {**({"is_tuned": True} if tune else {}), **({"matmul": tensor_cores} if tensor_cores else {})}
-            fresh = [{**row, **how} if row["provider"].startswith("ours") else row
-                     for row in run_case(one, chosen, budget_s)]
+            with measure.matmul("tf32" if tf32 else "fp32"):
+                made = run_case(one, chosen, budget_s)
+            fresh = [{**row, **all_how, **(how if row["provider"].startswith("ours") else {})} for row in made]
         except CaseSkipped as reason:
             print(f"skipped {one.name}: {reason}", flush=True)
             continue

@@ -135,8 +135,11 @@ def _of_kind(rows: Iterable[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 
 
 def _lines(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
-    plain = {(r["device_name"], r["case"]): r for r in rows if r["provider"] == "pyg"}
-    return [cells(r, plain.get((r["device_name"], r["case"]))) for r in rows]
+    def peer(row: dict[str, Any]) -> tuple[object, ...]:
+        return row["device_name"], row["case"], row.get("matmul") == "tf32"
+
+    plain = {peer(r): r for r in rows if r["provider"] == "pyg"}
+    return [cells(r, plain.get(peer(r))) for r in rows]
 
 
 def render(rows: Sequence[dict[str, Any]]) -> Table:

@@ -248,6 +248,8 @@ def test_table_shows_errors_and_speedups():
     plain = {**timed, "provider": "pyg", "p50_ms": 8.0}
     text = table.markdown([plain, timed])
     assert "| a | ours | 2.00 (1.00-3.00) |  | 4.00x | 5 |" in text
+    rounded = [{**row, "matmul": "tf32", "p50_ms": row["p50_ms"] - 1.0} for row in (plain, timed)]
+    assert "| a | ours (tf32) | 1.00 (1.00-3.00) |  | 7.00x | 5 |" in table.markdown([plain, timed, *rounded])
     failed = {"case": "a", "provider": "pyg", "error": "out of memory", **common}
     assert "PyG: out of memory" in table.markdown([failed, timed])
     assert table.latest([plain, timed, {**timed, "p50_ms": 1.0}])[1]["p50_ms"] == 1.0
