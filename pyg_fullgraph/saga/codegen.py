@@ -406,7 +406,15 @@ class _Generator:
             return self._edges_in_a_row(gathered)
         carries = [(r.held, tile.padded(tile.axes.axes(c.node))) for r in (*self.reducers, *self.totals)
                    for c in r.carries]
+        others = set(ir.walk(*(a for _, g in self.gathers if g.domain != Domain.PARAM for a in g.args),
+                             *(e for _, e in self.edges)))
+        # Sums over features that only a sum over all edges needs, all edges of a block at a time: GMM by source, arxiv
+        # size, took 4.6 ms with 8 edges in flight, 2.9 with 4, 2.3 with 2 (H200).
+        apart = [tile.padded(tile.axes.axes(n.args[0])) for _, g in self.gathers if g.domain == Domain.PARAM
+                 for n in ir.walk(*g.args) if ir.OPS[n.op].kind == "reduce" and n not in others]
+        wide = sum(width for width in apart if width >= tile.width)
         per_edge = max(sum(gathered) + sum(width for held, width in carries if held == Edges.BLOCK), tile.width)
+        per_edge += wide
         once = sum(tile.padded(tile.axes.axes(n)) for n in inputs if n.domain in inside)
         once += sum(width * max(tile.edge_lanes, 1) for held, width in carries if held != Edges.BLOCK)
         threads = WARP * tile.num_warps(1)
@@ -415,7 +423,7 @@ class _Generator:
         narrow = max((w for w in gathered if w * tile.edge_lanes < min(WARP, tile.width)), default=0)
         most = tile.edge_lanes
         while most < 64:
-            fills = narrow and most * narrow < threads
+            fills = narrow and most * narrow < threads and not wide
             if 2 * most * per_edge + once > (MAX_HELD_TO_FILL if fills else MAX_HELD) * threads:
                 break
             most *= 2

@@ -158,7 +158,7 @@ class Tile:
         self.split: list[Axis] = []
         self._flat: dict[tuple[Axis, ...], str] = {}
         self._fit([self.axes.axes(n) for n in nodes], products, reduced,
-                  max_width or (PRODUCT_FEATURES if products else TILE_FEATURES),
+                  max_width or (PRODUCT_FEATURES if products else self._usual_width(gathers, nodes)),
                   MAX_DOT_PRODUCT if len(products) == 1 and not takes_blocks else MAX_DOT_PRODUCTS)
         self._warp_values = WARP_BLOCK_VALUES if takes_blocks else WARP_VALUES
         self.has_products = bool(products)
@@ -176,6 +176,15 @@ class Tile:
             min((self.block[a] for a in p), default=1) <= MIN_DOT_SIZE and self.padded(p) <= MAX_EDGE_PRODUCT
             for p in products))
         self.precision = "tf32" if lanes == 8 else "ieee" if is_small else "tf32x3"
+
+    def _usual_width(self, gathers: Sequence[tuple[Node, Node]], nodes: Sequence[Node]) -> int:
+        """Features per edge above which axes are split: more where an axis is summed over, as rows would be cut small.
+
+        GMM with three kernels of 256 features on arxiv, by destination (H200): 2.34 ms in slices of 64, 1.32 of 128.
+        """
+        widest = max((self.padded(self.axes.axes(n)) for n in nodes), default=1)
+        results = max((self.padded(self.axes.axes(r)) for r, _ in gathers), default=widest)
+        return min(max(TILE_FEATURES * widest // max(results, 1), TILE_FEATURES), WARP_FEATURES)
 
     def _reduced(self, nodes: Sequence[Node]) -> tuple[set[Axis], list[tuple[Axis, ...]]]:
         """Axes that one program must hold as a whole, and those of the weights of matrix products."""
