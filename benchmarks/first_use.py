@@ -58,8 +58,8 @@ def first_steps(layer: str, device: str, threads: int, folder: str, started: flo
 def time_layer(layer: str, device: str, threads: int, repeats: int) -> dict[str, Any]:
     """The row of a layer: one process with empty caches, then the median of ``repeats`` with filled ones."""
     case = first_use_case(layer, device)
-    # Processes are copies of one that has imported everything and done nothing: torch_geometric asks for a GPU when it is
-    # imported, which must not start CUDA there.
+    # Processes are copies of one that has imported everything and done nothing: torch_geometric asks for a GPU when it
+    # is imported, which must not start CUDA there.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload(["benchmarks.run", "triton.compiler.compiler"])
