@@ -374,6 +374,11 @@ class Epoch:
         self.optimizer.step()
         return loss.detach()
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether rows are sent by copy engines."""
+        return self.graph is not None and self.graph.group.transport == "copy_engines"
+
     def structure_bytes(self) -> int | None:
         """What is held for the graph between epochs; None on a CPU. Gradients are dropped.
 
@@ -453,7 +458,8 @@ def run_case(case: EpochCase, providers: Sequence[str], device: str, ranks: Grou
                "num_nodes": problem.num_nodes, "num_edges": problem.num_edges, "num_in": case.num_in,
                "width": case.width, "layers": case.layers, "dtype": dtype, "matmul": matmul, "partition": method}
         epoch = Epoch(problem, provider, method)
-        if COPIES in provider and ranks.size > 1 and epoch.graph and epoch.graph.group.transport == "collectives":
+        if COPIES in provider and ranks.size > 1 and not epoch.has_copies:
+            del epoch
             yield {**row, "error": "the ranks cannot copy out of each other's memory", **measure.environment(device)}
             continue
         with _matmul("fp32"):

@@ -5,15 +5,17 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
+import pytest
 import sharded
 import sharded_captured
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pyg_fullgraph import errors
 from pyg_fullgraph.distributed import Group, shard
 from pyg_fullgraph.distributed.copies import Copies, Routes
-from pyg_fullgraph.distributed.graph import ShardedGraph
+from pyg_fullgraph.distributed.group import TRANSPORTS
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool)
 
@@ -78,15 +80,17 @@ def check_layers(rank: int, size: int, names: list[str], case: str, *kinds: tupl
     with mock.patch.object(Group, "use", _by_gloo):
         sharded.check_layers(rank, size, names, case, *kinds)
         part = sharded.sharded(sharded.make_case(case), kinds[0][0], size)
-        conv = sharded.fused_nn.SAGEConv(3, 2)
-        conv(torch.ones(part.num_src, 3) if case != "bipartite" else (torch.ones(part.num_src, 3),
-                                                                      torch.ones(part.num_dst, 3)), part)
+        sharded.fused_nn.SAGEConv(3, 2)(torch.ones(part.num_src, 3), part)
     copies: Any = part.group._copies
     assert part.group.transport == "copy_engines" and copies.num_transfers > 0
 
 
 def check_elsewhere(rank: int, size: int) -> None:
-    """Groups that do not talk by NCCL send as they did."""
+    """Groups that do not talk by NCCL send as they did; a transport is the same on all ranks, and known."""
+    with pytest.raises(errors.InputError, match="'transport' to be one of collectives, copy_engines"):
+        shard(torch.zeros(2, 1, dtype=torch.int64), transport="nvlink")
+    with pytest.raises(errors.GroupError, match="transport"):
+        shard(torch.zeros(2, 1, dtype=torch.int64), transport=TRANSPORTS[rank % 2])
     part = shard(torch.arange(20).view(2, 10) % 7, "halo", transport="copy_engines")
     assert part.group.transport == "collectives" and part.group.symmetric_bytes == 0
     assert "transport='collectives'" in repr(part)
@@ -149,6 +153,6 @@ def check_layers_by_engines(rank: int, size: int, names: list[str], case: str, *
     """As :func:`sharded.check_layers`, with rows by copies between GPUs."""
     use = Group.use
     with mock.patch.object(Group, "use", lambda group, transport: use(group, "copy_engines")):
-        part: ShardedGraph = sharded.sharded(sharded.make_case(case), kinds[0][0], size)
+        part = sharded.sharded(sharded.make_case(case), kinds[0][0], size)
         assert part.group.transport == "copy_engines"
         sharded.check_layers(rank, size, names, case, *kinds)

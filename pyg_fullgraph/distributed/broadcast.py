@@ -26,7 +26,8 @@ class Broadcast(Way):
     While a stage is computed the next block arrives in the other one of two buffers, which all layers share, forward
     and backward. What is reduced over edges (sums, extrema, softmax) is carried from stage to stage. MG-GCN begins with
     the block of rank 0, for which all others wait; here two blocks are on their way while own rows are computed, and
-    only the last stage has no transfer beside it. Two ranks send to each other at once.
+    only the last stage has no transfer beside it. Two ranks send to each other at once. By copies each rank begins with
+    the block of the rank after it, so that no two read the memory of one; sums are then in another order.
 
     Cost: all rows of the other ranks once per sweep and input, and two buffers of the largest block.
     """
