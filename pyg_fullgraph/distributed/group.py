@@ -91,8 +91,10 @@ class Group:
         """
         self._copies = None
         if transport == "copy_engines" and self.size > 1 and not refusal(self.process_group, self.objects):
+            # Another group: memory in a cycle of references would be freed by the collector, at any time.
+            together = Group(self.process_group).together
             try:
-                self._copies = self.together("symmetric memory", lambda: Copies(self.process_group, self.together))
+                self._copies = self.together("symmetric memory", lambda: Copies(self.process_group, together))
             except RuntimeError as error:
                 warnings.warn(f"Rows are sent by collectives: no symmetric memory ({error})", stacklevel=2)
 
