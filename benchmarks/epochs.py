@@ -13,7 +13,8 @@ No process holds edges or features of the whole graph but while it makes its par
 keeps a share, and rows of features are drawn by blocks of vertices, of which each rank takes its own.
 
 Providers whose name ends in ``-captured`` replay the epoch as a CUDA graph; it is their replays that are compared, and
-``hidden`` is that of an epoch that runs as it is.
+``hidden`` is that of an epoch that runs as it is. Those with ``-copies`` send rows by copy engines (``shard``'s
+``transport``), the others by NCCL.
 """
 
 from __future__ import annotations
@@ -163,10 +164,10 @@ class Problem:
                 self._partitions[method] = partition(graph, self.ranks.size, method, self.seed)
         return self._partitions[method]
 
-    def shard(self, graph: pfg.Graph, method: str, way: str = "halo") -> ShardedGraph:
+    def shard(self, graph: pfg.Graph, method: str, way: str = "halo", transport: str = "collectives") -> ShardedGraph:
         """This rank's part of ``graph``."""
         with self.phase("shard"):
-            return pfg.shard(graph, way, self._partitions[method])
+            return pfg.shard(graph, way, self._partitions[method], transport=transport)
 
     def rows(self, method: str) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """This rank's features ``[n, F]``, the rows whose loss is computed, None for all, their labels, and what each
@@ -329,7 +330,9 @@ class Epoch:
             del graph
             self.module: nn.Module = Staged(problem)
         else:
-            self.graph = problem.shard(graph, method, provider.removeprefix("ours-").removesuffix(CAPTURED))
+            name = provider.removeprefix("ours-").removesuffix(CAPTURED)
+            self.graph = problem.shard(graph, method, name.removesuffix(COPIES),
+                                       "copy_engines" if name.endswith(COPIES) else "collectives")
             del graph
             net = Net(fullgraph_nn, problem.case)
             net.load_state_dict(problem.state)
@@ -371,6 +374,11 @@ class Epoch:
         self.optimizer.step()
         return loss.detach()
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether rows are sent by copy engines."""
+        return self.graph is not None and self.graph.group.transport == "copy_engines"
+
     def structure_bytes(self) -> int | None:
         """What is held for the graph between epochs; None on a CPU. Gradients are dropped.
 
@@ -391,10 +399,10 @@ class Epoch:
         return [float(self.ranks.reduce(self.step().double())) for _ in range(count)]
 
 
-#: End of the names of ours whose steps are replayed as a CUDA graph.
-CAPTURED = "-captured"
+#: Ends of the names of ours whose steps are replayed as a CUDA graph, and before it of those by copy engines.
+CAPTURED, COPIES = "-captured", "-copies"
 UNCAPTURED = ("mg_gcn", *(f"ours-{way}" for way in WAYS))
-PROVIDERS = (*UNCAPTURED, *(f"ours-{way}{CAPTURED}" for way in WAYS))
+PROVIDERS = (*UNCAPTURED, *(f"ours-{way}{end}" for end in (CAPTURED, COPIES, COPIES + CAPTURED) for way in WAYS))
 
 
 def reference_losses(problem: Problem) -> list[float] | None:
@@ -439,6 +447,10 @@ def run_case(case: EpochCase, providers: Sequence[str], device: str, ranks: Grou
                "num_nodes": problem.num_nodes, "num_edges": problem.num_edges, "num_in": case.num_in,
                "width": case.width, "layers": case.layers, "dtype": dtype, "matmul": matmul, "partition": method}
         epoch = Epoch(problem, provider, method)
+        if COPIES in provider and ranks.size > 1 and not epoch.has_copies:
+            del epoch
+            yield {**row, "error": "the ranks cannot copy out of each other's memory", **measure.environment(device)}
+            continue
         with measure.matmul("fp32"):
             with problem.phase("first epoch"):
                 losses = epoch.losses(1)
@@ -486,7 +498,8 @@ def _measured(epoch: Epoch, device: str, ranks: Group, budget_s: float) -> dict[
     # A replay allocates nothing: its memory is the recording's.
     pool = epoch.captured.pool_bytes if epoch.captured else 0
     found = {"peak_bytes": (memory.peak_bytes() or 0) + pool}
-    total = pool + (torch.cuda.max_memory_allocated() if device == "cuda" else 0)
+    symmetric = epoch.graph.group.symmetric_bytes if epoch.graph is not None else 0
+    total = pool + symmetric + (torch.cuda.max_memory_allocated() if device == "cuda" else 0)
     structure = epoch.structure_bytes()
     if structure is not None:
         found |= {"structure_bytes": structure, "total_bytes": total}

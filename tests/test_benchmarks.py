@@ -319,6 +319,15 @@ def test_an_epoch_of_wrong_losses_is_not_timed(matmul, monkeypatch):
     assert torch.get_float32_matmul_precision() == "highest"
 
 
+def rows_by_copies(rank, size):
+    return list(epochs.run_case(epochs.CASES["gcn-tiny-2x16"], ("ours-halo-copies", "ours-halo"), "cpu", Group(), 0.0))
+
+
+def test_an_epoch_by_copies_where_there_are_none_is_not_timed():
+    for by_copies, ours in ranks(2).run(rows_by_copies):
+        assert "cannot copy" in by_copies["error"] and "p50_ms" not in by_copies and "p50_ms" in ours
+
+
 def test_an_epoch_whose_loss_does_not_fall_has_no_time(monkeypatch):
     monkeypatch.setattr(epochs, "LEARNING_RATE", 0.0)
     (row,) = epochs.run_case(epochs.CASES["gcn-tiny-2x16"], ("ours-halo",), "cpu", Group(), 0.0)

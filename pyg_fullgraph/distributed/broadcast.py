@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Container, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from pyg_fullgraph import execution
 from pyg_fullgraph.chunks import Leaf
-from pyg_fullgraph.distributed.group import Group, Transfer
+from pyg_fullgraph.distributed.group import Group, Shared, Transfer
 from pyg_fullgraph.distributed.way import Buffers, Way, fetched_inputs
 from pyg_fullgraph.part_order import ShardOrder
 from pyg_fullgraph.saga.ir import Node
@@ -25,7 +26,8 @@ class Broadcast(Way):
     While a stage is computed the next block arrives in the other one of two buffers, which all layers share, forward
     and backward. What is reduced over edges (sums, extrema, softmax) is carried from stage to stage. MG-GCN begins with
     the block of rank 0, for which all others wait; here two blocks are on their way while own rows are computed, and
-    only the last stage has no transfer beside it. Two ranks send to each other at once.
+    only the last stage has no transfer beside it. Two ranks send to each other at once. By copies each rank begins with
+    the block of the rank after it, so that no two read the memory of one; sums are then in another order.
 
     Cost: all rows of the other ranks once per sweep and input, and two buffers of the largest block.
     """
@@ -38,7 +40,10 @@ class Broadcast(Way):
     def run_sweep(self, sweep: Sweep, side: ShardOrder, group: Group, leaf: Leaf, like: Tensor,
                   exact: Container[Node]) -> dict[Node, Any]:
         own = {n: leaf(n).contiguous() for n in fetched_inputs(sweep)}
+        shared = _shared(own, side, group)
         others = [owner for owner in range(group.size) if owner != group.rank]
+        if shared:  # each reads another rank's memory at a time
+            others = others[group.rank:] + others[:group.rank]
         going: list[Transfer] = []
         coming: dict[int, dict[Node, Transfer]] = {owner: {} for owner in others}
         started = 0
@@ -55,6 +60,14 @@ class Broadcast(Way):
                 coming[owner][node] = group.exchange(value, sent, received, buffer(k, owner, value), wait=False,
                                                      block=owner)
 
+        def fetch(count: int) -> None:
+            """Start to copy the blocks of the first ``count`` other ranks."""
+            nonlocal started
+            for owner in others[started:count]:
+                for k, (node, value) in enumerate(own.items()):
+                    coming[owner][node] = shared[node].fetch(owner, buffer(k, owner, value))
+            started = count
+
         def start(count: int) -> None:
             """Start the broadcasts of the blocks of ``count`` other ranks, and of the own one as soon as it comes."""
             nonlocal started
@@ -69,7 +82,9 @@ class Broadcast(Way):
 
         def leaves() -> Iterator[Leaf]:
             # Nothing reads the two buffers yet.
-            if group.size == 2:
+            if shared:
+                fetch(2)
+            elif group.size == 2:
                 swap(others[0])
             else:
                 start(2)
@@ -77,14 +92,30 @@ class Broadcast(Way):
             for stage, owner in enumerate(others, start=1):
                 blocks = {n: t.wait() for n, t in coming.pop(owner).items()}
                 if stage > 1:  # queued after the stage before, which was the last to read that buffer
-                    start(stage + 1)
+                    (fetch if shared else start)(stage + 1)
                 yield partial(_leaf_of, blocks, leaf)
 
         tiles = [side.tile(owner) for owner in (group.rank, *others)]
-        results = execution.run_tiles(sweep, side.rows, tiles, leaves(), like, exact)
+        try:
+            results = execution.run_tiles(sweep, side.rows, tiles, leaves(), like, exact)
+        finally:
+            for rows in shared.values():
+                rows.close().wait()
         for transfer in going:
             transfer.wait()
         return results
+
+
+def _shared(own: Mapping[Node, Tensor], side: ShardOrder, group: Group) -> dict[Node, Shared]:
+    """Own rows where all ranks read them, if they are sent by copies."""
+    largest = max(b - a for a, b in itertools.pairwise(side.bounds))
+    found = {node: group.share(value, largest, k) for k, (node, value) in enumerate(own.items())}
+    shared = {node: rows for node, rows in found.items() if rows is not None}
+    if len(shared) == len(found):
+        return shared
+    for rows in shared.values():
+        rows.close().wait()
+    return {}
 
 
 def _leaf_of(blocks: Mapping[Node, Tensor], leaf: Leaf, node: Node) -> Tensor:

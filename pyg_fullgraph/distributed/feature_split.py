@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pyg_fullgraph.chunks import Handed, Leaf, in_order
+from pyg_fullgraph.distributed.copies import Routes
 from pyg_fullgraph.distributed.group import Group, Transfer
 from pyg_fullgraph.distributed.halo import Halo
 from pyg_fullgraph.distributed.split import Slice, Split, split_of
@@ -115,27 +116,27 @@ class _Slices:
     def run(self, order: EdgeOrder, leaf: Leaf, like: Tensor, exact: Container[Node]) -> dict[Node, Tensor]:
         """Results for this rank's rows and edges, from inputs for them."""
         inputs, own = self.split.sweep.inputs, self.own
-        coming = {n: self._start_input(n, leaf(n)) for n in inputs if n.is_row}
+        coming = {n: self._start_input(k, n, leaf(n)) for k, n in enumerate(inputs) if n.is_row}
         given = {n: own.part(n, leaf(n)) for n in inputs if not n.is_row}
         for n, transfer in coming.items():
             given[n] = transfer.wait().view(sum(self.counts[n.domain]), *own.known[n].shape)
         made = own.run(order, given, like, exact)
-        going = {r: self._start_result(r, value) for r, value in made.items()}
+        going = {r: self._start_result(k, r, value) for k, (r, value) in enumerate(made.items())}
         return {r: finish() for r, finish in going.items()}
 
-    def _start_input(self, node: Node, value: Tensor) -> Transfer:
+    def _start_input(self, slot: int, node: Node, value: Tensor) -> Transfer:
         """Own rows -> the rows of all ranks, of the features that this one computes."""
-        rank, size = self.group.rank, self.group.size
+        size = self.group.size
         counts, run = self.counts[node.domain], self.split.runs.get(node)
         if run is None:
             pieces, widths = [value] * size, [node.numel] * size
         else:
             pieces = [Slice.of(self.split, k, size).cut(node, value) for k in range(size)]
             widths = [run.width(run.computed(k, size)) for k in range(size)]
-        return self.group.exchange(torch.cat([p.reshape(-1) for p in pieces]), [counts[rank] * w for w in widths],
-                                   [n * widths[rank] for n in counts], wait=False)
+        routes, flat = Routes(tuple(tuple(n * w for w in widths) for n in counts)), [p.reshape(-1) for p in pieces]
+        return self.group.route(torch.cat(flat, out=self.group.outbox(slot, routes, flat[0])), routes, slot)
 
-    def _start_result(self, node: Node, value: Tensor | Handed) -> Callable[[], Tensor]:
+    def _start_result(self, slot: int, node: Node, value: Tensor | Handed) -> Callable[[], Tensor]:
         """All rows of this rank's features -> own rows of all features, once they are there."""
         rank, size = self.group.rank, self.group.size
         value = in_order(value)  # other sweeps have other edges
@@ -150,8 +151,8 @@ class _Slices:
         spans = [run.span(k, size) for k in range(size)]
         blocks, received = value.reshape(sum(counts), *run.sliced(rank, size)), [own * run.width(s) for s in spans]
         first, stop = spans[rank]
-        transfer = self.group.exchange(blocks[:, :, :stop - first].reshape(-1),
-                                       [n * run.width(spans[rank]) for n in counts], received, wait=False)
+        routes = Routes(tuple(tuple(n * run.width(s) for n in counts) for s in spans))
+        transfer = self.group.route(blocks[:, :, :stop - first].reshape(-1), routes, slot)
 
         def finish() -> Tensor:
             pieces = [piece.view(own, run.outer, stop - first, run.inner) for piece, (first, stop) in

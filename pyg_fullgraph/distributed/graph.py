@@ -12,7 +12,7 @@ from torch import Tensor
 from pyg_fullgraph.chunks import Leaf, in_order
 from pyg_fullgraph.distributed.broadcast import Broadcast
 from pyg_fullgraph.distributed.feature_split import FeatureSplit
-from pyg_fullgraph.distributed.group import Group
+from pyg_fullgraph.distributed.group import TRANSPORTS, Group
 from pyg_fullgraph.distributed.halo import Halo
 from pyg_fullgraph.distributed.planner import Price, cheapest
 from pyg_fullgraph.distributed.way import Way
@@ -336,7 +336,8 @@ class ShardedGraph(Graph):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (f"ShardedGraph(rank={self.group.rank} of {self.group.size}, num_src={self.num_src}, "
-                f"num_dst={self.num_dst}, num_edges={self.num_edges}, way='{self.way.name}', device='{self.device}')")
+                f"num_dst={self.num_dst}, num_edges={self.num_edges}, way='{self.way.name}', "
+                f"transport='{self.group.transport}', device='{self.device}')")
 
 
 class _Largest(torch.autograd.Function):
@@ -357,7 +358,7 @@ class _Largest(torch.autograd.Function):
 
 
 def shard(graph: Any, way: str | Way = "auto", partition: Any = "auto", group: Any = None, seed: int = 0,
-          device: torch.device | str | None = None) -> ShardedGraph:
+          device: torch.device | str | None = None, transport: str = "collectives") -> ShardedGraph:
     """This process's part of ``graph``; called by every process of the group with the same graph.
 
     Args:
@@ -371,13 +372,14 @@ def shard(graph: Any, way: str | Way = "auto", partition: Any = "auto", group: A
         group: a process group; None for the default one, or for one process alone.
         seed: of the partition.
         device: where the part goes; by default where the graph is, or to this process's GPU under NCCL.
+        transport: what carries rows: ``collectives`` of the backend, or under NCCL on one host ``copy_engines``, which
+            take no multiprocessors from computation, but memory of their own for what is sent; elsewhere collectives.
 
     Returns: the part; vertex and edge tensors go with it through ``take``.
     Raises: InputError; GroupError (RuntimeError) on every rank if graphs or options differ between ranks.
     Cost: sorts of this rank's edges, where the graph is: fast on a GPU, which then has to hold the whole graph.
     """
-    ranks = Group(group)
-    _check_way(ranks, way)
+    ranks = _ranks(group, way, transport)
     whole: Graph = ranks.together("graph", lambda: Graph.from_any(graph))
     order = whole.incoming
     digest = fingerprint(order.row, order.other, order.eid) if ranks.size > 1 else ""
@@ -389,7 +391,8 @@ def shard(graph: Any, way: str | Way = "auto", partition: Any = "auto", group: A
 
 
 def shard_edges(edge_index: Tensor, partition: Partition | tuple[Partition, Partition], edge_ids: Tensor | None = None,
-                way: str | Way = "auto", group: Any = None, device: torch.device | str | None = None) -> ShardedGraph:
+                way: str | Way = "auto", group: Any = None, device: torch.device | str | None = None,
+                transport: str = "collectives") -> ShardedGraph:
     """This process's part of a graph that no process holds as a whole.
 
     Args:
@@ -399,14 +402,14 @@ def shard_edges(edge_index: Tensor, partition: Partition | tuple[Partition, Part
         way: as of :func:`shard`, but not ``feature_split``, which keeps the edges of the whole graph on every process.
         group: as of :func:`shard`.
         device: where the part goes; by default to a CPU, or to this process's GPU under NCCL.
+        transport: as of :func:`shard`.
 
     Returns: the part; edge tensors have the order of ``edge_index``.
     Raises: InputError if an edge does not arrive at a vertex of this rank, or for ``feature_split``; GroupError if
         partitions differ.
     Cost: each edge is sent once, to the owner of its source.
     """
-    ranks = Group(group)
-    _check_way(ranks, way)
+    ranks = _ranks(group, way, transport)
     if way == FeatureSplit.name or isinstance(way, FeatureSplit):
         raise InputError("way", "to be halo, broadcast or auto where no process holds the whole graph: feature_split "
                          "keeps all edges on every process, as shard() does", repr(way))
@@ -443,10 +446,17 @@ def _place(ranks: Group, device: torch.device | str | None, given: torch.device)
     return place
 
 
-def _check_way(ranks: Group, way: str | Way) -> None:
+def _ranks(group: Any, way: str | Way, transport: str) -> Group:
+    """The ranks of a process group, which all want the same."""
+    ranks = Group(group)
     ranks.check_equal("way", way.name if isinstance(way, Way) else way)
     if isinstance(way, str) and way not in (*WAYS, "auto"):
         raise InputError("way", f"to be one of {', '.join((*WAYS, 'auto'))}", repr(way))
+    ranks.check_equal("transport", transport)
+    if transport not in TRANSPORTS:
+        raise InputError("transport", f"to be one of {', '.join(TRANSPORTS)}", repr(transport))
+    ranks.use(transport)
+    return ranks
 
 
 def _check_equal(ranks: Group, sides: tuple[Partition, ...]) -> None:

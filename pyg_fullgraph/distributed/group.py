@@ -8,8 +8,10 @@ the work on another buffer is queued runs beside that work, and a buffer is neve
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pickle
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -19,10 +21,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyg_fullgraph import events
+from pyg_fullgraph.distributed.copies import Copied, Copies, Routes, refusal
 from pyg_fullgraph.distributed.faults import Watched, give_up
 from pyg_fullgraph.errors import GroupError, InputError
 
-__all__ = ["Group", "Transfer", "under_torchrun"]
+__all__ = ["TRANSPORTS", "Group", "Shared", "Transfer", "under_torchrun"]
+
+#: What carries rows between ranks: all-to-alls and broadcasts of the backend, or copies that GPUs' copy engines make.
+TRANSPORTS = ("collectives", "copy_engines")
 
 T = TypeVar("T")
 
@@ -39,6 +45,24 @@ class Transfer:
             self._work.wait()
             self._work = self._keep = None
         return self._value
+
+
+class Shared:
+    """Rows of each rank that every rank reads as they are, by copies; :meth:`close` before the next of its slot."""
+
+    def __init__(self, copies: Copies, slot: object, value: Tensor) -> None:
+        self._copies, self._slot = copies, slot
+        copies.put(slot, value)
+
+    def fetch(self, owner: int, out: Tensor) -> Transfer:
+        """Start to copy the rows of ``owner`` into ``out``, contiguous and as many."""
+        work = events.transfer("broadcast", out.nbytes, owner, out.device,
+                               lambda: self._copies.pull(self._slot, owner, 0, out))
+        return Transfer(out, work)
+
+    def close(self) -> Copied:
+        """Done when every rank has fetched what it reads."""
+        return self._copies.close(self._slot)
 
 
 class Group:
@@ -58,6 +82,31 @@ class Group:
         self.rank = dist.get_rank(process_group) if process_group is not None else 0
         # "cuda:nccl", or "cpu:gloo,cuda:nccl" where each kind of tensor has a backend of its own
         self.takes_cpu = self.size == 1 or "cpu:" in dist.get_backend_config(process_group)
+        self._copies: Copies | None = None
+
+    def use(self, transport: str) -> None:
+        """Send rows by one of :data:`TRANSPORTS` from here on, by ``collectives`` where copies are not possible.
+
+        Called by all ranks. Memory for copies is this object's.
+        """
+        self._copies = None
+        if transport == "copy_engines" and self.size > 1 and not refusal(self.process_group, self.objects):
+            # Another group: memory in a cycle of references would be freed by the collector, at any time.
+            together = Group(self.process_group).together
+            try:
+                self._copies = self.together("symmetric memory", lambda: Copies(self.process_group, together))
+            except RuntimeError as error:
+                warnings.warn(f"Rows are sent by collectives: no symmetric memory ({error})", stacklevel=2)
+
+    @property
+    def transport(self) -> str:
+        """What carries rows whose counts all ranks know."""
+        return TRANSPORTS[self._copies is not None]
+
+    @property
+    def symmetric_bytes(self) -> int:
+        """Memory of this rank's GPU for copies, of which torch's allocator does not know."""
+        return self._copies.num_bytes if self._copies is not None else 0
 
     @property
     def device(self) -> torch.device:
@@ -101,6 +150,51 @@ class Group:
         if wait:
             transfer.wait()
         return transfer
+
+    def outbox(self, slot: object, routes: Routes, like: Tensor) -> Tensor | None:
+        """[rows that this rank sends, ...] like the rows of ``like``, memory for :meth:`route` to send from.
+
+        None without copies, on all ranks. What was sent from the same slot has to be waited for before.
+        """
+        rows = sum(routes.sent(self.rank))
+        memory = self._reserve(slot, routes.largest, like)
+        if memory is None:
+            return None
+        return memory[:rows * _row_bytes(like)].view(like.dtype).view(rows, *like.shape[1:])
+
+    def route(self, value: Tensor, routes: Routes, slot: object, out: Tensor | None = None) -> Transfer:
+        """Start an all-to-all of rows whose counts every rank knows: by copies, else :meth:`exchange`.
+
+        Args:
+            value: [sent, ...] rows by the rank that gets them; contiguous; not read if it is the outbox of the slot.
+            routes: the counts.
+            slot: of the copies; one transfer at a time, which is waited for before the next.
+            out: [received, ...] contiguous memory for them, or None.
+        """
+        sent, received = routes.sent(self.rank), routes.received(self.rank)
+        if self._reserve(slot, routes.largest, value) is None:
+            return self.exchange(value, sent, received, out, wait=False)
+        if out is None:
+            out = value.new_empty((sum(received), *value.shape[1:]))
+        copies, into = self._copies, out
+        assert copies is not None
+        work = events.transfer("exchange", out.nbytes, None, out.device,
+                               lambda: copies.exchange(slot, value, routes, into))
+        return Transfer(out, work)
+
+    def share(self, value: Tensor, rows: int, slot: object) -> Shared | None:
+        """Let every rank fetch ``value``, contiguous, of at most ``rows`` rows on any rank; None without copies."""
+        if self._reserve(slot, rows, value) is None:
+            return None
+        assert self._copies is not None
+        return Shared(self._copies, slot, value)
+
+    def _reserve(self, slot: object, rows: int, like: Tensor) -> Tensor | None:
+        """Symmetric memory for ``rows`` rows; None, on all ranks, if they are not sent by copies."""
+        num_bytes = rows * _row_bytes(like)
+        if self._copies is None or num_bytes == 0 or like.device != self._copies.device:
+            return None
+        return self._copies.reserve(slot, num_bytes)
 
     def broadcast(self, buffer: Tensor, owner: int) -> Transfer:
         """Start to send ``buffer`` of rank ``owner`` to all others, into theirs; contiguous and of equal sizes."""
@@ -188,6 +282,10 @@ class Group:
 
     def __repr__(self) -> str:
         return f"Group(rank={self.rank}, size={self.size})"
+
+
+def _row_bytes(like: Tensor) -> int:
+    return math.prod(like.shape[1:]) * like.element_size()
 
 
 @contextlib.contextmanager

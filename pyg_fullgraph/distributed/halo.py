@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from pyg_fullgraph import execution
 from pyg_fullgraph.chunks import Leaf
-from pyg_fullgraph.distributed.group import Group
+from pyg_fullgraph.distributed.copies import Routes, is_capturing
+from pyg_fullgraph.distributed.group import Group, Transfer
 from pyg_fullgraph.distributed.way import Buffers, Way, fetched_inputs
 from pyg_fullgraph.part_order import ShardOrder
 from pyg_fullgraph.saga.ir import Node
@@ -34,24 +36,28 @@ class Halo(Way):
 
     def __init__(self) -> None:
         self._buffers = Buffers()
+        self._routes: WeakKeyDictionary[ShardOrder, Routes] = WeakKeyDictionary()
 
     def run_sweep(self, sweep: Sweep, side: ShardOrder, group: Group, leaf: Leaf, like: Tensor,
                   exact: Container[Node]) -> dict[Node, Any]:
         nodes, count = fetched_inputs(sweep), side.num_own
+        routes = self._routes_of(side, group) if nodes else None
         if group.size == 1 or not nodes:
             return execution.run_sweep(sweep, side.rows, leaf, like, exact)
         is_whole = execution.takes_blocks(sweep, side.rows, like)
         values, transfers = {}, []
         for k, node in enumerate(nodes):
             own = leaf(node)
-            sent = self._buffers.take(("sent", k), side.sent.numel(), own)
+            sent = group.outbox(k, routes, own) if routes is not None else None
+            if sent is None:
+                sent = self._buffers.take(("sent", k), side.sent.numel(), own)
             torch.index_select(own, 0, side.sent, out=sent)
             rows = self._buffers.take(("rows", k), count * is_whole + side.halo.numel(), own)
             values[node] = rows
             if is_whole:
                 rows[:count] = own
                 rows = rows[count:]
-            transfers.append(group.exchange(sent, side.sent_counts, side.halo_counts, rows, wait=False))
+            transfers.append(_start(sent, rows, side, routes, k, group))
 
         def arrived(node: Node) -> Tensor:
             return values[node] if node in values else leaf(node)
@@ -66,3 +72,17 @@ class Halo(Way):
         if is_whole:
             return execution.run_sweep(sweep, side.rows, next(leaves()), like, exact)
         return execution.run_tiles(sweep, side.rows, side.own_and_remote(), leaves(), like, exact)
+
+    def _routes_of(self, side: ShardOrder, group: Group) -> Routes | None:
+        """What all ranks send for ``side``, where rows are sent by copies; asked for once."""
+        if group.transport == "collectives" or (side not in self._routes and is_capturing()):
+            return None
+        if side not in self._routes:
+            self._routes[side] = Routes(tuple(group.objects(side.sent_counts)))
+        return self._routes[side]
+
+
+def _start(sent: Tensor, rows: Tensor, side: ShardOrder, routes: Routes | None, slot: int, group: Group) -> Transfer:
+    if routes is None:
+        return group.exchange(sent, side.sent_counts, side.halo_counts, rows, wait=False)
+    return group.route(sent, routes, slot, rows)

@@ -31,7 +31,7 @@ _STRUCTURE_SHARE = 0.25
 
 @dataclass(frozen=True)
 class Costs:
-    """What a machine needs, measured: seconds per transfer, and bytes per second of each kind of work.
+    """What a machine needs by collectives, measured: seconds per transfer, and bytes per second of each kind of work.
 
     Attributes:
         latency: of a transfer of next to nothing.
@@ -70,7 +70,9 @@ class Price:
 
 def measure(group: Group, device: torch.device) -> Costs:
     """The constants of this machine for a group, the worst of all ranks; called by all of them, measured once."""
-    return _measured(group, device.type, torch.cuda.current_device() if device.type == "cuda" else 0)
+    # A group of its own, as what is measured is kept: one that sends by copies holds memory for them.
+    index = torch.cuda.current_device() if device.type == "cuda" else 0
+    return _measured(Group(group.process_group), device.type, index)
 
 
 @lru_cache(maxsize=16)
