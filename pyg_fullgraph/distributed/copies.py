@@ -212,17 +212,22 @@ def refusal(process_group: Any, objects: Callable[[Any], Sequence[Any]]) -> str:
         process_group: of more than one rank.
         objects: as of :meth:`Group.objects`.
     """
-    own: tuple[str, ...] = ("", "", "")
+    own: tuple[str, ...] = ("", "", "", "")
     if torch.cuda.is_available() and "nccl" in dist.get_backend_config(process_group):
         device = torch.cuda.current_device()
         is_known = hasattr(torch._C._distributed_c10d, "_SymmetricMemory")
-        own = (socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid), "known" if is_known else "")
+        others = (k for k in range(torch.cuda.device_count()) if k != device)
+        reads = all(torch.cuda.can_device_access_peer(device, k) for k in others)  # of those that this process sees
+        own = (socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid), "known" if is_known else "",
+               "reads" if reads else "")
     found = objects(own)
-    hosts, gpus, known = zip(*found, strict=True)
+    hosts, gpus, known, reads_all = zip(*found, strict=True)
     if not all(hosts):
         return "a rank without NCCL"
     if len(set(hosts)) > 1:
         return f"{len(set(hosts))} hosts"
     if len(set(gpus)) < len(gpus):
         return "ranks that share a GPU"
+    if not all(reads_all):
+        return "GPUs that cannot read each other's memory"
     return "" if all(known) else "a torch without symmetric memory"
