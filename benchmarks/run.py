@@ -23,7 +23,6 @@ from benchmarks.peers import NotOffered
 from benchmarks.table import render
 from benchmarks.workloads import PROVIDERS, Workload
 from pyg_fullgraph import reuse_constants, tune_kernels, use_tensor_cores
-from triton_kernels.dense import KINDS
 
 RESULTS = Path(__file__).parent / "results"
 Row = dict[str, Any]
@@ -190,15 +189,12 @@ def main(
     deadline_s: Annotated[float, typer.Option(help="Start no case after this many seconds.")] = float("inf"),
     threads: Annotated[int, typer.Option(help="CPU threads of torch.")] = 2,
     tune: Annotated[bool, typer.Option(help="Search the launch shapes of our kernels first.")] = False,
-    tensor_cores: Annotated[str, typer.Option(help="Kind of use_tensor_cores for ours; off without one.")] = "",
+    tensor_cores: Annotated[bool, typer.Option(help="Whether ours multiply float32 on tensor cores.")] = True,
 ) -> None:
     """Time benchmark cases."""
     torch.set_num_threads(threads)
     tune_kernels(tune)
-    if tensor_cores and tensor_cores not in KINDS:
-        raise typer.BadParameter(f"Expected a kind out of {', '.join(KINDS)} (got {tensor_cores})")
-    if tensor_cores:
-        use_tensor_cores(True, tensor_cores)
+    use_tensor_cores(tensor_cores)
     chosen = providers.split(",")
     unknown = [p for p in chosen if p not in PROVIDERS]
     if unknown:
@@ -216,7 +212,7 @@ def main(
             print(f"skipped {one.name}: no CUDA device", flush=True)
             continue
         try:
-            how = {**({"is_tuned": True} if tune else {}), **({"matmul": tensor_cores} if tensor_cores else {})}
+            how = {**({"is_tuned": True} if tune else {}), **({} if tensor_cores else {"matmul": "cublas"})}
             fresh = [{**row, **how} if row["provider"].startswith("ours") else row
                      for row in run_case(one, chosen, budget_s)]
         except CaseSkipped as reason:
