@@ -1,9 +1,10 @@
 """``python -m benchmarks.dense``: float32 products of tall matrices with small ones, by our kernels and by torch.
 
-Each shape has three products: the result of a linear map, the gradient of its features and that of its weight. Ours run
-in every kind and a few tiles (see :mod:`triton_kernels.dense`); torch's are cuBLAS with and without TF32. Errors are
-against float64, relative to the largest right number: of results and gradients of features in 8192 rows, of gradients
-of weights in all. ``memory_share`` is what reading and writing every number once would take at the speed of a copy.
+Each shape has three products: the result of a linear map, the gradient of its features and that of its weight. Ours are
+run as the library runs them and by Triton's kernels (see :mod:`triton_kernels.dense`); torch's are cuBLAS with and
+without TF32. Errors are against float64, relative to the largest right number: of results and gradients of features in
+8192 rows, of gradients of weights in all. ``memory_share`` is what reading and writing every number once would take at
+the speed of a copy.
 """
 
 from __future__ import annotations
@@ -30,15 +31,9 @@ from triton_kernels.dense import Tile
 #: Rows, and widths before and after a linear map.
 SHAPES = "169343x256x256,169343x256x768,2449029x256x256,169343x128x128,232965x602x512"
 PRODUCTS = ("forward", "grad_x", "grad_weight")
-TILES: dict[str, tuple[tuple[str, Tile], ...]] = {
-    "product": (
-        ("fp16", Tile(128, 128, 64, 8)), ("fp16", Tile(128, 128, 32, 8)), ("fp16", Tile(64, 128, 32, 4)),
-        ("bf16", Tile(128, 128, 32, 8)), ("bf16", Tile(64, 128, 32, 4)), ("tf32", Tile(128, 128, 32, 8)),
-        ("tf32x3", Tile(128, 128, 32, 8))),
-    "gradient": (
-        ("fp16", Tile(128, 128, 64, 8)), ("fp16", Tile(128, 128, 32, 8)), ("fp16", Tile(64, 128, 32, 4)),
-        ("bf16", Tile(128, 128, 32, 8)), ("bf16", Tile(64, 128, 32, 4)), ("tf32", Tile(128, 128, 32, 8))),
-}
+#: Of launches of Triton's kernels; None for the kernels that the library takes.
+TILES: dict[str, tuple[Tile | None, ...]] = {"product": (None, Tile(64, 128, 32, 4)),
+                                             "gradient": (None, Tile(128, 128, 32, 8))}
 #: Rows at each end that results are compared in.
 CHECKED_ROWS = 4096
 
@@ -58,12 +53,12 @@ class Inputs:
                         for shape in ((rows, num_in), (num_out, num_in), (rows, num_out)))
         return cls(x, weight / num_in**0.5, g)
 
-    def ours(self, product: str, kind: str, tile: Tile) -> Tensor:
+    def ours(self, product: str, tile: Tile | None) -> Tensor:
         if product == "forward":
-            return dense.product(self.x, self.weight, None, kind, tile)
+            return dense.product(self.x, self.weight, None, tile)
         if product == "grad_x":
-            return dense.product(self.g, self.weight.t(), None, kind, tile)
-        return dense.weight_gradient(self.g, self.x, False, kind, tile)[0]
+            return dense.product(self.g, self.weight.t(), None, tile)
+        return dense.weight_gradient(self.g, self.x, False, tile)[0]
 
     def torchs(self, product: str, precision: str = "ieee") -> Tensor:
         before = torch.backends.cuda.matmul.fp32_precision
@@ -94,9 +89,10 @@ def providers(inputs: Inputs, product: str) -> Iterator[tuple[str, Callable[[], 
     """Name and call of everything that is timed for one product."""
     for name, precision in (("cublas", "ieee"), ("cublas_tf32", "tf32")):
         yield name, lambda p=precision: inputs.torchs(product, p)
-    for kind, tile in TILES["gradient" if product == "grad_weight" else "product"]:
-        name = f"{kind} {tile.block_m}x{tile.block_n}x{tile.block_k} {tile.num_warps} warps {tile.num_stages} stages"
-        yield name, lambda k=kind, t=tile: inputs.ours(product, k, t)
+    for tile in TILES["gradient" if product == "grad_weight" else "product"]:
+        name = "ours" if tile is None else \
+            f"triton {tile.block_m}x{tile.block_n}x{tile.block_k} {tile.num_warps} warps {tile.num_stages} stages"
+        yield name, lambda t=tile: inputs.ours(product, t)
 
 
 def time_shape(rows: int, num_in: int, num_out: int, device: str, copy_gbs: float,

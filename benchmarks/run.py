@@ -23,7 +23,6 @@ from benchmarks.peers import NotOffered
 from benchmarks.table import render
 from benchmarks.workloads import PROVIDERS, Workload
 from pyg_fullgraph import reuse_constants, tune_kernels, use_tensor_cores
-from triton_kernels.dense import KINDS
 
 RESULTS = Path(__file__).parent / "results"
 Row = dict[str, Any]
@@ -192,15 +191,12 @@ def main(
     threads: Annotated[int, typer.Option(help="CPU threads of torch.")] = 2,
     tune: Annotated[bool, typer.Option(help="Search the launch shapes of our kernels first.")] = False,
     tf32: Annotated[bool, typer.Option(help="Time with dense products in TF32, of all providers.")] = False,
-    tensor_cores: Annotated[str, typer.Option(help="Kind of use_tensor_cores for ours; off without one.")] = "",
+    tensor_cores: Annotated[bool, typer.Option(help="Whether ours multiply float32 on tensor cores.")] = True,
 ) -> None:
     """Time benchmark cases."""
     torch.set_num_threads(threads)
     tune_kernels(tune)
-    if tensor_cores and tensor_cores not in KINDS:
-        raise typer.BadParameter(f"Expected a kind out of {', '.join(KINDS)} (got {tensor_cores})")
-    if tensor_cores:
-        use_tensor_cores(True, tensor_cores)
+    use_tensor_cores(tensor_cores)
     chosen = providers.split(",")
     unknown = [p for p in chosen if p not in PROVIDERS]
     if unknown:
@@ -219,7 +215,7 @@ def main(
             continue
         try:
             all_how: Row = {"matmul": "tf32"} if tf32 else {}
-            how = {**({"is_tuned": True} if tune else {}), **({"matmul": tensor_cores} if tensor_cores else {})}
+            how = {**({"is_tuned": True} if tune else {}), **({} if tensor_cores else {"matmul": "cublas"})}
             with measure.matmul("tf32" if tf32 else "fp32"):
                 made = run_case(one, chosen, budget_s)
             fresh = [{**row, **all_how, **(how if row["provider"].startswith("ours") else {})} for row in made]

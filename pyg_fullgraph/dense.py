@@ -1,7 +1,7 @@
-"""Linear maps of many rows by the kernels of :mod:`triton_kernels.dense`, where they are switched on and pay.
+"""Linear maps of many rows by the kernels of :mod:`triton_kernels.dense`, where they pay, unless switched off.
 
-Off by default. Torch multiplies float32 without tensor cores unless it may round to TF32; here they are used, and
-results are about as exact as without. Layers find these products through a mode around their forward
+Torch multiplies float32 without tensor cores unless it may round to TF32; here they are used, and results are about as
+exact as without. Layers find these products through a mode around their forward
 (:func:`in_layer`), which does not see calls that lazy tensors make: those go by :func:`call`. The executor has
 :func:`matmul`.
 """
@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
-from pyg_fullgraph.errors import InputError
 from triton_kernels import dense
 
 __all__ = ["Products", "call", "in_layer", "linear", "matmul", "use_tensor_cores"]
@@ -31,50 +30,42 @@ MIN_PRODUCTS = 1 << 31
 MIN_WIDTH, MAX_WIDTH = 64, 1024
 _PLAIN = (Tensor, torch.nn.Parameter)
 
-_kind: str | None = None
+_is_on = True
 
 
-def use_tensor_cores(enabled: bool = True, kind: str = "bf16") -> None:
-    """Switch on or off (the default) that fused layers multiply float32 features by weights on tensor cores.
+def use_tensor_cores(enabled: bool = True) -> None:
+    """Switch on (the default) or off that fused layers multiply float32 features by weights on tensor cores.
 
     Taken are products of float32 features ``[..., K]`` and weights ``[N, K]`` on a GPU of compute capability 9.0 with
     at least 2**31 multiplications, widths up to 1024 and not both small, outside autocast, where torch may not use TF32
-    by itself. All else is torch's. Gradients of gradients are too.
-
-    Args:
-        enabled: On or off.
-        kind: How a number is split: ``bf16`` (six products; as exact as float32), or ``fp16`` or ``tf32`` (three; exact
-            to 22 bits, ``fp16`` of the largest number nearby, see :mod:`triton_kernels.dense`).
-
-    Raises: InputError if there is no such kind.
+    by itself. All else is torch's. Gradients of gradients are too. What is kept of numbers: see
+    :mod:`triton_kernels.dense`.
     """
-    global _kind
-    if kind not in dense.KINDS:
-        raise InputError("kind", f"to be one of {', '.join(dense.KINDS)}", repr(kind))
-    _kind = kind if enabled else None
+    global _is_on
+    _is_on = enabled
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x weight^T + bias``, differentiable: by our kernels where :func:`use_tensor_cores` says so, else by torch.
+    """``x weight^T + bias``, differentiable: by our kernels where they pay, else by torch.
 
     Args:
         x: ``[..., K]``.
         weight: ``[N, K]``, of any strides.
         bias: ``[N]``.
     """
-    return _linear(x, weight, bias) if _kind is not None and _is_taken(x, weight, bias) else F.linear(x, weight, bias)
+    return _linear(x, weight, bias) if _is_on and _is_taken(x, weight, bias) else F.linear(x, weight, bias)
 
 
 def matmul(x: Tensor, weight: Tensor) -> Tensor:
     """``x weight`` for a weight ``[K, N]``; see :func:`linear`."""
-    if _kind is not None and weight.dim() == 2 and _is_taken(x, weight.t(), None):
+    if _is_on and weight.dim() == 2 and _is_taken(x, weight.t(), None):
         return _linear(x, weight.t(), None)
     return x @ weight
 
 
 def in_layer(values: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
     """Around the forward of a layer with ``values`` for arguments: products are taken in it, if any may be."""
-    if _kind is None or not any(_is_tall(v) for v in values):
+    if not _is_on or not any(_is_tall(v) for v in values):
         return contextlib.nullcontext()
     return Products()
 
@@ -119,22 +110,21 @@ def _has_transform(tensors: Iterable[Tensor]) -> bool:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    assert _kind is not None
     rows = x.reshape(-1, x.shape[-1]) if x.dim() != 2 else x
     if torch.compiler.is_compiling():
-        y = linear_operator(rows, weight, bias, _kind)
+        y = linear_operator(rows, weight, bias)
     else:
-        y = _Linear.apply(rows, weight, bias, _kind)
+        y = _Linear.apply(rows, weight, bias)
     return y.view(*x.shape[:-1], weight.shape[0]) if x.dim() != 2 else y
 
 
-def _gradients(g: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool], kind: str) -> list[Tensor | None]:
+def _gradients(g: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
     """Of features, weight and bias, as far as ``needs`` asks for them."""
     grad_x = grad_weight = grad_bias = None
     if needs[0]:
-        grad_x = dense.product(g, weight.t(), kind=kind)
+        grad_x = dense.product(g, weight.t())
     if needs[1]:
-        grad_weight, grad_bias = dense.weight_gradient(g, x, needs[2], kind)
+        grad_weight, grad_bias = dense.weight_gradient(g, x, needs[2])
     elif needs[2]:
         grad_bias = g.sum(0)
     return [grad_x, grad_weight, grad_bias]
@@ -144,55 +134,54 @@ class _Linear(torch.autograd.Function):
     """The product of plain tensors; the operator below costs several times its overhead."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kind: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.kind = kind
-        return dense.product(x, weight, bias, kind)
+        return dense.product(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight), needs = ctx.saved_tensors, ctx.needs_input_grad
         if torch.is_grad_enabled():  # gradients may be differentiated themselves
             made = (g @ weight if needs[0] else None, g.t() @ x if needs[1] else None, g.sum(0) if needs[2] else None)
-            return *made, None
-        return *_gradients(g, x, weight, needs[:3], ctx.kind), None
+            return made
+        return tuple(_gradients(g, x, weight, needs[:3]))
 
 
 # --- operators --------------------------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("pyg_fullgraph::linear", mutates_args=())
-def linear_operator(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str) -> Tensor:
+def linear_operator(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``x weight^T + bias`` for ``[M, K]`` and ``[N, K]``, for compilers."""
-    return dense.product(x, weight, bias, kind)
+    return dense.product(x, weight, bias)
 
 
 @linear_operator.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str) -> Tensor:
+def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]))
 
 
 @torch.library.custom_op("pyg_fullgraph::linear_backward", mutates_args=())
-def linear_backward(g: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool], kind: str) -> list[Tensor]:
+def linear_backward(g: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool]) -> list[Tensor]:
     """Those gradients of features, weight and bias that ``needs`` picks, in order."""
-    return [t for t in _gradients(g, x, weight, needs, kind) if t is not None]
+    return [t for t in _gradients(g, x, weight, needs) if t is not None]
 
 
 @linear_backward.register_fake
-def _(g: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool], kind: str) -> list[Tensor]:
+def _(g: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool]) -> list[Tensor]:
     shapes = (tuple(x.shape), tuple(weight.shape), (weight.shape[0],))
     return [g.new_empty(shape) for shape, need in zip(shapes, needs, strict=True) if need]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, _, ctx.kind = inputs
+    x, weight, _ = inputs
     ctx.save_for_backward(x, weight)
 
 
 def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
     needs = list(ctx.needs_input_grad[:3])
-    made = iter(linear_backward(g, *ctx.saved_tensors, needs, ctx.kind))
-    return *(next(made) if need else None for need in needs), None
+    made = iter(linear_backward(g, *ctx.saved_tensors, needs))
+    return tuple(next(made) if need else None for need in needs)
 
 
 linear_operator.register_autograd(_backward, setup_context=_setup_context)
@@ -207,7 +196,7 @@ _ADDMM = frozenset({torch.addmm, Tensor.addmm})
 
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``func(*args, **kwargs)``; a linear map as torch's functions write it by :func:`linear` where that takes it."""
-    if _kind is None:
+    if not _is_on:
         return func(*args, **kwargs)
     if func in _LINEAR and len(args) >= 2 and set(kwargs) <= {"bias"}:
         x, weight, bias = *args[:2], args[2] if len(args) > 2 else kwargs.get("bias")

@@ -15,11 +15,11 @@ import contextlib
 import dataclasses
 import io
 import json
-import math
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
@@ -27,6 +27,7 @@ import triton.language as tl
 from triton._C.libtriton import ir as triton_ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from pyg_fullgraph.autograd import EdgePhase
 from pyg_fullgraph.execution import MIN_BLOCK_WORK, kernel_of, row_kernels
@@ -36,7 +37,7 @@ from pyg_fullgraph.saga.passes import split
 from pyg_fullgraph.saga.plans import KERNELS, Plan, Sweep, is_staged
 from pyg_fullgraph.saga.rows import RowsSource, generate
 from tests.programs import CASES, MORE_CASES, ROW_CASES, WIDE_CASES
-from triton_kernels import dense, dots, launch
+from triton_kernels import dense, dense_hopper, dots, launch
 
 TARGET = GPUTarget("cuda", 90, 32)
 
@@ -105,14 +106,14 @@ def compile_rows(kernel: RowsSource, dtype: str = "fp32", index: str = "i32",
 
 
 def _source(function: Any, signature: dict[str, str], constants: dict[str, Any],
-            even: Sequence[str] = ()) -> ASTSource:
+            even: Sequence[str] = (), kind: type[ASTSource] = ASTSource) -> ASTSource:
     constants = {k: v for k, v in constants.items() if k in function.arg_names}
     names = function.arg_names
     varying = {p.name for p in function.params if p.do_not_specialize_on_alignment}
-    return ASTSource(fn=function, signature={a: "constexpr" if a in constants else signature[a] for a in names},
-                     constexprs={(names.index(k),): v for k, v in constants.items()},
-                     attrs={(names.index(a),): [["tt.divisibility", 16]] for a in names
-                            if (a.endswith("_ptr") or a in even) and a not in varying})
+    return kind(fn=function, signature={a: "constexpr" if a in constants else signature[a] for a in names},
+                constexprs={(names.index(k),): v for k, v in constants.items()},
+                attrs={(names.index(a),): [["tt.divisibility", 16]] for a in names
+                       if (a.endswith("_ptr") or a in even) and a not in constants and a not in varying})
 
 
 def _compile(source: ASTSource, num_warps: int, num_stages: int = 3) -> dict[str, int]:
@@ -187,25 +188,30 @@ def without_conversions(name: str) -> list[list[str]]:
     return [compile_kernel(k, k.name, report=_short_lines) for k in sources]
 
 
-def compile_dense(kind: str, num_out: int, num_in: int) -> dict[str, dict[str, int]]:
+def compile_dense(num_out: int, num_in: int) -> dict[str, dict[str, int]]:
     """The kernels of products of features ``[M, num_in]`` and a weight ``[num_out, num_in]``, as a launch has them."""
-    _, dtype = dense.KINDS[kind]
-    parts = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}[dtype]
-    in_align, out_align = math.gcd(num_in, 4), math.gcd(num_out, 4)
+    taken: list[tuple[Any, Sequence[Any], Mapping[str, Any], int]] = []
+
+    def record(kernel: Any, programs: int, args: Sequence[Any], constants: Mapping[str, Any], num_warps: int,
+               device: Any) -> None:
+        taken.append((kernel, args, constants, num_warps))
+
+    for module in (None, dense_hopper):
+        with mock.patch.object(launch, "run", record), mock.patch.object(dense, "_gluon", return_value=module):
+            x, weight = torch.empty(1000, num_in), torch.empty(num_out, num_in)
+            dense.product(x, weight, torch.empty(num_out))
+            dense.weight_gradient(torch.empty(1000, num_out), x, True)
     found = {}
-    for function, tile in ((dense.product_kernel, dense.product_tile(num_out, num_in, kind, in_align)),
-                           (dense.gradient_kernel,
-                            dense.gradient_tile(num_out, num_in, kind, min(in_align, out_align)))):
-        numbers = {"x_stride": num_in // in_align, "g_stride": num_out // out_align, "num_in": num_in // in_align,
-                   "num_out": num_out // out_align, "out_stride": num_in, "pitch": 16, "part_stride": 16}
-        constants = {"KIND": kind, "PART": dense.PARTS[dtype], "HAS_BIAS": True, "X_ALIGN": in_align,
-                     "G_ALIGN": out_align, "Y_ALIGN": out_align, "IS_EVEN": num_in % tile.block_k == 0,
-                     "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "in_stride": 1}
-        signature = {a: parts if a == "part_ptr" else "*fp32" if a.endswith("_ptr") else "i32"
-                     for a in function.arg_names}
-        even = [name for name, number in numbers.items() if number % 16 == 0]
-        found[function.__name__] = _compile(_source(function, signature, constants, even), tile.num_warps,
-                                            tile.num_stages)
+    for kernel, args, constants, num_warps in taken:
+        names = [a for a in kernel.arg_names if a not in constants]
+        given = dict(zip(names, args, strict=True))
+        types = {torch.float32: "*fp32", torch.float16: "*fp16"}
+        signature = {a: types[v.dtype] if isinstance(v, torch.Tensor) else "i32" for a, v in given.items()}
+        even = [a for a, v in given.items() if isinstance(v, int) and v % 16 == 0]
+        fixed = {a: 1 for a, v in given.items() if isinstance(v, int) and v == 1}
+        is_gluon = kernel.fn.__module__ == dense_hopper.__name__
+        source = _source(kernel, signature, {**constants, **fixed}, even, GluonASTSource if is_gluon else ASTSource)
+        found["gluon " * is_gluon + kernel.__name__] = _compile(source, num_warps, constants.get("num_stages", 3))
     return found
 
 
@@ -234,8 +240,8 @@ def main(names: list[str]) -> None:
         return
     if names[:1] == ["--dense"]:
         widths = [tuple(map(int, name.split(","))) for name in names[1:]]
-        print(json.dumps({f"{kind} {n},{k} {name}": report for kind in ("bf16", "fp16", "tf32") for n, k in widths
-                          for name, report in compile_dense(kind, n, k).items()}, indent=1))
+        print(json.dumps({f"{n},{k} {name}": report for n, k in widths
+                          for name, report in compile_dense(n, k).items()}, indent=1))
         return
     if names[:1] == ["--narrow"]:
         print(json.dumps(lines_of(names[1:], _narrow_lines, "fp64", "i64"), indent=1))

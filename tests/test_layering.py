@@ -17,6 +17,7 @@ LAYERS = (
     "triton_kernels.reference",
     "triton_kernels.disk",
     "triton_kernels.launch",
+    "triton_kernels.dense_hopper",
     "triton_kernels.dense",
     "triton_kernels.dots",
     "triton_kernels.tune",

@@ -3,25 +3,30 @@
 A number is split into parts that tensor cores multiply exactly, and products of parts are added up (Ootomo and Yokota,
 "Recovering single precision accuracy from Tensor Cores while surpassing the FP32 theoretical peak performance", 2022):
 
-    fp16    2 parts of 11 bits, 3 products, with one power of two per row of a block, which keeps parts in range
-    tf32    2 parts of 10 and 11 bits, 3 products
-    bf16    3 parts of 8 bits, 6 products; as exact as float32 whatever the sizes of numbers in a row
-    tf32x3, bf16x6    the same two by Triton's own ``tl.dot``
+    :func:`product`          2 parts of 11 bits in float16, 3 products, with one power of two per row of 64 columns
+                             (32 in Triton's), which keeps parts in range, and one per row of the weight
+    :func:`weight_gradient`  3 parts of 8 bits in bfloat16, 6 products; as exact as float32 whatever the sizes of
+                             numbers in a column, whose largest would be dear to find
 
 Tensor cores round toward zero as they add, so each block of the contraction starts at zero, small products first, and
 is added to the total in float32. A tile of the result in which something is not finite is computed again by ordinary
 arithmetic: infinities, NaN and overflow are as in float32, and slow.
 
-In ``fp16``, what is smaller than 2**-17 of the largest number beside it (in the same row and block of ``block_k``
-columns; for :func:`weight_gradient` in the same column and block of rows) loses bits, down to 2**-40 of that number.
-In the others numbers below 1e-30 do, as parts of theirs are below the smallest of their dtype.
+In :func:`product` what is smaller than 2**-17 of the largest number beside it (in the same row and block of columns, or
+in the same row of the weight) loses bits, down to 2**-40 of that number. In :func:`weight_gradient` numbers below 1e-30
+do, as parts of theirs are below the smallest bfloat16.
+
+On GPUs of compute capability 9.0 the kernels are those of :mod:`triton_kernels.dense_hopper`, as far as the weight fits
+into shared memory; those here are for wider ones, for a Triton without Gluon, and for Triton's interpreter.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -32,15 +37,12 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from triton_kernels import launch
 
-__all__ = ["KINDS", "PARTS", "Tile", "gradient_tile", "is_interpreted", "product", "product_tile", "weight_gradient"]
+__all__ = ["Tile", "gradient_tile", "is_interpreted", "product", "product_tile", "weight_gradient"]
 
-#: Kind -> parts of a number, the dtype of parts.
-KINDS = {"fp16": (2, torch.float16), "tf32": (2, torch.float32), "bf16": (3, torch.bfloat16),
-         "tf32x3": (1, torch.float32), "bf16x6": (1, torch.float32)}
-#: The dtype of parts, as Triton names it.
-PARTS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 #: Rows of a program at least, where the rows of a contraction are shared by programs, and programs per multiprocessor.
 _MIN_ROWS, _PROGRAMS_PER_SM = 512, 2
+#: Bytes of shared memory for the parts of a block of the weight; a multiprocessor of an H200 has 227 KiB for a program.
+_SHARED_BYTES = 208 << 10
 
 
 @dataclass(frozen=True)
@@ -70,43 +72,25 @@ def _scales(x, AXIS: tl.constexpr):
 
 
 @triton.jit
-def _split(x, KIND: tl.constexpr, PART: tl.constexpr):
-    """The parts of ``x`` in the dtype PART, largest first; the second stands for a third that a kind has not."""
-    if KIND == "tf32":
-        first = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-        rest = (x - first).to(tl.int32, bitcast=True)
-        second = ((rest + 4096) & -8192).to(tl.float32, bitcast=True)
-        return first, second, second
-    elif KIND == "bf16":
-        # Rounded as integers, as conversions of single numbers are slow; a NaN may leave the first two, not the third.
-        first = ((x.to(tl.int32, bitcast=True) + 32768) & -65536).to(tl.float32, bitcast=True)
-        rest = x - first
-        second = ((rest.to(tl.int32, bitcast=True) + 32768) & -65536).to(tl.float32, bitcast=True)
-        return first.to(PART), second.to(PART), (rest - second).to(PART)
-    elif KIND == "fp16":
-        first = x.to(PART)
-        second = (x - first.to(tl.float32)).to(PART)
-        return first, second, second
-    else:
-        return x, x, x
+def _halves(x):
+    """Two parts in float16, the larger first."""
+    first = x.to(tl.float16)
+    return first, (x - first.to(tl.float32)).to(tl.float16)
 
 
 @triton.jit
-def _multiply(a, b, c, u, v, w, KIND: tl.constexpr):
-    """``(a + b + c) (u + v + w)`` without what is below the last bit, small products first."""
-    if KIND == "bf16":
-        out = tl.dot(c, u)
-        out = tl.dot(a, w, out)
-        out = tl.dot(b, v, out)
-        out = tl.dot(b, u, out)
-        out = tl.dot(a, v, out)
-        return tl.dot(a, u, out)
-    elif KIND == "fp16" or KIND == "tf32":
-        out = tl.dot(b, u, input_precision="tf32")
-        out = tl.dot(a, v, out, input_precision="tf32")
-        return tl.dot(a, u, out, input_precision="tf32")
-    else:
-        return tl.dot(a, u, input_precision=KIND)
+def _rounded(x):
+    """To bfloat16, as integers: conversions of single numbers are slow. A NaN may become an infinity."""
+    return ((x.to(tl.int32, bitcast=True) + 32768) & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _thirds(x, PART: tl.constexpr):
+    """Three parts in bfloat16, largest first; the third is a NaN where ``x`` is."""
+    first = _rounded(x)
+    rest = x - first
+    second = _rounded(rest)
+    return first.to(PART), second.to(PART), (rest - second).to(PART)
 
 
 @triton.jit
@@ -117,35 +101,36 @@ def _is_finite(x):
 
 @triton.jit
 def split_kernel(w_ptr, part_ptr, scale_ptr, num_out, num_in, out_stride, in_stride, pitch, part_stride,
-                 KIND: tl.constexpr, PART: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Parts ``[parts, rows, pitch]`` of a weight and the inverses of its rows' scales, with zeros around."""
+                 IS_PAIRED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Parts ``[2, rows, pitch]`` of a weight and the inverses of its rows' scales, with zeros around.
+
+    With ``IS_PAIRED`` of 16 columns the 4 that a thread reads of ``x`` at once lie where tensor cores take them from
+    that thread: 0 1 4 5 8 9 12 13 2 3 6 7 10 11 14 15.
+    """
     rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
     columns = tl.arange(0, BLOCK_K)[None, :].to(tl.int64)
-    place = w_ptr + rows * out_stride + columns * in_stride
-    scale = tl.full((BLOCK_N, 1), 1.0, tl.float32)
-    if KIND == "fp16":
-        top = tl.zeros((BLOCK_N, 1), tl.float32)
-        for k in range(0, num_in, BLOCK_K):
-            w = tl.load(place + k * in_stride, mask=(rows < num_out) & (k + columns < num_in), other=0.0)
-            top = tl.maximum(top, tl.max(tl.abs(w), 1, keep_dims=True))
-        scale, inverse = _scales(top, 1)
-        tl.store(scale_ptr + rows, inverse)
+    source = columns
+    if IS_PAIRED:
+        source = (columns & -16) | ((columns & 6) << 1) | ((columns & 8) >> 2) | (columns & 1)
+    place = w_ptr + rows * out_stride + source * in_stride
+    top = tl.zeros((BLOCK_N, 1), tl.float32)
+    for k in range(0, num_in, BLOCK_K):
+        w = tl.load(place + k * in_stride, mask=(rows < num_out) & (k + source < num_in), other=0.0)
+        top = tl.maximum(top, tl.max(tl.abs(w), 1, keep_dims=True))
+    scale, inverse = _scales(top, 1)
+    tl.store(scale_ptr + rows, inverse)
     for k in range(0, pitch, BLOCK_K):
-        w = tl.load(place + k * in_stride, mask=(rows < num_out) & (k + columns < num_in), other=0.0)
-        first, second, third = _split(w * scale, KIND, PART)
+        w = tl.load(place + k * in_stride, mask=(rows < num_out) & (k + source < num_in), other=0.0)
+        first, second = _halves(w * scale)
         out = part_ptr + rows * pitch + columns + k
         tl.store(out, first)
-        if KIND == "fp16" or KIND == "tf32" or KIND == "bf16":
-            tl.store(out + part_stride, second)
-        if KIND == "bf16":
-            tl.store(out + 2 * part_stride, third)
+        tl.store(out + part_stride, second)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def product_kernel(x_ptr, part_ptr, scale_ptr, w_ptr, bias_ptr, y_ptr, num_rows, num_out, num_in, x_stride, out_stride,
-                   in_stride, pitch, part_stride, KIND: tl.constexpr, PART: tl.constexpr, HAS_BIAS: tl.constexpr,
-                   X_ALIGN: tl.constexpr, Y_ALIGN: tl.constexpr, IS_EVEN: tl.constexpr, BLOCK_M: tl.constexpr,
-                   BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+                   in_stride, pitch, part_stride, HAS_BIAS: tl.constexpr, X_ALIGN: tl.constexpr, Y_ALIGN: tl.constexpr,
+                   IS_EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     """``x W^T + bias`` for a block of rows and one of columns; blocks of the same rows are neighbours."""
     pid = tl.program_id(0).to(tl.int64)
     x_stride, num_in, num_out = x_stride * X_ALIGN, num_in * X_ALIGN, num_out * Y_ALIGN
@@ -162,22 +147,13 @@ def product_kernel(x_ptr, part_ptr, scale_ptr, w_ptr, bias_ptr, y_ptr, num_rows,
             x = tl.load(x_place + k, mask=live, other=0.0)
         else:
             x = tl.load(x_place + k, mask=live & (k + inner < num_in)[None, :], other=0.0)
-        first = tl.load(part_place + k)
-        second = first
-        third = first
-        if KIND == "fp16" or KIND == "tf32" or KIND == "bf16":
-            second = tl.load(part_place + k + part_stride)
-        if KIND == "bf16":
-            third = tl.load(part_place + k + 2 * part_stride)
-        if KIND == "fp16":
-            scale, inverse = _scales(x, 1)
-            a, b, c = _split(x * scale, KIND, PART)
-            total += _multiply(a, b, c, first, second, third, KIND) * inverse
-        else:
-            a, b, c = _split(x, KIND, PART)
-            total += _multiply(a, b, c, first, second, third, KIND)
-    if KIND == "fp16":
-        total *= tl.load(scale_ptr + columns)[None, :]
+        u, v = tl.load(part_place + k), tl.load(part_place + k + part_stride)
+        scale, inverse = _scales(x, 1)
+        a, b = _halves(x * scale)
+        made = tl.dot(b, u)
+        made = tl.dot(a, v, made)
+        total += tl.dot(a, u, made) * inverse
+    total *= tl.load(scale_ptr + columns)[None, :]
     y_place = y_ptr + rows[:, None] * num_out
     if _is_finite(total):
         known = columns < num_out
@@ -199,8 +175,8 @@ def product_kernel(x_ptr, part_ptr, scale_ptr, w_ptr, bias_ptr, y_ptr, num_rows,
 
 @triton.jit(do_not_specialize=["num_rows", "part_rows"])
 def gradient_kernel(g_ptr, x_ptr, out_ptr, bias_ptr, num_rows, num_out, num_in, g_stride, x_stride, part_rows,
-                    KIND: tl.constexpr, PART: tl.constexpr, HAS_BIAS: tl.constexpr, G_ALIGN: tl.constexpr,
-                    X_ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+                    PART: tl.constexpr, HAS_BIAS: tl.constexpr, G_ALIGN: tl.constexpr, X_ALIGN: tl.constexpr,
+                    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     """``g^T x`` over one of the parts of the rows, for a block of columns of each; the column sums of ``g`` with it."""
     pid = tl.program_id(0).to(tl.int64)
     g_stride, num_out, x_stride, num_in = g_stride * G_ALIGN, num_out * G_ALIGN, x_stride * X_ALIGN, num_in * X_ALIGN
@@ -226,17 +202,15 @@ def gradient_kernel(g_ptr, x_ptr, out_ptr, bias_ptr, num_rows, num_out, num_in, 
         x_place += BLOCK_K * x_stride
         if HAS_BIAS:
             sums += g
-        if KIND == "fp16":
-            g_scale, g_inverse = _scales(g, 0)
-            x_scale, x_inverse = _scales(x, 0)
-            a, b, c = _split(g * g_scale, KIND, PART)
-            u, v, w = _split(x * x_scale, KIND, PART)
-            made = _multiply(tl.trans(a), tl.trans(b), tl.trans(c), u, v, w, KIND)
-            total += made * x_inverse * tl.trans(g_inverse)
-        else:
-            a, b, c = _split(g, KIND, PART)
-            u, v, w = _split(x, KIND, PART)
-            total += _multiply(tl.trans(a), tl.trans(b), tl.trans(c), u, v, w, KIND)
+        a, b, c = _thirds(g, PART)
+        u, v, w = _thirds(x, PART)
+        a, b = tl.trans(a), tl.trans(b)
+        made = tl.dot(tl.trans(c), u)
+        made = tl.dot(a, w, made)
+        made = tl.dot(b, v, made)
+        made = tl.dot(b, u, made)
+        made = tl.dot(a, v, made)
+        total += tl.dot(a, u, made)
     place = out_ptr + (part * num_out + outs)[:, None] * num_in
     if _is_finite(total):
         tl.store(place + ins[None, :], total, mask=(outs < num_out)[:, None] & has_in)
@@ -253,41 +227,33 @@ def gradient_kernel(g_ptr, x_ptr, out_ptr, bias_ptr, num_rows, num_out, num_in, 
         tl.store(bias_ptr + part * num_out + outs, tl.sum(sums, 0), mask=outs < num_out)
 
 
-def product_tile(num_out: int, num_in: int, kind: str, align: int = 4) -> Tile:
-    """The shape of a launch of :func:`product`. From counts of instructions for sm_90, not measured.
-
-    Args:
-        num_out, num_in, kind: As there.
-        align: Numbers that a copy of a row takes at once; each copy needs an address in registers.
-    """
-    return Tile(128, 64 if num_out <= 64 else 128, 64 if kind == "fp16" and align == 4 and num_in > 32 else 32)
+def product_tile(num_out: int) -> Tile:
+    """The shape of a launch of Triton's kernel of :func:`product`; the fastest of a few on an H200."""
+    return Tile(64, 64 if num_out <= 64 else 128, 32, 4)
 
 
-def gradient_tile(num_out: int, num_in: int, kind: str, align: int = 4) -> Tile:
-    """The shape of a launch of :func:`weight_gradient`. From counts of instructions for sm_90, not measured.
-
-    Args: as for :func:`product_tile`.
-    """
+def gradient_tile(num_out: int, num_in: int) -> Tile:
+    """The shape of a launch of Triton's kernel of :func:`weight_gradient`; the fastest of a few on an H200."""
     block_n = 64 if num_in <= 64 else 128
     if num_out <= 64:  # more warps would have to exchange what they add up
         return Tile(64, block_n, 32, 4)
-    return Tile(128, block_n, 64 if kind == "fp16" and align == 4 else 32)
+    return Tile(128, block_n, 32)
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, kind: str = "bf16",
-            tile: Tile | None = None) -> Tensor:
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, tile: Tile | None = None) -> Tensor:
     """``x weight^T + bias``. Twin: ``torch.nn.functional.linear``.
 
     Args:
         x: float32 ``[M, K]``; rows with unit stride between features are read as they are.
         weight: float32 ``[N, K]`` of any strides, so that ``product(g, weight.t())`` is the gradient of ``x``.
         bias: float32 ``[N]``.
-        kind: One of :data:`KINDS`.
-        tile: Shape of the launch, by default :func:`product_tile`.
+        tile: Shape of a launch of Triton's kernel, which then runs where Gluon's would.
 
     Returns: float32 ``[M, N]``.
     Numerics: see the module; bit-identical from run to run.
-    Cost: reads ``x`` once from memory, and the weight ``N K`` numbers in parts once per block of rows, from L2.
+    Cost: reads ``x`` once from memory, and once more from L2 for each block of 128 of N (64 where K is above 384). Of
+        the weight Gluon's kernel reads ``N K`` numbers in parts once per multiprocessor and block of N, Triton's per
+        block of rows.
     """
     (num_rows, num_in), num_out = x.shape, weight.shape[0]
     y = torch.empty((num_rows, num_out), dtype=torch.float32, device=x.device)
@@ -295,26 +261,38 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, kind: str = "
         return y
     x = x if num_in == 1 or x.stride(1) == 1 else x.contiguous()
     x_align, y_align = _aligned(x), _aligned(y)
-    tile = tile or product_tile(num_out, num_in, kind, x_align)
-    num_parts, dtype = _parts(kind)
-    height, pitch = _ceil(num_out, tile.block_n), _ceil(num_in, tile.block_k)
-    parts = torch.empty((num_parts, height, pitch), dtype=dtype, device=x.device)
+    gluon = _gluon(x.device) if tile is None else None
+    block_n = 0
+    if gluon is not None:
+        pitch = _ceil(num_in, gluon.BLOCK_K)
+        block_n = next((n for n in (128, 64)[num_out <= 64:] if 4 * n * pitch <= _SHARED_BYTES), 0)
+    if gluon is None or not block_n:
+        tile = tile or product_tile(num_out)
+        pitch, block_n = _ceil(num_in, tile.block_k), tile.block_n
+    height = _ceil(num_out, block_n)
+    parts = torch.empty((2, height, pitch), dtype=torch.float16, device=x.device)
     scale = torch.empty(height, dtype=torch.float32, device=x.device)
     strides = weight.stride()
-
-    shape = {"KIND": kind, "PART": PARTS[dtype], "BLOCK_K": tile.block_k}
     launch.run(split_kernel, height // 16,
-               [weight, parts, scale, num_out, num_in, *strides, pitch, height * pitch], {**shape, "BLOCK_N": 16}, 4,
-               x.device)
-    launch.run(product_kernel, -(-num_rows // tile.block_m) * (height // tile.block_n),
-               [x, parts, scale, weight, x if bias is None else bias, y, num_rows, num_out // y_align,
-                num_in // x_align, x.stride(0) // x_align, *strides, pitch, height * pitch],
-               {**shape, "HAS_BIAS": bias is not None, "X_ALIGN": x_align, "Y_ALIGN": y_align,
-                "IS_EVEN": num_in == pitch, **_blocks(tile)}, tile.num_warps, x.device)
+               [weight, parts, scale, num_out, num_in, *strides, pitch, height * pitch],
+               {"IS_PAIRED": tile is None, "BLOCK_N": 16, "BLOCK_K": 64 if tile is None else tile.block_k}, 4, x.device)
+
+    args = [x, parts, scale, weight, x if bias is None else bias, y, num_rows, num_out // y_align, num_in // x_align,
+            x.stride(0) // x_align, *strides]
+    constants = {"HAS_BIAS": bias is not None, "X_ALIGN": x_align, "Y_ALIGN": y_align, "IS_EVEN": num_in == pitch}
+    if tile is None:
+        assert gluon is not None
+        tiles = height // block_n
+        programs = min(max(_num_sms(x.device) // tiles, 1), -(-num_rows // gluon.BLOCK_M)) * tiles
+        launch.run(gluon.product_kernel, programs, [*args, height * pitch],
+                   {**constants, **gluon.product_constants(block_n, pitch, tiles)}, gluon.WARPS, x.device)
+    else:
+        launch.run(product_kernel, -(-num_rows // tile.block_m) * (height // block_n),
+                   [*args, pitch, height * pitch], {**constants, **_blocks(tile)}, tile.num_warps, x.device)
     return y
 
 
-def weight_gradient(g: Tensor, x: Tensor, with_bias: bool = False, kind: str = "bf16",
+def weight_gradient(g: Tensor, x: Tensor, with_bias: bool = False,
                     tile: Tile | None = None) -> tuple[Tensor, Tensor | None]:
     """``g^T x``, the gradient of a weight, and with ``with_bias`` that of a bias, the sum of the rows of ``g``.
 
@@ -322,8 +300,8 @@ def weight_gradient(g: Tensor, x: Tensor, with_bias: bool = False, kind: str = "
         g: float32 ``[M, N]``.
         x: float32 ``[M, K]``.
         with_bias: Whether rows are summed.
-        kind: One of :data:`KINDS`.
-        tile: Shape of the launch, by default :func:`gradient_tile`; ``block_m`` of N, ``block_n`` of K.
+        tile: Shape of a launch of Triton's kernel, which then runs where Gluon's would; ``block_m`` of N, ``block_n``
+            of K.
 
     Returns: float32 ``[N, K]``, and ``[N]`` or None.
     Numerics: see the module; rows in parts that are summed in a fixed order, bit-identical from run to run.
@@ -335,19 +313,25 @@ def weight_gradient(g: Tensor, x: Tensor, with_bias: bool = False, kind: str = "
         return g.new_zeros((num_out, num_in)), g.sum(0) if with_bias else None
     g, x = (t if t.shape[1] == 1 or t.stride(1) == 1 else t.contiguous() for t in (g, x))
     g_align, x_align = _aligned(g), _aligned(x)
-    tile = tile or gradient_tile(num_out, num_in, kind, min(g_align, x_align))
+    gluon = _gluon(g.device) if tile is None else None
+    tile = tile or (gradient_tile(num_out, num_in) if gluon is None else Tile(128, 128, gluon.BLOCK_R, gluon.WARPS))
     tiles = -(-num_out // tile.block_m) * -(-num_in // tile.block_n)
-    most = max(_PROGRAMS_PER_SM * _num_sms(g.device) // tiles, 1)
+    most = max((_PROGRAMS_PER_SM if gluon is None else 1) * _num_sms(g.device) // tiles, 1)
     part_rows = _ceil(max(-(-num_rows // most), _MIN_ROWS), tile.block_k)
     num_parts = -(-num_rows // part_rows)
     out = torch.empty((num_parts, num_out, num_in), dtype=torch.float32, device=g.device)
     bias = torch.empty((num_parts, num_out), dtype=torch.float32, device=g.device) if with_bias else out
 
-    launch.run(gradient_kernel, num_parts * tiles,
+    constants = {"HAS_BIAS": with_bias, "G_ALIGN": g_align, "X_ALIGN": x_align}
+    if gluon is None:
+        kernel = gradient_kernel
+        constants |= {"PART": tl.float32 if is_interpreted() else tl.bfloat16, **_blocks(tile)}
+    else:
+        kernel = gluon.gradient_kernel
+        constants |= gluon.gradient_constants()
+    launch.run(kernel, num_parts * tiles,
                [g, x, out, bias, num_rows, num_out // g_align, num_in // x_align, g.stride(0) // g_align,
-                x.stride(0) // x_align, part_rows],
-               {"KIND": kind, "PART": PARTS[_parts(kind)[1]], "HAS_BIAS": with_bias, "G_ALIGN": g_align,
-                "X_ALIGN": x_align, **_blocks(tile)}, tile.num_warps, g.device)
+                x.stride(0) // x_align, part_rows], constants, tile.num_warps, g.device)
     return out.sum(0), bias.sum(0) if with_bias else None
 
 
@@ -357,14 +341,19 @@ def _blocks(tile: Tile) -> dict[str, Any]:
 
 
 def is_interpreted() -> bool:
-    """Whether the kernels run on CPU tensors through Triton's interpreter."""
+    """Whether the kernels run on CPU tensors through Triton's interpreter, which has no products of bfloat16."""
     return isinstance(product_kernel, InterpretedFunction)
 
 
-def _parts(kind: str) -> tuple[int, torch.dtype]:
-    """Number and dtype of the parts of a number; Triton's interpreter has no products of bfloat16."""
-    count, dtype = KINDS[kind]
-    return count, torch.float32 if dtype == torch.bfloat16 and is_interpreted() else dtype
+@lru_cache
+def _gluon(device: torch.device) -> ModuleType | None:
+    """:mod:`triton_kernels.dense_hopper`, where it runs."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return None
+    try:
+        return importlib.import_module("triton_kernels.dense_hopper")
+    except (ImportError, AttributeError):  # Gluon is experimental: another Triton may call things otherwise
+        return None
 
 
 def _aligned(x: Tensor) -> int:
