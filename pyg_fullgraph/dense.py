@@ -1,7 +1,8 @@
-"""Linear maps of many rows by the kernels of :mod:`triton_kernels.dense`, where they are switched on and pay.
+"""Linear maps of many rows: products by the kernels of :mod:`triton_kernels.dense`, where they are switched on and
+pay, and gradients of what is added to every row by those of :mod:`triton_kernels.columns`.
 
-Off by default. Torch multiplies float32 without tensor cores unless it may round to TF32; here they are used, and
-results are about as exact as without. Layers find these products through a mode around their forward
+The products are off by default. Torch multiplies float32 without tensor cores unless it may round to TF32; here they
+are used, and results are about as exact as without. Layers find all of this through a mode around their forward
 (:func:`in_layer`), which does not see calls that lazy tensors make: those go by :func:`call`. The executor has
 :func:`matmul`.
 """
@@ -16,9 +17,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
+from pyg_fullgraph import columns
 from pyg_fullgraph.errors import InputError
 from triton_kernels import dense
 
@@ -55,35 +56,38 @@ def use_tensor_cores(enabled: bool = True, kind: str = "bf16") -> None:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x weight^T + bias``, differentiable: by our kernels where :func:`use_tensor_cores` says so, else by torch.
+    """``x weight^T + bias``, differentiable: by our kernels where :func:`use_tensor_cores` says so, else by torch, but
+    for the gradient of the bias.
 
     Args:
         x: ``[..., K]``.
         weight: ``[N, K]``, of any strides.
         bias: ``[N]``.
     """
-    return _linear(x, weight, bias) if _kind is not None and _is_taken(x, weight, bias) else F.linear(x, weight, bias)
+    if _kind is not None and _is_taken(x, weight, bias):
+        return _linear(x, weight, bias, _kind)
+    return _linear(x, weight, bias, None) if _is_summed(x, weight, bias) else F.linear(x, weight, bias)
 
 
 def matmul(x: Tensor, weight: Tensor) -> Tensor:
     """``x weight`` for a weight ``[K, N]``; see :func:`linear`."""
     if _kind is not None and weight.dim() == 2 and _is_taken(x, weight.t(), None):
-        return _linear(x, weight.t(), None)
+        return _linear(x, weight.t(), None, _kind)
     return x @ weight
 
 
 def in_layer(values: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
-    """Around the forward of a layer with ``values`` for arguments: products are taken in it, if any may be."""
-    if _kind is None or not any(_is_tall(v) for v in values):
-        return contextlib.nullcontext()
-    return Products()
+    """Around the forward of a layer with ``values`` for arguments: products and sums are taken in it, if any may be."""
+    return Products() if any(_is_tall(v) for v in values) else contextlib.nullcontext()
 
 
 def _is_tall(value: Any) -> bool:
     if isinstance(value, (tuple, list, dict)):
         return any(_is_tall(v) for v in (value.values() if isinstance(value, dict) else value))
-    return isinstance(value, Tensor) and value.dim() >= 2 and value.dtype == torch.float32 and \
-        value.numel() * MAX_WIDTH >= MIN_PRODUCTS and _is_wanted(value.device)
+    if not isinstance(value, Tensor) or value.dim() < 2:
+        return False
+    return columns.may_take(value) or (_kind is not None and value.dtype == torch.float32 and value.numel() * MAX_WIDTH
+                                       >= MIN_PRODUCTS and _is_wanted(value.device))
 
 
 @torch.compiler.assume_constant_result
@@ -103,7 +107,13 @@ def _is_taken(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
             and 2 * num_out * num_in >= MIN_WIDTH * (num_out + num_in)
             and (bias is None or (type(bias) in _PLAIN and bias.shape == (num_out,)))
             and all(t.dtype == torch.float32 and t.device == x.device and t.layout == torch.strided for t in given)
-            and _is_wanted(x.device) and (torch.compiler.is_compiling() or not _has_transform(given)))
+            and _is_wanted(x.device) and (torch.compiler.is_compiling() or not columns.has_transform(given)))
+
+
+def _is_summed(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the gradient of the bias of a product that torch multiplies is one for our kernel."""
+    return (bias is not None and bias.requires_grad and x.dim() >= 2 and weight.dim() == 2
+            and x.shape[-1] == weight.shape[1] and columns.takes(bias, (*x.shape[:-1], weight.shape[0]), x, weight))
 
 
 @lru_cache
@@ -113,30 +123,27 @@ def _has_kernels(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def _has_transform(tensors: Iterable[Tensor]) -> bool:
-    """Whether forward mode or a transform of ``torch.func`` is at work, which torch's products know."""
-    return forward_ad._current_level >= 0 or any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors)
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    assert _kind is not None
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str | None) -> Tensor:
+    """With ``kind`` None torch multiplies, and no compiler is at work."""
     rows = x.reshape(-1, x.shape[-1]) if x.dim() != 2 else x
-    if torch.compiler.is_compiling():
-        y = linear_operator(rows, weight, bias, _kind)
+    if kind is not None and torch.compiler.is_compiling():
+        y = linear_operator(rows, weight, bias, kind)
     else:
-        y = _Linear.apply(rows, weight, bias, _kind)
+        y = _Linear.apply(rows, weight, bias, kind)
     return y.view(*x.shape[:-1], weight.shape[0]) if x.dim() != 2 else y
 
 
-def _gradients(g: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool], kind: str) -> list[Tensor | None]:
-    """Of features, weight and bias, as far as ``needs`` asks for them."""
+def _gradients(g: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool], kind: str | None) -> list[Tensor | None]:
+    """Of features, weight and bias, as far as ``needs`` asks for them; products by torch with ``kind`` None."""
     grad_x = grad_weight = grad_bias = None
     if needs[0]:
-        grad_x = dense.product(g, weight.t(), kind=kind)
-    if needs[1]:
+        grad_x = g @ weight if kind is None else dense.product(g, weight.t(), kind=kind)
+    if needs[1] and kind is not None:
         grad_weight, grad_bias = dense.weight_gradient(g, x, needs[2], kind)
-    elif needs[2]:
-        grad_bias = g.sum(0)
+    elif needs[1]:
+        grad_weight = g.t() @ x
+    if needs[2] and grad_bias is None:
+        grad_bias = columns.column_sum(g)
     return [grad_x, grad_weight, grad_bias]
 
 
@@ -144,18 +151,16 @@ class _Linear(torch.autograd.Function):
     """The product of plain tensors; the operator below costs several times its overhead."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kind: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kind: str | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.kind = kind
-        return dense.product(x, weight, bias, kind)
+        return F.linear(x, weight, bias) if kind is None else dense.product(x, weight, bias, kind)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight), needs = ctx.saved_tensors, ctx.needs_input_grad
-        if torch.is_grad_enabled():  # gradients may be differentiated themselves
-            made = (g @ weight if needs[0] else None, g.t() @ x if needs[1] else None, g.sum(0) if needs[2] else None)
-            return *made, None
-        return *_gradients(g, x, weight, needs[:3], ctx.kind), None
+        # Gradients may be differentiated themselves, by torch.
+        return *_gradients(g, x, weight, needs[:3], None if torch.is_grad_enabled() else ctx.kind), None
 
 
 # --- operators --------------------------------------------------------------------------------------------------
@@ -203,12 +208,15 @@ linear_operator.register_autograd(_backward, setup_context=_setup_context)
 _LINEAR = frozenset({F.linear})
 _MATMUL = frozenset({torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__})
 _ADDMM = frozenset({torch.addmm, Tensor.addmm})
+_ADD = frozenset({torch.add, Tensor.add})
 
 
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``func(*args, **kwargs)``; a linear map as torch's functions write it by :func:`linear` where that takes it."""
-    if _kind is None:
-        return func(*args, **kwargs)
+    """``func(*args, **kwargs)``; a linear map, or a sum with a bias, as torch's functions write it by ours where those
+    take it.
+    """
+    if func in _ADD and len(args) == 2 and not kwargs and all(type(a) in _PLAIN for a in args):
+        return columns.add(*args)
     if func in _LINEAR and len(args) >= 2 and set(kwargs) <= {"bias"}:
         x, weight, bias = *args[:2], args[2] if len(args) > 2 else kwargs.get("bias")
     elif func in _MATMUL and len(args) == 2 and not kwargs and _is_matrix(args[1]):
@@ -217,7 +225,9 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x, weight, bias = args[1], args[2].t(), args[0]
     else:
         return func(*args, **kwargs)
-    return _linear(x, weight, bias) if _is_taken(x, weight, bias) else func(*args, **kwargs)
+    if _kind is not None and _is_taken(x, weight, bias):
+        return _linear(x, weight, bias, _kind)
+    return _linear(x, weight, bias, None) if _is_summed(x, weight, bias) else func(*args, **kwargs)
 
 
 class Products(TorchFunctionMode):

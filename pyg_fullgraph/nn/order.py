@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch_geometric.nn.conv import MessagePassing as PyGMessagePassing
 
-from pyg_fullgraph import debug, dense, reuse
+from pyg_fullgraph import columns, debug, dense, reuse
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn.lazy import DeferredTensor, run
 from pyg_fullgraph.nn.surroundings import submodules
@@ -237,7 +237,7 @@ class LinearOfSum(_Open):
         value = _product(ir.gather(output.kind, Domain.DST, output.value), self.weight, "after.weight")
         program = EdgeProgram((Output("vertex", value),))
         out = summed.run(program, {**summed.tensors, "after.weight": self.weight})
-        return out if self.bias is None else out + self.bias
+        return out if self.bias is None else columns.add(out, self.bias)
 
 
 def _product(x: Node, weight: Tensor, name: str) -> Node:
