@@ -44,7 +44,8 @@ TARGET = GPUTarget("cuda", 90, 32)
 
 def plans_of(program: EdgeProgram) -> list[Plan]:
     """The plans of a training step of ``program``."""
-    phase = EdgePhase(split(program).stages[0].core)
+    stage = split(program).stages[0]
+    phase = EdgePhase(stage.core, added=stage.added)
     needs = tuple(not n.is_integer for n in phase.inputs)
     return [phase.forward_plan(KERNELS, False), phase.forward_plan(KERNELS, True), phase.backward_plan(KERNELS, needs)]
 
@@ -69,7 +70,7 @@ def compile_kernel(kernel: KernelSource, name: str, dtype: str = "fp32", index: 
     """Registers, spilled bytes and shared memory of one kernel on sm_90, or what ``report`` says of it."""
     function = getattr(launch.load(kernel.source), name)
     signature: dict[str, str] = {}
-    buffers = {b.name: b for b in (*kernel.inputs, *kernel.outputs)}
+    buffers = {b.name: b for b in (*kernel.inputs, *kernel.outputs, *kernel.added)}
     stat = "fp64" if dtype == "fp64" else "fp32"
     for arg in function.arg_names:
         buffer = buffers.get(arg.removesuffix("_ptr").removesuffix("_stride"))
