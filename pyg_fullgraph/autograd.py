@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from pyg_fullgraph import ahead, dots, reuse
+from pyg_fullgraph import ahead, columns, dots, reuse
 from pyg_fullgraph.chunks import compute_dtype
 from pyg_fullgraph.edge_order import EdgeOrder
 from pyg_fullgraph.errors import DoubleBackwardError, ForwardModeError, FunctionTransformError, InputError
@@ -44,16 +44,17 @@ class EdgePhase:
     Args:
         core: Outputs that one level of gathers makes.
         is_exact: Whether results keep the dtype of the arithmetic.
+        added: Inputs that are added to the one result, see :class:`Stage`.
 
     Attributes:
         steps: What :meth:`kept` says of each kind of step that was begun.
         forwards: Dtypes and devices of results that were computed without gradients.
     """
 
-    def __init__(self, core: EdgeProgram, is_exact: bool = False) -> None:
-        self.core, self.is_exact = core, is_exact
-        self.key = f"{core.digest}{'-exact' * is_exact}"
-        self.inputs: tuple[Node, ...] = core.inputs
+    def __init__(self, core: EdgeProgram, is_exact: bool = False, added: tuple[Node, ...] = ()) -> None:
+        self.core, self.is_exact, self.added = core, is_exact, added
+        self.key = "-".join([core.digest, *["exact"] * is_exact, *(f"{n.domain.label}:{n.name}" for n in added)])
+        self.inputs: tuple[Node, ...] = (*core.inputs, *added)
         self.results = tuple(ir.input(f"out.{o.name}", o.domain, o.value.shape) for o in core.outputs)
         self.steps: dict[ahead.Kind, ahead.Step] = {}
         self.forwards: set[tuple[torch.dtype, torch.device]] = set()
@@ -79,7 +80,8 @@ class EdgePhase:
         if key not in self._plans:
             results = {o.name: reduction(o) for o in self.core.outputs}
             kept = {f"saved.{k}": node for k, (_, node) in self.saved(is_half).items()} if save else {}
-            self._plans[key] = plan({**results, **kept}, target, exact=[*kept, *(results if self.is_exact else ())])
+            self._plans[key] = plan({**results, **kept}, target, exact=[*kept, *(results if self.is_exact else ())],
+                                    added=self.added)
         return self._plans[key]
 
     def backward_plan(self, target: Target, needs: Needs) -> Plan:
@@ -117,6 +119,11 @@ class EdgePhase:
         env = {**env, **{grad_input(o): g for o, g in zip(self.core.outputs, grads, strict=True)}}
         outgoing = graph.outgoing if any(s.rows == Domain.SRC for s in chosen.sweeps) else None
         made = dict(zip(chosen.outputs, run_plan(chosen, graph.incoming, outgoing, env, like), strict=True))
+        for node, need in zip(self.inputs, needs, strict=True):
+            if need and node in self.added:
+                g = grads[0]
+                made[node.name] = g if node.is_row else \
+                    columns.column_sum(g.view(g.shape[0], node.numel)).view(node.shape)
         return [made.get(n.name) for n in self.inputs]
 
     def kept(self, target: Target, needs: Needs, is_half: bool) -> ahead.Step:
@@ -148,20 +155,15 @@ class CompiledProgram:
     def __init__(self, program: EdgeProgram, constant: Container[Node] = ()) -> None:
         self.program = program
         self.split: Split = split(program, constant=constant)
-        self.phases = tuple(_phase_of(s.core, s.is_exact) for s in self.split.stages)
-        self.constant = tuple(self._constant_bases(s, constant) for s in self.split.stages)
+        self.phases = tuple(_phase_of(s.core, s.is_exact, s.added) for s in self.split.stages)
+        self.constant = tuple(s.constant_inputs(constant) for s in self.split.stages)
         steps = [e for s in self.split.stages for e in (*s.hoisted.values(), *(o.value for o in s.core.outputs))]
         self.uses_degree = any(n is ir.DEGREE or n is ir.INV_DEGREE for n in ir.walk(*steps, *self.split.outputs))
 
-    def _constant_bases(self, stage: Stage, constant: Container[Node]) -> tuple[Node, ...] | None:
-        values = ir.substitute(tuple(o.value for o in stage.core.outputs), stage.hoisted)
-        bases = tuple(n for n in ir.inputs_of(*values) if n is not ir.DEGREE and n is not ir.INV_DEGREE)
-        return bases if bases and all(n in constant for n in bases) else None
-
 
 @lru_cache(maxsize=1024)
-def _phase_of(core: EdgeProgram, is_exact: bool) -> EdgePhase:
-    return EdgePhase(core, is_exact)
+def _phase_of(core: EdgeProgram, is_exact: bool, added: tuple[Node, ...]) -> EdgePhase:
+    return EdgePhase(core, is_exact, added)
 
 
 @lru_cache(maxsize=1024)
@@ -217,7 +219,9 @@ def _begin(phase: EdgePhase, graph: Graph, like: Tensor, tensors: Sequence[Tenso
 def _gradients(ctx: Any, grads: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor | None]:
     env = dict(zip(ctx.kept, kept, strict=True))
     made = ctx.phase.backward(ctx.graph, env, [g.contiguous() for g in grads], ctx.like, ctx.needs_input_grad[3:])
-    return [None if g is None else g.to(dtype).expand(shape) for g, (dtype, shape) in zip(made, ctx.meta, strict=True)]
+    # What is handed through is no view: of one that nobody else seems to hold, leaves take the memory.
+    return [None if g is None else g.to(dtype) if g.shape == shape else g.to(dtype).expand(shape)
+            for g, (dtype, shape) in zip(made, ctx.meta, strict=True)]
 
 
 class _OnlyOnce(torch.autograd.Function):
@@ -336,7 +340,7 @@ def edge_phase_backward(key: str, graph: Sequence[Tensor], sizes: Sequence[int],
             env[stand_in[0]] = result
     made = phase.backward(_orders(graph, sizes), env, grads, like, tuple(needs))
     return _own([torch.zeros_like(t) if g is None else g.to(t.dtype).expand(t.shape)
-                 for g, t, need in zip(made, tensors, needs, strict=True) if need], tensors)
+                 for g, t, need in zip(made, tensors, needs, strict=True) if need], [*tensors, *grads])
 
 
 @edge_phase_backward.register_fake

@@ -1,9 +1,9 @@
-"""Linear maps of many rows by the kernels of :mod:`triton_kernels.dense`, where they pay, unless switched off.
+"""Linear maps of many rows: products by the kernels of :mod:`triton_kernels.dense`, where they pay and unless switched
+off, and gradients of what is added to every row by those of :mod:`triton_kernels.columns`.
 
 Torch multiplies float32 without tensor cores unless it may round to TF32; here they are used, and results are about as
-exact as without. Layers find these products through a mode around their forward
-(:func:`in_layer`), which does not see calls that lazy tensors make: those go by :func:`call`. The executor has
-:func:`matmul`.
+exact as without. Layers find all of this through a mode around their forward (:func:`in_layer`), which does not see
+calls that lazy tensors make: those go by :func:`call`. The executor has :func:`matmul`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
+from pyg_fullgraph import columns
 from triton_kernels import dense
 
 __all__ = ["Products", "call", "in_layer", "linear", "matmul", "use_tensor_cores"]
@@ -46,35 +46,38 @@ def use_tensor_cores(enabled: bool = True) -> None:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x weight^T + bias``, differentiable: by our kernels where they pay, else by torch.
+    """``x weight^T + bias``, differentiable: by our kernels where they pay, else by torch, but for the gradient of the
+    bias.
 
     Args:
         x: ``[..., K]``.
         weight: ``[N, K]``, of any strides.
         bias: ``[N]``.
     """
-    return _linear(x, weight, bias) if _is_on and _is_taken(x, weight, bias) else F.linear(x, weight, bias)
+    if _is_on and _is_taken(x, weight, bias):
+        return _linear(x, weight, bias, True)
+    return _linear(x, weight, bias, False) if _is_summed(x, weight, bias) else F.linear(x, weight, bias)
 
 
 def matmul(x: Tensor, weight: Tensor) -> Tensor:
     """``x weight`` for a weight ``[K, N]``; see :func:`linear`."""
     if _is_on and weight.dim() == 2 and _is_taken(x, weight.t(), None):
-        return _linear(x, weight.t(), None)
+        return _linear(x, weight.t(), None, True)
     return x @ weight
 
 
 def in_layer(values: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
-    """Around the forward of a layer with ``values`` for arguments: products are taken in it, if any may be."""
-    if not _is_on or not any(_is_tall(v) for v in values):
-        return contextlib.nullcontext()
-    return Products()
+    """Around the forward of a layer with ``values`` for arguments: products and sums are taken in it, if any may be."""
+    return Products() if any(_is_tall(v) for v in values) else contextlib.nullcontext()
 
 
 def _is_tall(value: Any) -> bool:
     if isinstance(value, (tuple, list, dict)):
         return any(_is_tall(v) for v in (value.values() if isinstance(value, dict) else value))
-    return isinstance(value, Tensor) and value.dim() >= 2 and value.dtype == torch.float32 and \
-        value.numel() * MAX_WIDTH >= MIN_PRODUCTS and _is_wanted(value.device)
+    if not isinstance(value, Tensor) or value.dim() < 2:
+        return False
+    is_tall = value.dtype == torch.float32 and value.numel() * MAX_WIDTH >= MIN_PRODUCTS
+    return columns.may_take(value) or (_is_on and is_tall and _is_wanted(value.device))
 
 
 @torch.compiler.assume_constant_result
@@ -94,7 +97,13 @@ def _is_taken(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
             and 2 * num_out * num_in >= MIN_WIDTH * (num_out + num_in)
             and (bias is None or (type(bias) in _PLAIN and bias.shape == (num_out,)))
             and all(t.dtype == torch.float32 and t.device == x.device and t.layout == torch.strided for t in given)
-            and _is_wanted(x.device) and (torch.compiler.is_compiling() or not _has_transform(given)))
+            and _is_wanted(x.device) and (torch.compiler.is_compiling() or not columns.has_transform(given)))
+
+
+def _is_summed(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the gradient of the bias of a product that torch multiplies is one for our kernel."""
+    return (bias is not None and bias.requires_grad and x.dim() >= 2 and weight.dim() == 2
+            and x.shape[-1] == weight.shape[1] and columns.takes(bias, (*x.shape[:-1], weight.shape[0]), x, weight))
 
 
 @lru_cache
@@ -104,29 +113,28 @@ def _has_kernels(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def _has_transform(tensors: Iterable[Tensor]) -> bool:
-    """Whether forward mode or a transform of ``torch.func`` is at work, which torch's products know."""
-    return forward_ad._current_level >= 0 or any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors)
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, is_ours: bool) -> Tensor:
+    """By our kernels; or by torch, but for the gradient of the bias, and then no compiler is at work."""
     rows = x.reshape(-1, x.shape[-1]) if x.dim() != 2 else x
-    if torch.compiler.is_compiling():
+    if is_ours and torch.compiler.is_compiling():
         y = linear_operator(rows, weight, bias)
     else:
-        y = _Linear.apply(rows, weight, bias)
+        y = _Linear.apply(rows, weight, bias, is_ours)
     return y.view(*x.shape[:-1], weight.shape[0]) if x.dim() != 2 else y
 
 
-def _gradients(g: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
-    """Of features, weight and bias, as far as ``needs`` asks for them."""
+def _gradients(g: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool],
+               is_ours: bool = True) -> list[Tensor | None]:
+    """Of features, weight and bias, as far as ``needs`` asks for them; products by our kernels or by torch."""
     grad_x = grad_weight = grad_bias = None
     if needs[0]:
-        grad_x = dense.product(g, weight.t())
-    if needs[1]:
+        grad_x = dense.product(g, weight.t()) if is_ours else g @ weight
+    if needs[1] and is_ours:
         grad_weight, grad_bias = dense.weight_gradient(g, x, needs[2])
-    elif needs[2]:
-        grad_bias = g.sum(0)
+    elif needs[1]:
+        grad_weight = g.t() @ x
+    if needs[2] and grad_bias is None:
+        grad_bias = columns.column_sum(g)
     return [grad_x, grad_weight, grad_bias]
 
 
@@ -134,17 +142,16 @@ class _Linear(torch.autograd.Function):
     """The product of plain tensors; the operator below costs several times its overhead."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, is_ours: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return dense.product(x, weight, bias)
+        ctx.is_ours = is_ours
+        return dense.product(x, weight, bias) if is_ours else F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight), needs = ctx.saved_tensors, ctx.needs_input_grad
-        if torch.is_grad_enabled():  # gradients may be differentiated themselves
-            made = (g @ weight if needs[0] else None, g.t() @ x if needs[1] else None, g.sum(0) if needs[2] else None)
-            return made
-        return tuple(_gradients(g, x, weight, needs[:3]))
+        # Gradients may be differentiated themselves, by torch.
+        return *_gradients(g, x, weight, needs[:3], ctx.is_ours and not torch.is_grad_enabled()), None
 
 
 # --- operators --------------------------------------------------------------------------------------------------
@@ -192,12 +199,15 @@ linear_operator.register_autograd(_backward, setup_context=_setup_context)
 _LINEAR = frozenset({F.linear})
 _MATMUL = frozenset({torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__})
 _ADDMM = frozenset({torch.addmm, Tensor.addmm})
+_ADD = frozenset({torch.add, Tensor.add})
 
 
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``func(*args, **kwargs)``; a linear map as torch's functions write it by :func:`linear` where that takes it."""
-    if not _is_on:
-        return func(*args, **kwargs)
+    """``func(*args, **kwargs)``; a linear map, or a sum with a bias, as torch's functions write it by ours where those
+    take it.
+    """
+    if func in _ADD and len(args) == 2 and not kwargs and all(type(a) in _PLAIN for a in args):
+        return columns.add(*args)
     if func in _LINEAR and len(args) >= 2 and set(kwargs) <= {"bias"}:
         x, weight, bias = *args[:2], args[2] if len(args) > 2 else kwargs.get("bias")
     elif func in _MATMUL and len(args) == 2 and not kwargs and _is_matrix(args[1]):
@@ -206,7 +216,9 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x, weight, bias = args[1], args[2].t(), args[0]
     else:
         return func(*args, **kwargs)
-    return _linear(x, weight, bias) if _is_taken(x, weight, bias) else func(*args, **kwargs)
+    if _is_on and _is_taken(x, weight, bias):
+        return _linear(x, weight, bias, True)
+    return _linear(x, weight, bias, False) if _is_summed(x, weight, bias) else func(*args, **kwargs)
 
 
 class Products(TorchFunctionMode):

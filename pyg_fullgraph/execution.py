@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import os
 import warnings
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -112,7 +113,8 @@ def run_plan(plan: Plan, incoming: Order, outgoing: Order | None, tensors: Mappi
                 if isinstance(order, EdgeOrder):
                     env.update(run_sweep(step, order, env.__getitem__, like, plan.exact, staging))
                 else:
-                    env.update(order.run_sweep(step, env.__getitem__, like, plan.exact))
+                    env.update(_add_after(step, env.__getitem__, like, plan.exact, functools.partial(
+                        order.run_sweep, step.bare, env.__getitem__, like)))
         else:
             env.update(run_rows(step, env.__getitem__, exact_like, widen=True))
         for node in done:
@@ -235,6 +237,8 @@ def run_sweep(sweep: Sweep, order: EdgeOrder, leaf: chunks.Leaf, like: Tensor, e
         sweep, order, leaf, like, exact: As for :func:`chunks.run_sweep`, whose results are returned.
         staging: The order that a kernel puts the edge values in which it hands to other sweeps; the user's without one.
     """
+    if sweep.added and not _adds(sweep, order, like):
+        return _add_after(sweep, leaf, like, exact, lambda known: run_sweep(sweep.bare, order, leaf, like, known))
     while (kernel := _kernel_for(sweep, like, order)) is not None:
         try:
             with events.stage(0, like.device):
@@ -243,7 +247,27 @@ def run_sweep(sweep: Sweep, order: EdgeOrder, leaf: chunks.Leaf, like: Tensor, e
                     {r: chunks.Handed(t, staging) if is_staged(r) else t for r, t in made.items()}
         except OutOfResources as error:
             _refuse(kernel, error, "by rows" if kernel.takes_blocks else "in chunks")
+            if sweep.added:
+                return run_sweep(sweep, order, leaf, like, exact)
     return chunks.run_sweep(sweep, order, leaf, like, exact)
+
+
+def _adds(sweep: Sweep, order: EdgeOrder, like: Tensor) -> bool:
+    """Whether the kernel that is best for ``sweep`` can add to its result as well: one by blocks cannot."""
+    kernel = _kernel_for(sweep.bare, like, order)
+    return kernel is not None and not kernel.takes_blocks and _kernel_for(sweep, like, order) is not None
+
+
+def _add_after(sweep: Sweep, leaf: chunks.Leaf, like: Tensor, exact: Container[Node],
+               run: Callable[[Container[Node]], dict[Node, Any]]) -> dict[Node, Any]:
+    """What ``run`` makes of the bare sweep, given the results that it keeps exact, with the addends added by torch."""
+    if not sweep.added:
+        return run(exact)
+    ((result, _),) = sweep.gathers
+    total = run((result,))[result]
+    for node in sweep.added:
+        total.add_(leaf(node))
+    return {result: total if result in exact else total.to(like.dtype)}
 
 
 def run_tiles(sweep: Sweep, rows: EdgeOrder, tiles: Sequence[EdgeOrder], leaves: Iterator[chunks.Leaf], like: Tensor,
@@ -470,6 +494,7 @@ class _Launch:
         self.results = {b.node: self._result(b.node) for b in kernel.outputs if b.node.is_row}
         self.totals: dict[Node, Tensor] = {}
         self.is_begun = False
+        self.added: list[Tensor] = []
         self.workspace: list[Tensor] = []
         if kernel.has_merge:
             assert self.sites[0].schedule is not None
@@ -509,6 +534,7 @@ class _Launch:
         if site.num_workers == 0 and len(self.sites) > 1:
             return
         inputs: list[Any] = []
+        self.added = [leaf(b.node).contiguous() for b in kernel.added]
         for buffer in kernel.inputs:
             value = leaf(buffer.node)
             if is_staged(buffer.node):
@@ -530,8 +556,8 @@ class _Launch:
         parameters = {b.node: self._result(b.node, site.num_workers) for b in kernel.totals}
         out = [parameters[b.node] if b.node in parameters else self.results[b.node] for b in kernel.outputs]
         launch.launch(kernel.source, kernel.name, site.num_workers * kernel.num_tiles,
-                      [*tables, *site.more_tables, *site.counts, *inputs, *out, *self.workspace, *copies], constants,
-                      self.shape.num_warps, self.like.device)
+                      [*tables, *site.more_tables, *site.counts, *inputs, *out, *self.added, *self.workspace, *copies],
+                      constants, self.shape.num_warps, self.like.device)
         self.is_begun = True
         # A parameter's gradient leaves the kernel as one row per program.
         for node, value in parameters.items():
@@ -545,8 +571,8 @@ class _Launch:
             merged = self.merged
             launch.launch(kernel.source, kernel.merge_name, merged.num_split * kernel.num_tiles,
                           [merged.split_row, merged.split_ptr, self.rows.ptr, merged.num_split,
-                           *(self.results[b.node] for b in kernel.rows), *self.workspace], self.constants,
-                          self.shape.num_warps, self.like.device)
+                           *(self.results[b.node] for b in kernel.rows), *self.added, *self.workspace],
+                          self.constants, self.shape.num_warps, self.like.device)
         for buffer in kernel.totals:
             total = self.totals.get(buffer.node)
             self.results[buffer.node] = self.like.new_zeros(buffer.node.shape) if total is None else \

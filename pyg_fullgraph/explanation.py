@@ -5,6 +5,7 @@ Everything is read from the plans that the executors run (:mod:`pyg_fullgraph.au
 
 from __future__ import annotations
 
+import functools
 import html
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -104,7 +105,10 @@ class PhaseReport:
         forward, backward = plan_work(self.forward(), sizes, self.dtypes) + moved, Work()
         plan = self.backward()
         if plan is not None:
-            backward = plan_work(plan, sizes, self.dtypes) + moved + moved
+            biases = sum(n.numel for n, need in zip(self.phase.inputs, self.needs, strict=True)
+                         if need and n in self.phase.added and not n.is_row)
+            summed = Work(biases * sizes.num_dst * sizes.value, biases * sizes.value, biases * sizes.num_dst)
+            backward = plan_work(plan, sizes, self.dtypes) + moved + moved + summed
         return forward, backward
 
     def recomputed(self) -> int:
@@ -192,15 +196,17 @@ class ProgramReport:
         for k, phase in enumerate(self.phases, 1):
             many = len(phase.stage.results) > 1
             for m, (result, output) in enumerate(zip(phase.stage.results, phase.stage.core.outputs, strict=True), 1):
-                plain = output.name in [o.name for o in self.program.outputs]
-                named[result] = output.name if plain else f"r{k}.{m}" if many else f"r{k}"
+                asked = [o.name for o, v in zip(self.program.outputs, self.outputs, strict=True)
+                         if o.name == output.name or v is result]
+                named[result] = asked[0] if asked else f"r{k}.{m}" if many else f"r{k}"
         nodes = [n for p in self.phases for n in (*p.phase.inputs, *ir.inputs_of(*p.hoisted.values()))]
         return short_names(dict.fromkeys([*nodes, *ir.inputs_of(*self.outputs)]), named)
 
     def phase_lines(self, phase: PhaseReport) -> list[str]:
         """What one edge phase computes, per edge and reduced."""
         core = phase.stage.core
-        roots = {self.names[r]: o.value if o.kind == "edge" else ir.gather(o.kind, Domain.DST, o.value)
+        roots = {self.names[r]: functools.reduce(functools.partial(ir.pointwise, "add"), phase.stage.added, o.value
+                                                 if o.kind == "edge" else ir.gather(o.kind, Domain.DST, o.value))
                  for r, o in zip(phase.stage.results, core.outputs, strict=True)}
         return formulas(roots, self.names, "e")
 

@@ -5,7 +5,8 @@ i32 if not told otherwise) and prints one JSON object: kernel -> registers, spil
 ``--narrow`` nothing is compiled: kernel -> lines of Triton's IR about float32, of which a kernel of float64 has none.
 With ``--short`` neither: kernel -> lines that may not hold where tensors have more than 2**31 elements, and the same
 without conversions of row ids. With ``--dense`` those of ``triton_kernels.dense`` for the widths N,K that follow,
-with ``--dots`` those of ``triton_kernels.dots`` for heads and features H,C.
+with ``--dots`` those of ``triton_kernels.dots`` for heads and features H,C, with ``--columns`` that of
+``triton_kernels.columns`` for widths.
 A process of its own, because Triton decides at import whether it interprets.
 """
 
@@ -37,14 +38,15 @@ from pyg_fullgraph.saga.passes import split
 from pyg_fullgraph.saga.plans import KERNELS, Plan, Sweep, is_staged
 from pyg_fullgraph.saga.rows import RowsSource, generate
 from tests.programs import CASES, MORE_CASES, ROW_CASES, WIDE_CASES
-from triton_kernels import dense, dense_hopper, dots, launch
+from triton_kernels import columns, dense, dense_hopper, dots, launch
 
 TARGET = GPUTarget("cuda", 90, 32)
 
 
 def plans_of(program: EdgeProgram) -> list[Plan]:
     """The plans of a training step of ``program``."""
-    phase = EdgePhase(split(program).stages[0].core)
+    stage = split(program).stages[0]
+    phase = EdgePhase(stage.core, added=stage.added)
     needs = tuple(not n.is_integer for n in phase.inputs)
     return [phase.forward_plan(KERNELS, False), phase.forward_plan(KERNELS, True), phase.backward_plan(KERNELS, needs)]
 
@@ -69,7 +71,7 @@ def compile_kernel(kernel: KernelSource, name: str, dtype: str = "fp32", index: 
     """Registers, spilled bytes and shared memory of one kernel on sm_90, or what ``report`` says of it."""
     function = getattr(launch.load(kernel.source), name)
     signature: dict[str, str] = {}
-    buffers = {b.name: b for b in (*kernel.inputs, *kernel.outputs)}
+    buffers = {b.name: b for b in (*kernel.inputs, *kernel.outputs, *kernel.added)}
     stat = "fp64" if dtype == "fp64" else "fp32"
     for arg in function.arg_names:
         buffer = buffers.get(arg.removesuffix("_ptr").removesuffix("_stride"))
@@ -232,7 +234,23 @@ def compile_dots(num_heads: int, num_features: int) -> dict[str, dict[str, int]]
     return found
 
 
+def compile_columns(num_columns: int) -> dict[str, dict[str, int]]:
+    """The kernel that sums the rows of ``[N, num_columns]``, as a launch has it, in float32 and bfloat16."""
+    tile, function = columns.tile_of(num_columns), columns.column_sum_kernel
+    constants = {"COLUMNS": num_columns, "BLOCK_R": tile.rows, "BLOCK_C": tile.columns, "FLOAT": tl.float32}
+    even = ["x_stride"] if num_columns % 16 == 0 else []
+    found = {}
+    for dtype in ("fp32", "bf16"):
+        signature = dict.fromkeys(function.arg_names, "i32") | {"x_ptr": f"*{dtype}", "part_ptr": "*fp32"}
+        found[dtype] = _compile(_source(function, signature, constants, even), columns.NUM_WARPS)
+    return found
+
+
 def main(names: list[str]) -> None:
+    if names[:1] == ["--columns"]:
+        print(json.dumps({f"{c} {name}": report for c in names[1:]
+                          for name, report in compile_columns(int(c)).items()}, indent=1))
+        return
     if names[:1] == ["--dots"]:
         shapes = [tuple(map(int, name.split(","))) for name in names[1:]]
         print(json.dumps({f"{h},{c} {name}": report for h, c in shapes

@@ -189,6 +189,17 @@ def integer_data() -> EdgeProgram:
     return EdgeProgram((Output("sum", ir.pointwise("mul", chosen, row)), Output("max", count, "count")))
 
 
+def plus(kind: str, *shape: int) -> Callable[[], EdgeProgram]:
+    """What a layer adds to what it gathers: a row of its own, and a bias."""
+
+    def make() -> EdgeProgram:
+        total = ir.gather(kind, DST, ir.pointwise("mul", ir.input("x", SRC, shape), ir.input("w", SRC, shape)))
+        with_row = ir.pointwise("add", ir.input("own", DST, shape), total)
+        return EdgeProgram((Output("vertex", ir.pointwise("add", with_row, ir.input("bias", Domain.PARAM, shape))),))
+
+    return make
+
+
 LAYERS: dict[str, Layer] = {
     "gcn": Layer(lambda: pyg.GCNConv(4, WIDTH), "sum", dict(x_j=spec(SRC, WIDTH), edge_weight=spec(EDGE))),
     **{f"sage-{k}": Layer(lambda: pyg.SAGEConv(4, WIDTH), k, dict(x_j=spec(SRC, WIDTH)))
@@ -231,6 +242,9 @@ MORE_CASES: dict[str, Callable[[], EdgeProgram]] = {
     "edge-mlp-deep": edge_conv("sum", lambda: nn.Linear(8, 20), nn.Tanh, lambda: nn.Linear(20, 20), nn.Tanh,
                                lambda: nn.Linear(20, 17)),
     "gatv2-edge-wide": gatv2(edge_dim=16),
+    "plus": plus("sum", WIDTH),
+    "plus-mean": plus("mean", 2, 3),
+    "plus-wide": plus("sum", 64),
 }
 
 

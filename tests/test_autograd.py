@@ -17,7 +17,9 @@ from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
 
 CASE = random_case(11, 9, 60)
 GRAPH = Graph.from_edge_index(CASE.edge_index, CASE.size)
-LIKE_LAYERS = ("gcn", "sage-mean", "sage-max", "gat-weights", "gat-dropout", "gatv2-edge-dropout", "edge-mlp", "gmm")
+LIKE_LAYERS = ("gcn", "sage-mean", "sage-max", "gat-weights", "gat-dropout", "gatv2-edge-dropout", "edge-mlp", "gmm",
+               "plus")
+NAMES = (*CASES, "plus", "plus-mean")
 
 
 def tensors_of(name, dtype=torch.float64):
@@ -59,7 +61,7 @@ def test_opcheck(name, calls):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_fake_results_have_the_shapes_and_dtypes_of_real_ones(name, dtype, calls):
     tensors = tensors_of(name, dtype)
     out = run(program_of(name), GRAPH, tensors)
@@ -73,7 +75,7 @@ def test_fake_results_have_the_shapes_and_dtypes_of_real_ones(name, dtype, calls
         assert [(f.shape, f.dtype, f.stride()) for f in fake] == [(r.shape, r.dtype, r.stride()) for r in real]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_results_keep_the_dtype_of_their_inputs(name):
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         tensors = tensors_of(name, dtype)
@@ -108,7 +110,7 @@ def expanded(t):
 
 
 @pytest.mark.parametrize("layout", [strided, transposed, sliced, expanded], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("name", [n for n in CASES if n != "wide"])
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "wide"])
 def test_any_memory_layout(name, layout):
     program, plain = program_of(name), tensors_of(name)
     odd = {k: layout(t).requires_grad_() if t.is_floating_point() and t.dim() > 0 else t for k, t in plain.items()}

@@ -47,7 +47,8 @@ SHARED_BYTES = 232_448
 
 
 def plans_of(program: EdgeProgram):
-    phase = EdgePhase(split(program).stages[0].core)
+    stage = split(program).stages[0]
+    phase = EdgePhase(stage.core, added=stage.added)
     needs = tuple(not n.is_integer for n in phase.inputs)
     return phase.forward_plan(KERNELS, True), phase.backward_plan(KERNELS, needs)
 
@@ -98,6 +99,7 @@ def test_source_is_python_with_the_parameters_that_a_launch_passes(name, lanes):
             assert f"{buffer.name}_ptr" in arguments
             assert (f"{buffer.name}_stride" in arguments) == buffer.has_stride
         assert [a for a in arguments if a.startswith("out")] == [f"{b.name}_ptr" for b in kernel.outputs]
+        assert [a for a in arguments if a.startswith("added")] == [f"{b.name}_ptr" for b in kernel.added]
         assert len([a for a in arguments if a.startswith("ws")]) == len(kernel.carries)
         assert "atomic" not in kernel.source
         assert kernel.source.isascii()

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -341,3 +342,29 @@ def test_edge_data_is_summed_before_its_linear_map():
 def test_a_maximum_stays_where_it_is():
     value = ir.mm(ir.input("x", SRC, (3,)), ir.input("w", PARAM, (3, 8)))
     assert gathered_width(EdgeProgram((Output("max", value),))) == 8
+
+
+def test_what_is_added_to_a_sum_is_added_in_its_sweep():
+    def names(value, constant=(), others=()):
+        outputs = (Output("vertex", value), *(Output("vertex", o, f"other{k}") for k, o in enumerate(others)))
+        (stage, *_), found = (parts := split(EdgeProgram(outputs), constant=constant)).stages, parts.outputs
+        assert not stage.added or (found == stage.results and not stage.is_exact)
+        return [n.name for n in stage.added]
+
+    x, own = ir.input("x", SRC, (4,)), ir.input("own", DST, (4,))
+    bias, scale = ir.input("bias", PARAM, (4,)), ir.input("scale", PARAM, (1,))
+    scores = ir.pointwise("mul", ir.softmax(ir.input("score", EDGE, (1,))), x)
+    total, top, weighted = (ir.gather(kind, DST, v) for kind, v in (("sum", x), ("max", x), ("sum", scores)))
+    add = partial(pointwise, "add")
+    assert names(add(total, bias)) == ["bias"]
+    assert names(add(own, add(total, bias))) == ["own", "bias"]
+    assert names(add(ir.gather("mean", DST, pointwise("mul", x, own)), bias)) == ["bias"]
+    for value in (total, pointwise("sub", total, bias), pointwise("sub", bias, total), add(top, bias), add(total, top),
+                  add(total, scale), add(add(total, own), own), add(weighted, bias), pointwise("mul", total, bias),
+                  add(ir.gather("sum", DST, pointwise("mul", x, own)), own), add(total, total)):
+        assert names(value) == []
+    assert names(add(total, bias), others=[total]) == []
+    assert names(add(total, bias), constant=[x]) == []
+    assert names(add(total, bias), constant=[bias]) == ["bias"]
+    degree = pointwise("mul", x, ir.view(ir.DEGREE, (1,)))
+    assert names(add(ir.gather("sum", DST, degree), bias), constant=[x]) == []

@@ -204,7 +204,7 @@ def test_random_programs_interpreted(graph, data):
 @given(data=st.data())
 def test_random_programs_have_kernels_or_a_reason(data):
     """Generating source never fails in a way that says nothing."""
-    phases = [EdgePhase(stage.core, stage.is_exact) for stage in split(Programs(data).program()).stages]
+    phases = [EdgePhase(stage.core, stage.is_exact, stage.added) for stage in split(Programs(data).program()).stages]
     plans = []
     for phase in phases:
         needs = tuple(True for _ in phase.inputs)

@@ -125,3 +125,8 @@ def row_dots_backward(x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tens
     # A product per head, which makes nothing of the size of the features.
     made = [torch.bmm(d.t().unsqueeze(1), x.transpose(0, 1)).transpose(0, 1) for d in grads] if needs_weight else []
     return grad_x if needs_x else None, made
+
+
+def column_sum(x: Tensor) -> Tensor:
+    """The sum of the rows of ``x`` ``[..., C]``."""
+    return x.sum(list(range(x.dim() - 1)))

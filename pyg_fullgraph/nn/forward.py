@@ -18,7 +18,7 @@ from torch import Tensor
 from pyg_fullgraph import dense
 from pyg_fullgraph.errors import LayerInputError, PygFullgraphError, RowCountError
 from pyg_fullgraph.nn import compiled, derived, dots, order
-from pyg_fullgraph.nn.lazy import as_plain
+from pyg_fullgraph.nn.lazy import LazyTensor, as_plain
 from pyg_fullgraph.nn.preparation import REPLACEMENTS
 from pyg_fullgraph.saga.trace import rebind
 
@@ -111,11 +111,12 @@ def _wrapped(forward: Any, original: Any, is_lazy: bool) -> Any:
     TorchScript compiles the source of ``original`` with the globals of the result: PyG's code with PyG's functions.
     """
     # The globals of what is returned are PyG's, so what it names of ours is bound here.
-    is_compiling, takes, can_fuse, as_operator, products = \
-        torch.compiler.is_compiling, compiled.takes, compiled.can_fuse, compiled.call, dense.in_layer
+    is_compiling, takes, can_fuse, as_operator, products, running = torch.compiler.is_compiling, compiled.takes, \
+        compiled.can_fuse, compiled.call, dense.in_layer, order.running
 
     def explained(self: Any, *args: Any, **kwargs: Any) -> Any:
         is_open, given = order.is_open(self), (*args, *kwargs.values())
+        outer, running.layer = running.layer, self
         try:
             if is_open:
                 opened = [order.opened(a) for a in args], {k: order.opened(v) for k, v in kwargs.items()}
@@ -125,10 +126,12 @@ def _wrapped(forward: Any, original: Any, is_lazy: bool) -> Any:
             else:
                 with derived.remembering(self), products(given):
                     out = forward(self, *args, **kwargs)
-            return as_plain(out) if is_lazy or is_open else out
+            return as_plain(out) if is_lazy or is_open or isinstance(out, LazyTensor) else out
         except (RuntimeError, RowCountError) as error:
             _explain(self, original, args, kwargs, error)
             raise
+        finally:
+            running.layer = outer
 
     apart = torch.compiler.disable(explained, reason=compiled.REASON)
 

@@ -1,16 +1,21 @@
-"""Linear maps around propagate, kept open until it is known on which side of the sum over edges they are cheaper.
+"""What a layer does around propagate, kept open: linear maps until it is known on which side of the sum over edges they
+are cheaper, and results until it is known what is added to them.
 
 PyG's layers fix the order: GCNConv multiplies first, SAGEConv sums first. ``A (x W)`` is ``(A x) W``, so here the
 product before a propagate, and a sum that goes straight into a product, are lazy tensors; the compiler's pass
-``order_products`` then decides by the widths (MG-GCN 4.4) and by what is constant (:mod:`pyg_fullgraph.reuse`).
+``order_products`` then decides by the widths (MG-GCN 4.4) and by what is constant (:mod:`pyg_fullgraph.reuse`). A layer
+where nothing came of it in its first calls is left alone from then on.
 
-Only forwards written in PyG are treated so: they write to nothing between the calls. A layer where nothing came of it
-in its first calls is left alone from then on.
+A bias, and features of the targets, that are added to a large sum or mean are added where kernels write it.
+
+Only forwards written in PyG are treated so: they write to nothing between the calls.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
+import threading
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -21,14 +26,15 @@ from torch import Tensor
 from torch.nn import Module
 from torch_geometric.nn.conv import MessagePassing as PyGMessagePassing
 
-from pyg_fullgraph import debug, dense, reuse
+from pyg_fullgraph import columns, debug, dense, reuse
+from pyg_fullgraph.execution import has_kernels
 from pyg_fullgraph.graph import Graph
-from pyg_fullgraph.nn.lazy import DeferredTensor, run
+from pyg_fullgraph.nn.lazy import DeferredTensor, LazyTensor, run
 from pyg_fullgraph.nn.surroundings import submodules
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output
 
-__all__ = ["LinearExpr", "SummedExpr", "has_update", "is_closed", "is_open", "opened", "settle", "sum_later"]
+__all__ = ["LinearExpr", "SummedExpr", "has_update", "is_closed", "is_open", "opened", "running", "settle", "sum_later"]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 #: Layers where keeping linear maps open was of use, and the number of calls of those where it was not so far.
@@ -36,17 +42,35 @@ _useful: weakref.WeakSet[Module] = weakref.WeakSet()
 _tries: weakref.WeakKeyDictionary[Module, int] = weakref.WeakKeyDictionary()
 #: What is constant is known when it comes for the second time.
 MAX_TRIES = 3
+_ADD = frozenset({torch.add, Tensor.add})
+
+
+class _Running(threading.local):
+    """The layer whose forward runs in this thread."""
+
+    layer: Any = None
+
+
+running = _Running()
+
+
+def _is_pygs(layer: Any) -> bool:
+    return getattr(type(layer).forward, "__module__", "").startswith("torch_geometric.")
 
 
 def is_closed(layer: Any) -> bool:
     """Whether the linear maps of ``layer`` are not kept open in any call to come."""
-    return not getattr(type(layer).forward, "__module__", "").startswith("torch_geometric.") or \
-        _tries.get(layer, 0) >= MAX_TRIES
+    return not _is_pygs(layer) or _tries.get(layer, 0) >= MAX_TRIES
 
 
 def is_open(layer: Any) -> bool:
     """Whether the linear maps of ``layer`` are kept open in this call."""
-    if is_closed(layer) or layer.explain or torch.compiler.is_compiling() or torch.jit.is_tracing():
+    return not is_closed(layer) and _may_wait(layer)
+
+
+def _may_wait(layer: Any) -> bool:
+    """Whether nobody sees what ``layer`` leaves for later in this call."""
+    if layer.explain or torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
         return False
@@ -75,21 +99,34 @@ def has_update(layer: Any) -> bool:
 
 
 def sum_later(layer: Any, program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> Tensor | None:
-    """The result of a propagate, not computed yet, where a product after it could as well come before it."""
-    is_changed = layer._propagate_forward_hooks or has_update(layer)
-    return None if is_changed or not SummedExpr.suits(program) else SummedExpr(layer, program, graph, tensors)
+    """The result of a propagate, not computed yet, where a product after it could as well come before it, or where what
+    is added to it can be added by the kernel.
+    """
+    if running.layer is not layer or not _is_pygs(layer):  # whose forward would make plain tensors of what it returns
+        return None
+    adds = SummedExpr.adds(program, graph) and _may_wait(layer)
+    opens = SummedExpr.suits(program) and is_open(layer)
+    if not (adds or opens) or layer._propagate_forward_hooks or has_update(layer):
+        return None
+    return SummedExpr(layer, program, graph, tensors, opens, adds)
 
 
 class _Open(DeferredTensor):
-    """A lazy tensor that postpones a linear map of it."""
+    """A lazy tensor that postpones a linear map of it, or what is added to it."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear and len(args) > 1 and isinstance(args[0], (Features, SummedExpr)) and not kwargs:
             weight, bias = args[1], args[2] if len(args) > 2 else None
-            made = args[0].linear(weight, bias) if type(weight) in _PLAIN and weight.dim() == 2 else None
+            made: Tensor | None = args[0].linear(weight, bias) if type(weight) in _PLAIN and weight.dim() == 2 else None
             if made is not None:
                 return made
+        if func in _ADD and len(args) == 2 and not kwargs:
+            for total, other in (args, args[::-1]):
+                if isinstance(total, (SummedExpr, AddedExpr)) and isinstance(other, Tensor):
+                    made = total.plus(other.materialize() if isinstance(other, LazyTensor) else other)
+                    if made is not None:
+                        return made
         return super().__torch_function__(func, types, args, kwargs)
 
 
@@ -163,18 +200,23 @@ class SummedExpr(_Open):
     graph: Graph
     tensors: Mapping[str, Tensor]
     layer: Module
-    products: list[weakref.ref[LinearOfSum]]
+    opens: bool
+    can_add: bool
+    products: list[weakref.ref[LinearOfSum | AddedExpr]]
 
     @staticmethod
-    def __new__(cls, layer: Module, program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> SummedExpr:
+    def __new__(cls, layer: Module, program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor],
+                opens: bool = True, can_add: bool = False) -> SummedExpr:
         like = next(t for t in tensors.values() if t.is_floating_point())
         self = _Open._make(cls, like, (graph.num_dst, *program.outputs[0].value.shape))
         self.layer, self.program, self.graph, self.tensors = layer, program, graph, tensors
+        self.opens, self.can_add = opens, can_add
         self.products = []
         self.watch(*tensors.values())
         return self
 
-    def __init__(self, layer: Module, program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, layer: Module, program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor],
+                 opens: bool = True, can_add: bool = False) -> None:
         """See the class."""
 
     @staticmethod
@@ -186,6 +228,15 @@ class SummedExpr(_Open):
             return False
         parts = value.args if value.op == "mul" else (value,)
         return any(p.domain == Domain.SRC and p.shape == value.shape for p in parts)
+
+    @staticmethod
+    def adds(program: EdgeProgram, graph: Graph) -> bool:
+        """Whether a kernel can add to the one result of ``program``, and it is worth it."""
+        output = program.outputs[0]
+        return (has_kernels(graph.device) and not graph.is_part and len(program.outputs) == 1
+                and output.kind in ("sum", "mean") and len(output.value.shape) == 1
+                and graph.num_dst * output.value.numel >= columns.MIN_NUMBERS
+                and not any(n.op == "softmax" for n in ir.walk(output.value)))
 
     def materialize(self) -> Tensor:
         value = super().materialize()
@@ -206,7 +257,50 @@ class SummedExpr(_Open):
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> LinearOfSum | None:
         narrows = weight.dtype == self.dtype and weight.shape[0] < weight.shape[1] == self.shape[1]
-        return LinearOfSum(self, weight, bias) if narrows and self._value is None else None
+        return LinearOfSum(self, weight, bias) if self.opens and narrows and self._value is None else None
+
+    def plus(self, other: Tensor) -> AddedExpr | None:
+        return AddedExpr(self, (other,)) if self.can_add and self._value is None and self.takes(other) else None
+
+    def takes(self, other: Tensor) -> bool:
+        """Whether ``other`` is a bias or features of the targets, that the kernel can add."""
+        return (type(other) in _PLAIN and other.dtype == self.dtype and other.device == self.device
+                and other.shape in (self.shape, self.shape[1:]) and other.layout == torch.strided
+                and not columns.has_transform((other,)))
+
+
+class AddedExpr(_Open):
+    """The result of a propagate and what is added to it ``[N, K]``, not computed yet."""
+
+    summed: SummedExpr
+    added: tuple[Tensor, ...]
+
+    @staticmethod
+    def __new__(cls, summed: SummedExpr, added: tuple[Tensor, ...]) -> AddedExpr:
+        self = _Open._make(cls, added[0], tuple(summed.shape))
+        self.summed, self.added = summed, added
+        self.watch(*added)
+        summed.products.append(weakref.ref(self))
+        return self
+
+    def __init__(self, summed: SummedExpr, added: tuple[Tensor, ...]) -> None:
+        """See the class."""
+
+    def compute(self) -> Tensor:
+        if _is_wanted(self):
+            return functools.reduce(columns.add, self.added, self.summed.materialize())
+        summed = self.summed
+        (output,) = summed.program.outputs
+        tensors = {f"after.{k}": t for k, t in enumerate(self.added)}
+        inputs = [ir.input(name, Domain.DST if t.dim() > 1 else Domain.PARAM, output.value.shape)
+                  for name, t in tensors.items()]
+        value = functools.reduce(functools.partial(ir.pointwise, "add"), inputs,
+                                 ir.gather(output.kind, Domain.DST, output.value))
+        return summed.run(EdgeProgram((Output("vertex", value, output.name),)), {**summed.tensors, **tensors})
+
+    def plus(self, other: Tensor) -> AddedExpr | None:
+        can_wait = self._value is None and self.summed._value is None and self.summed.takes(other)
+        return AddedExpr(self.summed, (*self.added, other)) if can_wait else None
 
 
 class LinearOfSum(_Open):
@@ -228,16 +322,21 @@ class LinearOfSum(_Open):
         """See the class."""
 
     def compute(self) -> Tensor:
+        if _is_wanted(self):
+            return dense.linear(self.summed.materialize(), self.weight, self.bias)
         summed = self.summed
-        # This object, the name above and the argument of getrefcount; more means that the sum is wanted as well.
-        if summed._value is not None or sys.getrefcount(summed) > 3:
-            return dense.linear(summed.materialize(), self.weight, self.bias)
         _useful.add(summed.layer)
         (output,) = summed.program.outputs
         value = _product(ir.gather(output.kind, Domain.DST, output.value), self.weight, "after.weight")
         program = EdgeProgram((Output("vertex", value),))
         out = summed.run(program, {**summed.tensors, "after.weight": self.weight})
-        return out if self.bias is None else out + self.bias
+        return out if self.bias is None else columns.add(out, self.bias)
+
+
+def _is_wanted(made: LinearOfSum | AddedExpr) -> bool:
+    """Whether the sum that ``made`` is of is wanted for itself."""
+    # That object and the argument of getrefcount; more means that somebody else holds it.
+    return made.summed._value is not None or sys.getrefcount(made.summed) > 2
 
 
 def _product(x: Node, weight: Tensor, name: str) -> Node:

@@ -126,6 +126,9 @@ class FusedMixin(_Layer):
         kwargs, _ = dots.computed(self, kwargs)
         bound = known.find(self, "propagate", edge_index, size, kwargs)
         if bound is not None:
+            later = None if bound.side else order.sum_later(self, bound.program, bound.graph, bound.tensors)
+            if later is not None:
+                return later
             debug.record(self, "propagate", bound.program, bound.graph)
             (out,) = run(bound.program, bound.graph, bound.tensors)
             bound.leave_behind(self)
@@ -145,9 +148,11 @@ class FusedMixin(_Layer):
             calls = [Call(self, "propagate", edge_index, size, part) for part in parts]
         except NotFusable as error:
             return _run_plain(self, "propagate", edge_index, size, kwargs, error.reasons, has_run_hooks)
-        if len(calls) == 1 and order.is_open(self) and not calls[0].side and calls[0].is_plain:
+        if len(calls) == 1 and not calls[0].side and calls[0].is_plain:
             later = order.sum_later(self, calls[0].program, calls[0].graph, calls[0].tensors)
             if later is not None:
+                if order.is_closed(self):
+                    known.remember(self, "propagate", edge_index, size, kwargs, calls[0], fields)
                 return later
         results = [self._fullgraph_edge_phase(call, edge_index) for call in calls]
         if len(calls) == 1 and order.is_closed(self):

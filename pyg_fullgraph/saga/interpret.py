@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from pyg_fullgraph import dense
+from pyg_fullgraph import columns, dense
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node
 from triton_kernels import reference
@@ -34,6 +34,8 @@ def apply(node: Node, args: Sequence[Tensor], like: Tensor | None = None) -> Ten
     if node.op == "float":
         assert like is not None
         return args[0].to(like.dtype)
+    if node.op == "add":
+        return columns.add(*args)
     if kind == "pointwise":
         function = ir.OPS[node.op].torch
         assert function is not None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from pyg_fullgraph.saga import features, ir, recompute
@@ -19,7 +19,7 @@ from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output, pointwise
 from pyg_fullgraph.saga.plans import Plan, Sweep, Target
 
 #: Passes that ``disable`` can leave out, for ablations.
-PASSES = ("reorganize", "order", "fuse", "hand_on")
+PASSES = ("reorganize", "order", "add", "fuse", "hand_on")
 
 
 # --- canonicalize -----------------------------------------------------------------------------------------------
@@ -375,12 +375,20 @@ class Stage:
         results: Inputs that stand for the outputs of ``core`` in what comes after.
         is_exact: Whether vertex expressions go on computing with the results, which therefore keep the dtype of the
             arithmetic (variances cancel).
+        added: Inputs of destinations and parameters that are added to the one result.
     """
 
     hoisted: Mapping[Node, Node]
     core: EdgeProgram
     results: tuple[Node, ...]
     is_exact: bool
+    added: tuple[Node, ...] = ()
+
+    def constant_inputs(self, constant: Container[Node]) -> tuple[Node, ...] | None:
+        """The inputs that the edge phase is made of, if there are some and all are ``constant``; otherwise None."""
+        values = ir.substitute(tuple(o.value for o in self.core.outputs), self.hoisted)
+        bases = tuple(n for n in ir.inputs_of(*values) if n is not ir.DEGREE and n is not ir.INV_DEGREE)
+        return bases if bases and all(n in constant for n in bases) else None
 
     @cached_property
     def dots(self) -> tuple[tuple[Node, Node, Node], ...]:
@@ -461,7 +469,31 @@ def split(program: EdgeProgram, disable: Sequence[str] = (), constant: Container
         hoisted.update(fresh)
         is_exact = any(n not in names for n in members[level])
         stages.append(Stage(fresh, EdgeProgram(tuple(outputs)), tuple(known[n] for n in members[level]), is_exact))
-    return Split(tuple(stages), ir.substitute(roots, known))
+    outputs = ir.substitute(roots, known)
+    if len(outputs) == 1 and "add" not in disable and (last := _add_in_sweep(stages, outputs[0], constant)):
+        return Split((*stages[:-1], last), last.results)
+    return Split(tuple(stages), outputs)
+
+
+def _add_in_sweep(stages: Sequence[Stage], value: Node, constant: Container[Node]) -> Stage | None:
+    """The last stage with what is added to its one sum or mean in ``value``; None if that is not all of ``value``.
+
+    Not what is kept from run to run, and not sums of softmax weights, whose gradients read the sum itself.
+    """
+    if not stages or len(stages[-1].core.outputs) > 1:
+        return None
+    stage, (output,), (result,) = stages[-1], stages[-1].core.outputs, stages[-1].results
+    terms = _terms(value, 1, value.shape)
+    added = tuple(t for _, t in terms if t is not result)
+    if output.kind not in ("sum", "mean") or value.shape != result.shape or len(added) != len(terms) - 1 or \
+            any(n.op == "softmax" for n in ir.walk(output.value)) or stage.constant_inputs(constant) is not None:
+        return None
+    taken = {*stage.core.inputs, *(r for s in stages for r in s.results), ir.DEGREE, ir.INV_DEGREE}
+    if not added or len(set(added)) < len(added) or any(sign < 0 for sign, _ in terms) or not all(
+            t.op == "input" and t not in taken and t.domain in (Domain.DST, Domain.PARAM) and t.shape == value.shape
+            and not t.is_integer for t in added):
+        return None
+    return replace(stage, added=added, is_exact=False)
 
 
 def _gathered(output: Output) -> Node:
@@ -518,7 +550,7 @@ def expand_softmax(roots: Sequence[Node]) -> tuple[Node, ...]:
 
 
 def plan(outputs: Mapping[str, Node], target: Target, disable: Sequence[str] = (),
-         exact: Iterable[str] = ()) -> Plan:
+         exact: Iterable[str] = (), added: Sequence[Node] = ()) -> Plan:
     """Order ``outputs`` (expressions with gathers) into vertex steps and as few sweeps as their dependences allow.
 
     Args:
@@ -526,6 +558,7 @@ def plan(outputs: Mapping[str, Node], target: Target, disable: Sequence[str] = (
         target: What the executor can do in one pass.
         disable: Names of passes to leave out.
         exact: Names of outputs that are wanted in the dtype of the arithmetic.
+        added: Inputs that are added to the first output, which nothing else reads.
     """
     roots = canonicalize(outputs.values())
     if "fuse" not in disable:
@@ -542,9 +575,26 @@ def plan(outputs: Mapping[str, Node], target: Target, disable: Sequence[str] = (
         steps = recompute.cheapest(candidates, target)
     finals = [features.rejoin(r, written) if r.domain == Domain.EDGE else ir.substitute(r, known) for r in roots]
     results = dict(zip(outputs, finals, strict=True))
+    if added:
+        steps, first = _add_last(steps, finals, added)
+        results[next(iter(results))] = first
     wanted = {n for name in exact for n in ir.inputs_of(results[name])}
     handed = {r for s in steps if isinstance(s, Sweep) for r, _ in s.edges} - set(written.values())
     return Plan(steps, results, frozenset(wanted | handed))
+
+
+def _add_last(steps: recompute.Steps, finals: Sequence[Node], added: Sequence[Node]) -> tuple[recompute.Steps, Node]:
+    """The steps with ``added`` in the sweep that makes the first of ``finals`` and nothing else, and what that is then;
+    without such a sweep a vertex expression.
+    """
+    last = steps[-1] if steps else None
+    if isinstance(last, Sweep) and len(last.gathers) == 1 and last.gathers[0][0] is finals[0] and not last.edges and \
+            not any(finals[0] in ir.inputs_of(f) for f in finals[1:]):
+        return (*steps[:-1], replace(last, added=tuple(added))), finals[0]
+    total = finals[0]
+    for term in added:
+        total = pointwise("add", total, term)
+    return steps, total
 
 
 _Group = tuple[Domain, list[Node], list[Node]]

@@ -58,11 +58,19 @@ class Sweep:
         rows: ``DST`` walks incoming edges of each destination, ``SRC`` outgoing edges of each source.
         gathers: Result input -> gather node over inputs only. Targets are ``rows`` or ``PARAM``.
         edges: Result input -> edge expression that is written in the user's edge order.
+        added: Inputs of domain ``rows`` or ``PARAM``, made by no other step, that are added to the result of the one
+            gather.
     """
 
     rows: Domain
     gathers: tuple[tuple[Node, Node], ...]
     edges: tuple[tuple[Node, Node], ...]
+    added: tuple[Node, ...] = ()
+
+    @cached_property
+    def bare(self) -> Sweep:
+        """The same with nothing added to its result."""
+        return Sweep(self.rows, self.gathers, self.edges)
 
     @cached_property
     def operands(self) -> tuple[Node, ...]:
@@ -85,18 +93,18 @@ class Sweep:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.rows, self.gathers, self.edges))
+        return hash((self.rows, self.gathers, self.edges, self.added))
 
     def __hash__(self) -> int:  # asked for in every run, to find what was made of the sweep
         return self._hash
 
     def __getstate__(self) -> dict[str, Any]:  # another process has other hashes
-        return {"rows": self.rows, "gathers": self.gathers, "edges": self.edges}
+        return {"rows": self.rows, "gathers": self.gathers, "edges": self.edges, "added": self.added}
 
     @cached_property
     def digest(self) -> str:
         """A content hash that is the same in every process."""
-        parts = [node for pair in (*self.gathers, *self.edges) for node in pair]
+        parts = [*(node for pair in (*self.gathers, *self.edges) for node in pair), *self.added]
         return Node("gather", parts, (), self.rows, kind="sweep", gathers=len(self.gathers)).digest
 
     def __str__(self) -> str:
@@ -105,7 +113,8 @@ class Sweep:
         body = [f"  {line}" for line in lines if not line.endswith("= input")]
         for result, g in self.gathers:
             args = ", ".join(names[a] for a in g.args)
-            body.append(f"  {result.name}: {result.domain.label}{list(result.shape)} = {g.attr('kind')}({args})")
+            plus = "".join(f" + {n.name}" for n in self.added)
+            body.append(f"  {result.name}: {result.domain.label}{list(result.shape)} = {g.attr('kind')}({args}){plus}")
         body += [f"  {r.name}: edge{list(r.shape)} = {names[e]}" for r, e in self.edges]
         return "\n".join([f"sweep over {side}, inputs {', '.join(n.name for n in self.inputs)}", *body])
 
@@ -185,7 +194,8 @@ class Plan:
     @cached_property
     def inputs(self) -> frozenset[Node]:
         """What the plan reads, its own results among it."""
-        steps = (n for s in self.steps for n in (s.inputs if isinstance(s, Sweep) else ir.inputs_of(s[1])))
+        steps = (n for s in self.steps
+                 for n in ((*s.inputs, *s.added) if isinstance(s, Sweep) else ir.inputs_of(s[1])))
         return frozenset((*steps, *ir.inputs_of(*self.outputs.values())))
 
     def __str__(self) -> str:

@@ -1,0 +1,236 @@
+"""What layers add to their sums, added where the kernel writes them: PyG's numbers, and nothing of it to be seen."""
+
+import sys
+
+import pytest
+import torch
+import torch_geometric.nn as pyg_nn
+from test_kernels import GPU, INTERPRETER
+
+import pyg_fullgraph as pfg
+from oracle import error
+from pyg_fullgraph import columns, debug
+from pyg_fullgraph.autograd import observing
+from pyg_fullgraph.execution import interpreted
+from pyg_fullgraph.nn.lazy import LazyTensor
+
+DEVICES = pytest.mark.parametrize("device", [INTERPRETER, GPU])
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(columns, "MIN_NUMBERS", 1)
+    monkeypatch.setattr(columns, "MIN_COLUMNS", 1)
+
+
+def normal(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def edges(num_src=30, num_dst=30):
+    generator = torch.Generator().manual_seed(1)
+    return torch.stack([torch.randint(n, (200,), generator=generator) for n in (num_src, num_dst)])
+
+
+def pair(name, make, device, dtype=torch.float64):
+    """PyG's layer and ours, with the same numbers."""
+    torch.manual_seed(0)
+    plain = make(getattr(pyg_nn, name)).to(device, torch.float64)
+    layer = make(getattr(pfg.nn, name)).to(device, torch.float64)
+    layer.load_state_dict(plain.state_dict())
+    return plain, layer.to(dtype)
+
+
+def step(layer, x, *args):
+    out = layer(x, *args)
+    inputs = [t for t in (*(x if isinstance(x, tuple) else (x,)), *layer.parameters()) if t.requires_grad]
+    grads = torch.autograd.grad((out * normal(*out.shape, seed=5).to(out)).sum(), inputs)
+    assert type(out) is torch.Tensor
+    return [out.detach(), *grads]
+
+
+def added_in(seen):
+    """How many terms each edge phase added, of those that ran."""
+    return [len(stage.added) for run in seen for stage in run.compiled.split.stages]
+
+
+#: Layer, its arguments beside features and edges, and what its edge phases add.
+LAYERS = {
+    "GCNConv": (lambda kind: kind(6, 4), [], [1]),
+    "GCNConv-wide": (lambda kind: kind(4, 9), [], None),
+    "GINConv": (lambda kind: kind(torch.nn.Linear(6, 4), train_eps=True), [], [1]),
+    "ResGatedGraphConv": (lambda kind: kind(6, 4), [], [2]),
+    "GMMConv": (lambda kind: kind(6, 4, dim=2, kernel_size=3), [2], [2]),
+    "LEConv": (lambda kind: kind(6, 4), [], [1]),
+    "NNConv": (lambda kind: kind(6, 4, torch.nn.Linear(2, 24)), [2], [2]),
+    "CGConv": (lambda kind: kind(6), [], [1]),
+    "SAGEConv": (lambda kind: kind(6, 4), [], None),
+    "GATConv": (lambda kind: kind(6, 4), [], None),
+    "EdgeConv": (lambda kind: kind(torch.nn.Linear(12, 4)), [], None),
+}
+
+
+@DEVICES
+@pytest.mark.parametrize("case", LAYERS)
+def test_layers(case, device):
+    make, more, want_added = LAYERS[case]
+    plain, layer = pair(case.partition("-")[0], make, device)
+    edge_index = edges().to(device)
+    x = normal(30, 4 if case == "GCNConv-wide" else 6).to(device).requires_grad_()
+    given = [edge_index, *(normal(200, n, seed=3).to(device) for n in more)]
+    want = step(plain, x, *given)
+    for _ in range(5):  # open at first, and at last a call that is known
+        with observing() as seen:
+            got = step(layer, x, *given)
+        assert max(error(g, w) for g, w in zip(got, want, strict=True)) < 1e-11
+        if want_added is not None:
+            assert added_in(seen) == want_added
+    assert debug.counters()["plain"] == 0
+
+
+@DEVICES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_dtypes(dtype, device):
+    plain, layer = pair("ResGatedGraphConv", lambda kind: kind(6, 4), device, dtype)
+    plain.load_state_dict(layer.state_dict())
+    x = normal(30, 6).to(device, dtype)
+    with observing() as seen:
+        got = layer(x, edges().to(device))
+    assert got.dtype == dtype and added_in(seen) == [2]
+    limit = {torch.float32: 1e-6, torch.float16: 4e-3}.get(dtype, 3e-2)
+    assert error(got, plain(x.double(), edges().to(device))) < limit
+
+
+@DEVICES
+def test_targets_of_their_own(device):
+    plain, layer = pair("GINConv", lambda kind: kind(torch.nn.Linear(6, 4)), device)
+    x = normal(30, 6).to(device).requires_grad_(), normal(20, 6, seed=1).to(device).requires_grad_()
+    want = step(plain, x, edges(30, 20).to(device))
+    with observing() as seen:
+        got = step(layer, x, edges(30, 20).to(device))
+    assert added_in(seen) == [1]
+    assert max(error(g, w) for g, w in zip(got, want, strict=True)) < 1e-11
+
+
+@DEVICES
+@pytest.mark.parametrize("count", [0, 1, 600], ids=str)
+def test_rows_without_edges_and_cut_rows(count, device):
+    plain, layer = pair("GCNConv", lambda kind: kind(6, 4, add_self_loops=False), device)
+    edge_index = torch.stack([torch.arange(count) % 7, torch.zeros(count, dtype=torch.long)]).to(device)
+    x = normal(9, 6).to(device).requires_grad_()
+    for got, want in zip(step(layer, x, edge_index), step(plain, x, edge_index), strict=True):
+        assert error(got, want) < 1e-11
+
+
+@DEVICES
+def test_gradients_that_are_asked_for(device):
+    """Features without one, parameters without one, and none at all."""
+    plain, layer = pair("GCNConv", lambda kind: kind(6, 4), device)
+    edge_index = edges().to(device)
+    for needs_x, needs in ((True, ()), (False, ("bias",)), (True, ("bias",)), (False, ("lin.weight",))):
+        x = normal(30, 6).to(device).requires_grad_(needs_x)
+        for module in (plain, layer):
+            for name, parameter in module.named_parameters():
+                parameter.requires_grad_(name in needs)
+        for got, want in zip(step(layer, x, edge_index), step(plain, x, edge_index), strict=True):
+            assert error(got, want) < 1e-11
+    with torch.no_grad():
+        out = layer(x, edge_index)
+    with torch.inference_mode():
+        also = layer(x, edge_index)
+    assert not out.requires_grad and error(out, plain(x, edge_index)) < 1e-11 and error(also, out) < 1e-12
+
+
+@DEVICES
+def test_gradients_are_nobody_elses(device):
+    """Those of rows that are added are the gradient of the result: each leaf has its own."""
+    layer = pfg.nn.ResGatedGraphConv(6, 4, root_weight=False).to(device, torch.float64)
+    layer.lin_skip = torch.nn.Identity()
+    layer.root_weight = True
+    with observing() as seen:
+        own = normal(30, 4, seed=4).to(device).requires_grad_()
+        layer.lin_skip.forward = lambda x: own
+        out = layer(normal(30, 6).to(device), edges().to(device))
+    assert added_in(seen) == [2]
+    given = torch.ones_like(out)
+    out.backward(given)
+    assert own.grad.data_ptr() != given.data_ptr() and (own.grad == 1).all()
+
+
+class Twice(pyg_nn.GCNConv):
+    """As if PyG had written it: the sum is read again after something was added, or written to."""
+
+    def forward(self, x, edge_index, how):
+        out = self.propagate(edge_index, x=self.lin(x), edge_weight=None)
+        more = out + self.bias
+        if how == "read":
+            return more * out
+        if how == "write":
+            out += 1
+            return more * out
+        if how == "double":
+            return more + more
+        if how == "same":
+            return (out + x) + x + self.bias
+        if how == "left":
+            return self.bias + out
+        return more + out
+
+
+@DEVICES
+@pytest.mark.parametrize("how", ["read", "write", "double", "same", "left", "both"])
+def test_sums_that_are_read_again(how, device, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch_geometric.nn.twice", sys.modules[__name__])
+    monkeypatch.setattr(Twice, "__module__", "torch_geometric.nn.twice")
+    monkeypatch.setattr(Twice.forward, "__module__", "torch_geometric.nn.twice")
+    torch.manual_seed(0)
+    plain = Twice(4, 4).to(device, torch.float64)
+    torch.nn.init.normal_(plain.bias)
+    layer = Twice(4, 4).to(device, torch.float64)
+    layer.load_state_dict(plain.state_dict())
+    layer = pfg.convert(torch.nn.ModuleList([layer]))[0]
+    x = normal(30, 4).to(device).requires_grad_()
+    want = step(plain, x, edges().to(device), how)
+    for _ in range(5):
+        got = step(layer, x, edges().to(device), how)
+        assert max(error(g, w) for g, w in zip(got, want, strict=True)) < 1e-11
+
+
+class Own(pfg.nn.GCNConv):
+    def forward(self, x, edge_index):
+        self.seen = self.propagate(edge_index, x=x, edge_weight=None)
+        return self.seen + self.bias
+
+
+@DEVICES
+def test_nobody_gets_what_is_not_computed(device):
+    """Forwards of one's own, calls of propagate from outside, hooks."""
+    x, edge_index = normal(30, 4).to(device), edges().to(device)
+    own = Own(4, 4).to(device, torch.float64)
+    own(x, edge_index)
+    assert type(own.seen) is torch.Tensor
+    layer = pfg.nn.GCNConv(4, 4).to(device, torch.float64)
+    for _ in range(4):
+        layer(x, edge_index)
+    assert not isinstance(layer.propagate(edge_index, x=x, edge_weight=None), LazyTensor)
+    seen = []
+    layer.register_propagate_forward_hook(lambda module, args, out: seen.append(type(out)))
+    layer.register_forward_hook(lambda module, args, out: seen.append(type(out)))
+    layer(x, edge_index)
+    assert seen == [torch.Tensor, torch.Tensor]
+
+
+@DEVICES
+def test_explanation(device):
+    layer = pfg.nn.ResGatedGraphConv(6, 4).to(device, torch.float64)
+    text = str(pfg.explain(layer, normal(30, 6).to(device), edges().to(device)))
+    assert "after.0" in text and "after.1" in text
+
+
+def test_cpu_stays_as_it_is():
+    if interpreted():
+        pytest.skip("kernels run on a CPU")
+    layer = pfg.nn.GCNConv(6, 4)
+    with observing() as seen:
+        layer(normal(30, 6).float(), edges())
+    assert added_in(seen) == [0]
