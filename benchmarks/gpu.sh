@@ -53,8 +53,8 @@ captured)
 dense)
     "$python" -m benchmarks.dense --also "$rows" >>"$out/log.txt" 2>&1 || status=1
     layers="$(printf '%s-arxiv,' gcn sage gat gatv2 transformer res-gated)"
-    for kind in '' bf16 fp16; do
-        run --case "${layers%,}" --providers ours,ours_captured --budget-s 0.5 --deadline-s 60 --tensor-cores "$kind"
+    for how in --tensor-cores --no-tensor-cores; do
+        run --case "${layers%,}" --providers ours,ours_captured --budget-s 0.5 --deadline-s 60 "$how"
     done
     ;;
 first-use)

@@ -139,6 +139,32 @@ def test_what_is_not_finite(device):
         torch.testing.assert_close(value, want[name], rtol=1e-4, atol=1e-4, equal_nan=True, msg=name)
 
 
+@pytest.mark.gpu
+def test_what_is_not_finite_among_many_rows():
+    """Of a program's many blocks of rows those that need it are computed again."""
+    g, x, weight, bias = (t.cuda() for t in (normal(70_000, 256), normal(70_000, 200, seed=1), normal(256, 200, seed=2),
+                                             normal(256, seed=3)))
+    x[69_999, 4], x[30_000, 6], g[20_000, 7], weight[2, 4] = INFINITY, NAN, -INFINITY, 0
+    want = by_torch(g, x, weight, bias)
+    for name, value in three(g, x, weight, bias, None).items():
+        torch.testing.assert_close(value, want[name], rtol=1e-4, atol=2e-3, equal_nan=True, msg=name)
+
+
+@pytest.mark.gpu
+def test_captured():
+    """The kernels in a CUDA graph, with other numbers at its replay."""
+    g, x, weight, bias = (t.cuda() for t in (normal(9000, 256), normal(9000, 256, seed=1), normal(256, 256, seed=2),
+                                             normal(256, seed=3)))
+    three(g, x, weight, bias, None)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = three(g, x, weight, bias, None)
+    x.mul_(3), weight.neg_()
+    graph.replay()
+    for name, value in three(g, x, weight, bias, None).items():
+        assert torch.equal(made[name], value), name
+
+
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
 def test_layouts(device):
     """Every second feature, a transposed matrix, one row for all, rows that start off a boundary of 16 bytes."""
@@ -241,7 +267,6 @@ def test_layers(name, device, taken):
     layer, x, edge_index = layer_case(name, device)
     exact_layer, exact_x, _ = layer_case(name, device)
     want = step(exact_layer.double(), exact_x.detach().double().requires_grad_(), edge_index)
-    pfg.use_tensor_cores()
     for _ in range(4 if name == "gcn" else 1):  # lazy at first, as it is when nothing came of that
         taken.clear()
         got = step(layer, x, edge_index)
@@ -265,7 +290,6 @@ def test_layers_with_products_in_message(name, device, monkeypatch):
     """What decides about a product, its size as well, is no part of a trace."""
     monkeypatch.setattr(dense, "_is_tall", lambda value: isinstance(value, torch.Tensor))
     layer, (_, x, edge_index) = PER_EDGE[name]().to(device), layer_case("gcn", device)
-    pfg.use_tensor_cores()
     layer(x, edge_index)
     assert debug.counters() == {"fused": 1, "plain": 0}
 
@@ -274,8 +298,9 @@ def test_layers_with_products_in_message(name, device, monkeypatch):
 def test_what_torch_keeps(device, taken):
     """Other dtypes, what may be rounded to TF32, autocast, small products, and everything when it is off."""
     layer, x, edge_index = layer_case("gcn", device)
+    pfg.use_tensor_cores(False)
     step(layer, x, edge_index)
-    pfg.use_tensor_cores()
+    pfg.use_tensor_cores(True)
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     step(layer, x, edge_index)
     dense.linear(x, layer.lin.weight)
@@ -297,7 +322,6 @@ def test_what_torch_keeps(device, taken):
 def test_tensors_of_a_cpu_stay_with_torch(taken):
     if kernels.is_interpreted():
         pytest.skip("kernels run on CPU tensors in the interpreter's session")
-    pfg.use_tensor_cores()
     layer, x, edge_index = layer_case("gcn", "cpu")
     step(layer, x, edge_index)
     assert not taken
@@ -308,7 +332,6 @@ def test_forms_of_a_product(device, taken):
     """In a layer torch's functions are seen through, with three dimensions and a weight on either side."""
     x, weight, bias = (t.to(device) for t in (normal(20, 12), normal(12, 8, seed=1), normal(8, seed=2)))
     wide = x.view(4, 5, 12)
-    pfg.use_tensor_cores()
     with dense.in_layer([x]):
         forms = {"F.linear": F.linear(x, weight.t(), bias), "keyword": F.linear(x, weight.t(), bias=bias),
                  "matmul": torch.matmul(x, weight), "@": x @ weight, "mm": torch.mm(x, weight), "method": x.mm(weight),
@@ -325,7 +348,6 @@ def test_forms_of_a_product(device, taken):
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
 def test_gradients_that_are_asked_for(device, taken):
     """No more are computed; gradients of gradients are torch's."""
-    pfg.use_tensor_cores()
     x, weight, bias = (t.to(device) for t in (normal(20, 12), normal(8, 12, seed=1), normal(8, seed=2)))
     with torch.no_grad():
         assert not dense.linear(x, weight, bias).requires_grad
@@ -343,7 +365,6 @@ def test_gradients_that_are_asked_for(device, taken):
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
 def test_operators(device, taken):
     """What compilers see; and a compiled function has no graph break."""
-    pfg.use_tensor_cores()
     x, weight, bias = (t.to(device).requires_grad_() for t in (normal(20, 12), normal(8, 12, seed=1), normal(8)))
     torch.library.opcheck(dense.linear_operator, (x, weight, bias))
     torch.library.opcheck(dense.linear_operator, (x, weight.detach(), None))
