@@ -58,11 +58,9 @@ def first_steps(layer: str, device: str, threads: int, folder: str, started: flo
 def time_layer(layer: str, device: str, threads: int, repeats: int) -> dict[str, Any]:
     """The row of a layer: one process with empty caches, then the median of ``repeats`` with filled ones."""
     case = first_use_case(layer, device)
-    # Processes are copies of one that has imported everything and done nothing: torch_geometric asks for a GPU when it
-    # is imported, which must not start CUDA there.
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    # Processes are copies of one that has imported torch and nothing that may start CUDA.
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["benchmarks.run", "triton.compiler.compiler"])
+    processes.set_forkserver_preload(["torch"])
 
     def run_apart() -> dict[str, float]:
         with ProcessPoolExecutor(1, processes) as process:

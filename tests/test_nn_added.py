@@ -144,9 +144,8 @@ def test_gradients_that_are_asked_for(device):
 @DEVICES
 def test_gradients_are_nobody_elses(device):
     """Those of rows that are added are the gradient of the result: each leaf has its own."""
-    layer = pfg.nn.ResGatedGraphConv(6, 4, root_weight=False).to(device, torch.float64)
+    layer = pfg.nn.ResGatedGraphConv(6, 4).to(device, torch.float64)
     layer.lin_skip = torch.nn.Identity()
-    layer.root_weight = True
     with observing() as seen:
         own = normal(30, 4, seed=4).to(device).requires_grad_()
         layer.lin_skip.forward = lambda x: own

@@ -24,26 +24,32 @@ WARPS, BLOCK_M, BLOCK_K, BLOCK_R = 8, 128, 64, 32
 _barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # since Triton 3.7
 
 
+#: A block of rows as tensor cores take it, but for the order of columns: four in a row in place of twice two.
+_ROWS = gl.constexpr(gl.DistributedLinearLayout(
+    [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0], [64, 0]],
+    [], [BLOCK_M, BLOCK_K]))
+#: A warp reads a row of 128 columns.
+_BLOCK = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0]))
+
+
 def product_constants(block_n: int, pitch: int, tiles: int) -> dict[str, Any]:
-    """What a launch of :func:`product_kernel` says of its shape: columns of a block, and of the parts, and blocks."""
-    # A block of rows as tensor cores take it, but for the order of columns: four in a row in place of twice two.
-    registers = [[0, 1], [0, 2], [8, 0], *([0, 16 << i] for i in range((BLOCK_K // 16).bit_length() - 1))]
-    warps = [[16 << i, 0] for i in range(WARPS.bit_length() - 1)]
-    rows = gl.DistributedLinearLayout(registers, [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], warps, [],
-                                      [BLOCK_M, BLOCK_K])
-    return {"ROWS": rows, "TILES_N": tiles, "BLOCK_M": BLOCK_M, "BLOCK_N": block_n, "BLOCK_K": BLOCK_K,
-            "STEPS": pitch // BLOCK_K, "WARPS": WARPS}
+    """What a launch of :func:`product_kernel` says of its shape: columns of a block, and of the parts, and blocks.
+
+    Numbers only: Triton writes out each one in each launch.
+    """
+    return {"TILES_N": tiles, "BLOCK_M": BLOCK_M, "BLOCK_N": block_n, "BLOCK_K": BLOCK_K, "STEPS": pitch // BLOCK_K,
+            "WARPS": WARPS}
 
 
 def gradient_constants() -> dict[str, Any]:
-    """The same of :func:`gradient_kernel`: a warp reads a row of 128 columns."""
-    return {"LAYOUT": gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0]), "BLOCK_M": 128, "BLOCK_N": 128,
-            "BLOCK_R": BLOCK_R, "WARPS": WARPS}
+    """The same of :func:`gradient_kernel`."""
+    return {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_R": BLOCK_R, "WARPS": WARPS}
 
 
 @gluon.jit
-def _load_rows(x_ptr, tile, num_rows, num_in, x_stride, START: gl.constexpr, IS_EVEN: gl.constexpr, ROWS: gl.constexpr,
+def _load_rows(x_ptr, tile, num_rows, num_in, x_stride, START: gl.constexpr, IS_EVEN: gl.constexpr,
                BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr):
+    ROWS: gl.constexpr = _ROWS
     rows = tile * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, ROWS))
     columns = START + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, ROWS))
     live = (rows < num_rows)[:, None]
@@ -69,7 +75,7 @@ def _operand(x, LAYOUT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constex
 @gluon.jit(do_not_specialize=["num_rows"])
 def product_kernel(x_ptr, part_ptr, scale_ptr, w_ptr, bias_ptr, y_ptr, num_rows, num_out, num_in, x_stride, out_stride,
                    in_stride, part_stride, HAS_BIAS: gl.constexpr, X_ALIGN: gl.constexpr, Y_ALIGN: gl.constexpr,
-                   IS_EVEN: gl.constexpr, ROWS: gl.constexpr, TILES_N: gl.constexpr, BLOCK_M: gl.constexpr,
+                   IS_EVEN: gl.constexpr, TILES_N: gl.constexpr, BLOCK_M: gl.constexpr,
                    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STEPS: gl.constexpr, WARPS: gl.constexpr):
     """``x W^T + bias`` for one block of columns and every so many blocks of rows; neighbours have the same rows."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
@@ -93,7 +99,7 @@ def product_kernel(x_ptr, part_ptr, scale_ptr, w_ptr, bias_ptr, y_ptr, num_rows,
     _barrier()
 
     tile = gl.program_id(0) // TILES_N
-    x = _load_rows(x_ptr, tile, num_rows, num_in, x_stride, 0, IS_EVEN, ROWS, BLOCK_M, BLOCK_K)
+    x = _load_rows(x_ptr, tile, num_rows, num_in, x_stride, 0, IS_EVEN, BLOCK_M, BLOCK_K)
     columns = tile_n * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, MMA))
     known = columns < num_out
     made = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, MMA)
@@ -108,10 +114,10 @@ def product_kernel(x_ptr, part_ptr, scale_ptr, w_ptr, bias_ptr, y_ptr, num_rows,
             a, b = _operand(high, OPERAND, BLOCK_M, BLOCK_K), _operand(low, OPERAND, BLOCK_M, BLOCK_K)
             inverse = gl.convert_layout(inverse, gl.SliceLayout(1, MMA), assert_trivial=True)
             if j + 1 < STEPS:
-                x = _load_rows(x_ptr, tile, num_rows, num_in, x_stride, (j + 1) * BLOCK_K, IS_EVEN, ROWS, BLOCK_M,
+                x = _load_rows(x_ptr, tile, num_rows, num_in, x_stride, (j + 1) * BLOCK_K, IS_EVEN, BLOCK_M,
                                BLOCK_K)
             else:
-                x = _load_rows(x_ptr, tile + step, num_rows, num_in, x_stride, 0, IS_EVEN, ROWS, BLOCK_M, BLOCK_K)
+                x = _load_rows(x_ptr, tile + step, num_rows, num_in, x_stride, 0, IS_EVEN, BLOCK_M, BLOCK_K)
             u, v = first.index(j).permute((1, 0)), second.index(j).permute((1, 0))
             made = warpgroup_mma(b, u, made, use_acc=False, is_async=True)
             made = warpgroup_mma(a, v, made, is_async=True)
@@ -171,9 +177,10 @@ def _put_parts(x, first, second, third, slot):
 
 @gluon.jit(do_not_specialize=["num_rows", "part_rows"])
 def gradient_kernel(g_ptr, x_ptr, out_ptr, bias_ptr, num_rows, num_out, num_in, g_stride, x_stride, part_rows,
-                    HAS_BIAS: gl.constexpr, G_ALIGN: gl.constexpr, X_ALIGN: gl.constexpr, LAYOUT: gl.constexpr,
+                    HAS_BIAS: gl.constexpr, G_ALIGN: gl.constexpr, X_ALIGN: gl.constexpr,
                     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_R: gl.constexpr, WARPS: gl.constexpr):
     """``g^T x`` over one of the parts of the rows, for a block of columns of each; the column sums of ``g`` with it."""
+    LAYOUT: gl.constexpr = _BLOCK
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     g_stride, num_out, x_stride, num_in = g_stride * G_ALIGN, num_out * G_ALIGN, x_stride * X_ALIGN, num_in * X_ALIGN

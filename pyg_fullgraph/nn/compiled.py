@@ -250,7 +250,8 @@ def _call_apart(known: _Call, tensors: Sequence[Tensor], parameters: Sequence[Te
     outs: list[Tensor] = []
     with _autograd(), torch.set_grad_enabled(any(needs)):
         form = _flatten(out, outs, [], [])
-        outs = [o.view_as(o) if o.is_leaf and o.requires_grad else o for o in outs]
+        # A leaf has no edge, and torch 2.11 does not take one of an autograd.Function.
+        outs = [o.view_as(o) if o.requires_grad else o for o in outs]
     _check(known, form, outs, tensors, sizes, autocast)
     if any(needs):
         number = next(_tokens)
