@@ -220,6 +220,23 @@ def test_hooks_and_replaced_forwards_get_plain_tensors(device):
     assert seen == [torch.Tensor] * 3
 
 
+class Around(pfg.nn.GCNConv):
+    def propagate(self, edge_index, **kwargs):
+        return Sine.apply(super().propagate(edge_index, **kwargs))
+
+
+@DEVICES
+def test_propagates_around_ours_get_plain_tensors(device):
+    layer = Around(6, 4).to(device, torch.float64)
+    plain, _ = pair("GCNConv", lambda kind: kind(6, 4, bias=False), device)
+    plain.lin.weight = layer.lin.weight
+    x = normal(30, 6).to(device).requires_grad_()
+    for _ in range(5):
+        grads = [torch.autograd.grad(out.square().sum(), [x, plain.lin.weight])
+                 for out in (layer(x, edges().to(device)), plain(x, edges().to(device)).sin())]
+        assert max(error(g, w) for g, w in zip(*grads, strict=True)) < 1e-11
+
+
 class Twice(pyg_nn.GCNConv):
     """As if PyG had written it: the sum is read again after something was added, or written to."""
 

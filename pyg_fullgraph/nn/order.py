@@ -118,6 +118,8 @@ def sum_later(layer: Any, program: EdgeProgram, graph: Graph, tensors: Mapping[s
     """
     if running.layer is not layer or not _is_pygs(layer):  # whose forward would make plain tensors of what it returns
         return None
+    if "propagate" in vars(layer) or not _is_library(type(layer).propagate.__module__):  # somebody's around ours
+        return None
     adds = SummedExpr.adds(program, graph) and _may_wait(layer)
     opens = SummedExpr.suits(program) and is_open(layer)
     if not (adds or opens) or layer._propagate_forward_hooks or has_update(layer):
