@@ -84,12 +84,11 @@ def _asks_torch(module: Module) -> bool:
     compiler in a module of the user's would take the wrapper for the tensor, whose history it has not.
     """
     return (not module._forward_hooks and not module._forward_pre_hooks and "forward" not in vars(module)
-            and module._compiled_call_impl is None and _is_library(type(module).forward.__module__))
+            and module._compiled_call_impl is None and _is_library(type(module).forward))
 
 
-@functools.cache
-def _is_library(name: str) -> bool:
-    return name.startswith(("torch.nn.", "torch_geometric.", "pyg_fullgraph."))
+def _is_library(method: Any) -> bool:
+    return (getattr(method, "__module__", None) or "").startswith(("torch.nn.", "torch_geometric.", "pyg_fullgraph."))
 
 
 def opened(value: Any) -> Any:
@@ -118,7 +117,7 @@ def sum_later(layer: Any, program: EdgeProgram, graph: Graph, tensors: Mapping[s
     """
     if running.layer is not layer or not _is_pygs(layer):  # whose forward would make plain tensors of what it returns
         return None
-    if "propagate" in vars(layer) or not _is_library(type(layer).propagate.__module__):  # somebody's around ours
+    if "propagate" in vars(layer) or not _is_library(type(layer).propagate):  # somebody's around ours
         return None
     adds = SummedExpr.adds(program, graph) and _may_wait(layer)
     opens = SummedExpr.suits(program) and is_open(layer)
