@@ -123,16 +123,20 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, is_ours: bool) -> Te
     return y.view(*x.shape[:-1], weight.shape[0]) if x.dim() != 2 else y
 
 
-def _gradients(g: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool],
+def _gradients(g: Tensor, x: Tensor | None, weight: Tensor | None, needs: Sequence[bool],
                is_ours: bool = True) -> list[Tensor | None]:
-    """Of features, weight and bias, as far as ``needs`` asks for them; products by our kernels or by torch."""
+    """Of features, weight and bias, as far as ``needs`` asks for them; products by our kernels or by torch.
+
+    ``x`` is needed for the gradient of the weight, and ``weight`` for that of the features.
+    """
     grad_x = grad_weight = grad_bias = None
-    if needs[0]:
+    if needs[0] and weight is not None:
         grad_x = dense.product(g, weight.t()) if is_ours else g @ weight
-    if needs[1] and is_ours:
-        grad_weight, grad_bias = dense.weight_gradient(g, x, needs[2])
-    elif needs[1]:
-        grad_weight = g.t() @ x
+    if needs[1] and x is not None:
+        if is_ours:
+            grad_weight, grad_bias = dense.weight_gradient(g, x, needs[2])
+        else:
+            grad_weight = g.t() @ x
     if needs[2] and grad_bias is None:
         grad_bias = columns.column_sum(g)
     return [grad_x, grad_weight, grad_bias]
@@ -143,7 +147,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, is_ours: bool) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        # As torch does: what is not read may be written to, or freed, before backward.
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
         ctx.is_ours = is_ours
         return dense.product(x, weight, bias) if is_ours else F.linear(x, weight, bias)
 

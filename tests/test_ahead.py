@@ -370,6 +370,21 @@ def test_all_wait_for_what_triton_does_first(threads, monkeypatch):
     assert log.index("kernel compiled") < log.index("kernel launched")
 
 
+def test_where_no_thread_can_be_had_graphs_are_made_all_the_same(threads, monkeypatch):
+    """As in a process that has as many as it may, or that ends."""
+    def no_thread(thread):
+        raise RuntimeError("can't start new thread")
+
+    log: list[str] = []
+    monkeypatch.setattr(launch, "_nothing", Kernel(log, "first"))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        launch.start(torch.device("cuda", 0))
+    assert launch._first is None and launch._pending == {}
+    launch_all(Kernel(log, "kernel"))
+    assert log == ["kernel launched"]
+
+
 def test_a_kernel_that_cannot_be_compiled_is_left_to_its_launch(threads, caplog):
     log: list[str] = []
     broken = Kernel(log, "broken", lambda: 1 / 0)

@@ -17,7 +17,7 @@ import pyg_fullgraph as pfg
 from benchmarks import dense as benchmark
 from benchmarks.table import markdown
 from oracle import error
-from pyg_fullgraph import debug, dense
+from pyg_fullgraph import columns, debug, dense
 from triton_kernels import dense as kernels
 
 #: Of a product of two numbers: twice 22 bits with what is left out; float32 itself.
@@ -360,6 +360,28 @@ def test_gradients_that_are_asked_for(device, taken):
     grads = torch.autograd.grad(F.linear(*wide).square().sum(), wide, create_graph=True)
     for g, w in zip(twice, torch.autograd.grad(sum(g.square().sum() for g in grads), wide), strict=True):
         assert error(g, w) < 1e-5
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@pytest.mark.parametrize("is_ours", [True, False], ids=["ours", "torchs"])
+def test_what_no_gradient_reads_may_be_written_to(is_ours, device, taken, monkeypatch):
+    """Features under a frozen weight, a weight over features without gradient: as with torch's products."""
+    pfg.use_tensor_cores(is_ours)
+    monkeypatch.setattr(columns, "MIN_NUMBERS", 1)
+    monkeypatch.setattr(columns, "MIN_COLUMNS", 1)
+    x, weight, bias = (t.to(device) for t in (normal(20, 12), normal(8, 12, seed=1), normal(8, seed=2)))
+    bias.requires_grad_()
+    for needs_x, needs_weight in ((False, False), (True, False), (False, True)):
+        x.requires_grad_(needs_x), weight.requires_grad_(needs_weight)
+        out = dense.linear(x, weight, bias)
+        assert type(out.grad_fn).__name__ == "_LinearBackward"
+        with torch.no_grad():
+            if not needs_weight:
+                x.add_(1)
+            if not needs_x:
+                weight.add_(1)
+        grads = torch.autograd.grad(out.sum(), [t for t in (x, weight, bias) if t.requires_grad])
+        assert error(grads[-1], bias.new_full((8,), 20)) < 1e-6
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch_geometric.nn as pyg_nn
 from test_kernels import GPU, INTERPRETER
+from torch.utils.checkpoint import checkpoint
 
 import pyg_fullgraph as pfg
 from oracle import error
@@ -141,19 +142,99 @@ def test_gradients_that_are_asked_for(device):
     assert not out.requires_grad and error(out, plain(x, edge_index)) < 1e-11 and error(also, out) < 1e-12
 
 
+class Given(torch.nn.Module):
+    def __init__(self, own):
+        super().__init__()
+        self.own = torch.nn.Parameter(own)
+
+    def forward(self, x):
+        return self.own
+
+
 @DEVICES
-def test_gradients_are_nobody_elses(device):
+def test_gradients_are_nobody_elses(device, monkeypatch):
     """Those of rows that are added are the gradient of the result: each leaf has its own."""
     layer = pfg.nn.ResGatedGraphConv(6, 4).to(device, torch.float64)
-    layer.lin_skip = torch.nn.Identity()
+    monkeypatch.setattr(Given.forward, "__module__", "torch.nn.given")
+    layer.lin_skip = Given(normal(30, 4, seed=4).to(device))
+    own = layer.lin_skip.own
     with observing() as seen:
-        own = normal(30, 4, seed=4).to(device).requires_grad_()
-        layer.lin_skip.forward = lambda x: own
         out = layer(normal(30, 6).to(device), edges().to(device))
     assert added_in(seen) == [2]
     given = torch.ones_like(out)
     out.backward(given)
     assert own.grad.data_ptr() != given.data_ptr() and (own.grad == 1).all()
+
+
+class Sine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.saved_tensors[0].cos()
+
+
+class UsersNetwork(torch.nn.Module):
+    """Does what a tensor that is not computed yet cannot stand for."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.linear = how, torch.nn.Linear(6, 4)
+
+    def forward(self, x):
+        self.seen = type(x)
+        if self.how == "function":
+            return self.linear(Sine.apply(x))
+        return checkpoint(self.linear, x, use_reentrant=True)
+
+
+@DEVICES
+@pytest.mark.parametrize("how", ["function", "checkpoint"])
+def test_networks_of_users_get_plain_tensors(how, device):
+    plain, layer = pair("GINConv", lambda kind: kind(UsersNetwork(how), train_eps=True), device)
+    x = normal(30, 6).to(device).requires_grad_()
+    for _ in range(5):
+        got = []
+        for module in (plain, layer):
+            out = module(x, edges().to(device))
+            x.grad = None
+            module.zero_grad()
+            out.square().sum().backward()  # checkpoint knows of no other way
+            got.append([out, x.grad, *(p.grad for p in module.parameters())])
+        assert layer.nn.seen is torch.Tensor
+        assert max(error(g, w) for g, w in zip(*got[::-1], strict=True)) < 1e-11
+
+
+@DEVICES
+def test_hooks_and_replaced_forwards_get_plain_tensors(device):
+    seen = []
+    for change in (lambda nn: nn.register_forward_pre_hook(lambda module, args: seen.append(type(args[0]))),
+                   lambda nn: nn.register_forward_hook(lambda module, args, out: seen.append(type(args[0]))),
+                   lambda nn: setattr(nn, "forward", lambda x: seen.append(type(x)) or x)):
+        layer = pfg.nn.GINConv(torch.nn.Linear(6, 4)).to(device, torch.float64)
+        change(layer.nn)
+        layer(normal(30, 6).to(device), edges().to(device))
+    assert seen == [torch.Tensor] * 3
+
+
+class Around(pfg.nn.GCNConv):
+    def propagate(self, edge_index, **kwargs):
+        return Sine.apply(super().propagate(edge_index, **kwargs))
+
+
+@DEVICES
+def test_propagates_around_ours_get_plain_tensors(device):
+    layer = Around(6, 4).to(device, torch.float64)
+    plain, _ = pair("GCNConv", lambda kind: kind(6, 4, bias=False), device)
+    plain.lin.weight = layer.lin.weight
+    x = normal(30, 6).to(device).requires_grad_()
+    for _ in range(5):
+        grads = [torch.autograd.grad(out.square().sum(), [x, plain.lin.weight])
+                 for out in (layer(x, edges().to(device)), plain(x, edges().to(device)).sin())]
+        assert max(error(g, w) for g, w in zip(*grads, strict=True)) < 1e-11
 
 
 class Twice(pyg_nn.GCNConv):

@@ -126,9 +126,12 @@ def _nothing(ptr):
 
 
 def start(device: torch.device) -> None:
-    """Let a thread begin what Triton does once per process, if none has: a kernel for ``device`` is to be expected."""
+    """Let a thread begin what Triton does once per process, if none has: a kernel for ``device`` is to be expected.
+
+    Where no thread can be had, as while Python ends, the first launch does it.
+    """
     global _first
-    with _lock:
+    with _lock, contextlib.suppress(RuntimeError):
         if _first is None:
             compile_ahead(_nothing, 1, [torch.empty(1, device="meta")], {}, 1, device)
             _first = _pending[id(_nothing)]

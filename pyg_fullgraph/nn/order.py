@@ -74,8 +74,21 @@ def _may_wait(layer: Any) -> bool:
         return False
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
         return False
-    # A hook may keep what it sees, and read it when the weights are others.
-    return not any(m._forward_hooks for _, m in submodules(layer) if m is not layer)
+    return all(m is layer or _asks_torch(m) for _, m in submodules(layer))
+
+
+def _asks_torch(module: Module) -> bool:
+    """Whether ``module`` does nothing to a lazy tensor but to call torch's functions, which make it plain.
+
+    A hook may keep what it sees, and read it when the weights are others. An autograd.Function, TorchScript or a
+    compiler in a module of the user's would take the wrapper for the tensor, whose history it has not.
+    """
+    return (not module._forward_hooks and not module._forward_pre_hooks and "forward" not in vars(module)
+            and module._compiled_call_impl is None and _is_library(type(module).forward))
+
+
+def _is_library(method: Any) -> bool:
+    return (getattr(method, "__module__", None) or "").startswith(("torch.nn.", "torch_geometric.", "pyg_fullgraph."))
 
 
 def opened(value: Any) -> Any:
@@ -103,6 +116,8 @@ def sum_later(layer: Any, program: EdgeProgram, graph: Graph, tensors: Mapping[s
     is added to it can be added by the kernel.
     """
     if running.layer is not layer or not _is_pygs(layer):  # whose forward would make plain tensors of what it returns
+        return None
+    if "propagate" in vars(layer) or not _is_library(type(layer).propagate):  # somebody's around ours
         return None
     adds = SummedExpr.adds(program, graph) and _may_wait(layer)
     opens = SummedExpr.suits(program) and is_open(layer)
