@@ -8,6 +8,7 @@ the work on another buffer is queued runs beside that work, and a buffer is neve
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import os
 import pickle
@@ -321,5 +322,9 @@ def under_torchrun(device: str, timeout: float = 60.0) -> Iterator[Group]:
             dist.distributed_c10d._abort_process_group()
         raise
     finally:
+        # gloo's threads end with the last reference to the group; where that is the interpreter's end, one that still
+        # lets go of a tensor aborts the process.
+        group.process_group = None
+        gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()

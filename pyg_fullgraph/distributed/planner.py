@@ -12,7 +12,8 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from rich.filesize import decimal
@@ -27,6 +28,8 @@ __all__ = ["Costs", "Price", "cheapest", "measure", "prices"]
 _MEASURED_BYTES, _REPEATS = {"cpu": 1 << 20, "cuda": 1 << 26}, 3
 #: Share of a rank's memory that the structure of the whole graph may take unasked.
 _STRUCTURE_SHARE = 0.25
+#: What was measured for a process group, which lives no longer for it.
+_known: WeakKeyDictionary[Any, dict[torch.device, Costs]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -70,14 +73,15 @@ class Price:
 
 def measure(group: Group, device: torch.device) -> Costs:
     """The constants of this machine for a group, the worst of all ranks; called by all of them, measured once."""
-    # A group of its own, as what is measured is kept: one that sends by copies holds memory for them.
-    index = torch.cuda.current_device() if device.type == "cuda" else 0
-    return _measured(Group(group.process_group), device.type, index)
+    known = _known.setdefault(group.process_group, {})
+    place = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else torch.device(device.type)
+    if place not in known:
+        known[place] = _measured(group, place)
+    return known[place]
 
 
-@lru_cache(maxsize=16)
-def _measured(group: Group, kind: str, index: int) -> Costs:
-    device = torch.device(kind, index) if kind == "cuda" else torch.device(kind)
+def _measured(group: Group, device: torch.device) -> Costs:
+    kind = device.type
     count = max(_MEASURED_BYTES[kind] // (256 * group.size), 1)
     rows = torch.zeros(count * group.size, 64, device=device)
     few = rows[:group.size]
