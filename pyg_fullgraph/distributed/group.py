@@ -275,12 +275,6 @@ class Group:
         if any(v != found[0] for v in found):
             raise GroupError(name, found)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Group) and self.process_group is other.process_group
-
-    def __hash__(self) -> int:
-        return hash(id(self.process_group))
-
     def __repr__(self) -> str:
         return f"Group(rank={self.rank}, size={self.size})"
 
