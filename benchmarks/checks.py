@@ -2,13 +2,14 @@
 
 Where plain PyG fits, outputs and gradients are compared with PyG's in float64, and may be no further from them than a
 small bound or a few times PyG's own error in the dtype of the case. Where it does not fit, each layer's output is
-compared on sampled rows with PyG in float64 on the edges into those rows, and gradients on a small graph of the same
+compared on sampled rows with PyG in float64 on the edges into those rows, and gradients on small graphs of the same
 family.
 """
 
 from __future__ import annotations
 
 import copy
+import statistics
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -29,6 +30,13 @@ SLACK = 4.0
 #: Bytes of one message array in float64 above which PyG on a CPU is compared in the dtype of the case.
 CPU_FLOAT64_BYTES = 4 << 30
 NUM_SAMPLED_ROWS = 256
+#: Of the small graphs. The middle one of a tensor's errors counts: where the argument of a leaky ReLU is zero but for
+#: rounding, its slope may be either, and one edge in a million moves a gradient that cancels by more than the bound.
+SMALL_SEEDS = (0, 1, 2)
+
+
+#: By name of a tensor: the error of who is checked, and PyG's own in the dtype of the case.
+Errors = dict[str, tuple[float, float]]
 
 
 class CheckFailed(Exception):
@@ -70,6 +78,12 @@ def _float64(problem: Problem) -> Problem:
 
 
 def _check_whole(problem: Problem, workload: Workload) -> dict[str, Any]:
+    against, errors = _errors(problem, workload)
+    return {"against": against, **_judged(errors, BOUNDS[problem.case.dtype])}
+
+
+def _errors(problem: Problem, workload: Workload) -> tuple[str, Errors]:
+    """What results are compared with, and :func:`errors_of` them."""
     case = problem.case
     got = workload.results()
     plain = Workload(problem, "pyg").results()
@@ -78,7 +92,7 @@ def _check_whole(problem: Problem, workload: Workload) -> dict[str, Any]:
     exact, against = plain, f"PyG {case.dtype}"
     if is_small and case.dtype != "float64":
         exact, against = Workload(_float64(problem), "pyg").results(), "PyG float64"
-    return {"against": against, **compare(got, plain, exact, BOUNDS[case.dtype])}
+    return against, errors_of(got, plain, exact)
 
 
 def compare(got: Mapping[str, Tensor], plain: Mapping[str, Tensor], exact: Mapping[str, Tensor],
@@ -87,17 +101,27 @@ def compare(got: Mapping[str, Tensor], plain: Mapping[str, Tensor], exact: Mappi
 
     Raises: CheckFailed if a tensor is missing, or its error exceeds both ``bound`` and ``SLACK`` times PyG's.
     """
+    return _judged(errors_of(got, plain, exact), bound)
+
+
+def errors_of(got: Mapping[str, Tensor], plain: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> Errors:
+    """Relative errors of each tensor of ``got`` and of ``plain`` PyG against ``exact``.
+
+    Raises: CheckFailed if a tensor is missing.
+    """
     if got.keys() != exact.keys():
         raise CheckFailed(f"Expected results {sorted(exact)} (got {sorted(got)})")
-    worst = {"error": 0.0, "pyg_error": 0.0}
     largest = max(float(t.double().norm()) for t in exact.values())
-    for name, reference in exact.items():
-        error, own = (relative_error(t[name], reference, largest) for t in (got, plain))
+    return {name: (relative_error(got[name], reference, largest), relative_error(plain[name], reference, largest))
+            for name, reference in exact.items()}
+
+
+def _judged(errors: Errors, bound: float) -> dict[str, float]:
+    for name, (error, own) in errors.items():
         if error > max(bound, SLACK * own):
             raise CheckFailed(f"Expected '{name}' to be within {bound:.0e} of the reference (got {error:.2e}; "
                               f"PyG itself {own:.2e})")
-        worst = {"error": max(worst["error"], error), "pyg_error": max(worst["pyg_error"], own)}
-    return worst
+    return {"error": max(error for error, _ in errors.values()), "pyg_error": max(own for _, own in errors.values())}
 
 
 def _check_sampled(problem: Problem, workload: Workload) -> dict[str, Any]:
@@ -109,9 +133,15 @@ def _check_sampled(problem: Problem, workload: Workload) -> dict[str, Any]:
         if error > bound:
             raise CheckFailed(f"Expected rows of layer {k} to be within {bound:.0e} of PyG float64 (got {error:.2e})")
         worst = max(worst, error)
-    small = Problem(replace(case, is_sampled=False), graph="small")
-    gradients = _check_whole(small, Workload(small, workload.provider))
-    return {"against": f"PyG float64: {len(rows)} rows here, gradients on 'small'", "rows_error": worst, **gradients}
+    found = []
+    for seed in SMALL_SEEDS:
+        small = Problem(replace(case, is_sampled=False), seed, "small")
+        found.append(_errors(small, Workload(small, workload.provider))[1])
+    middle = {name: (statistics.median(errors[name][0] for errors in found),
+                     statistics.median(errors[name][1] for errors in found)) for name in found[0]}
+    return {"against": f"PyG float64: {len(rows)} rows here, gradients on {len(found)} graphs like 'small'",
+            "rows_error": worst, **_judged(middle, bound),
+            "largest_error": max(error for errors in found for error, _ in errors.values())}
 
 
 def _inputs_and_outputs(workload: Workload) -> list[tuple[Tensor, Tensor]]:

@@ -20,8 +20,8 @@ EPOCH_COLUMNS = ("epoch of", "provider", "processes", "p50 ms (p20-p80)", "again
                  "hidden", "peak MB (all MB)", "structure MB", "largest error of a loss")
 DENSE_COLUMNS = ("product", "provider", "p50 ms (p20-p80)", "against cuBLAS", "TFLOP/s", "share of memory's time",
                  "error (cuBLAS)", "first call s")
-FIRST_USE_COLUMNS = ("first step of", "cold ms", "warm ms (least)", "warm CPU ms", "later step ms",
-                     "start of the process ms")
+FIRST_USE_COLUMNS = ("first step of", "cold ms", "warm ms (least)", "after other layers ms", "warm CPU ms",
+                     "later step ms", "Triton's start ms")
 
 
 def read_rows(files: Iterable[Path]) -> list[dict[str, Any]]:
@@ -66,8 +66,10 @@ def cells(row: dict[str, Any], pyg: dict[str, Any] | None) -> list[str]:
 
 def first_use_cells(row: dict[str, Any]) -> list[str]:
     """The columns of a row of ``benchmarks.first_use``."""
+    after_others = row.get("next_ms")
     return [row["layer"], f"{row['cold_ms']:.0f}", f"{row['warm_ms']:.0f} ({row['warm_least_ms']:.0f})",
-            f"{row['warm_cpu_ms']:.0f}", f"{row['second_ms']:.1f}", f"{row['start_ms']:.0f}"]
+            "" if after_others is None else f"{after_others:.0f}", f"{row['warm_cpu_ms']:.0f}",
+            f"{row['second_ms']:.1f}", f"{row.get('triton_ms', 0):.0f}"]
 
 
 def epoch_lines(rows: Sequence[dict[str, Any]]) -> list[list[str]]:

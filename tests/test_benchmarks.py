@@ -13,7 +13,7 @@ import torch
 from ranks import ranks
 from typer.testing import CliRunner
 
-from benchmarks import epochs, first_use, graphs, locality, measure, table
+from benchmarks import checks, epochs, first_use, graphs, locality, measure, table
 from benchmarks import run as bench
 from benchmarks.cases import CASES, Case, CaseSkipped, Problem, select
 from benchmarks.checks import CheckFailed, check, compare, sampled_rows_exactly
@@ -141,14 +141,26 @@ def test_only_models_keep_sums_of_constant_features(name, is_kept, monkeypatch):
 
 def test_first_use_in_processes_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setattr(first_use.tempfile, "TemporaryDirectory", lambda: contextlib.nullcontext(str(tmp_path)))
-    row = first_use.time_layer("gat", "cpu", threads=1, repeats=1)
+    row = first_use.time_first("gat", "cpu", threads=1, repeats=1)
     assert list((tmp_path / "pyg_fullgraph" / "adjoints").iterdir())
-    assert row["case"] == "first-use-gat"
-    assert row["cold_ms"] > row["second_ms"] > 0
+    assert row["cold_ms"] > row["second_ms"] > 0 and row["warm_cpu_ms"] > 0 <= row["triton_ms"]
     assert row["warm_ms"] == row["warm_least_ms"] > row["second_ms"]
-    assert row["start_ms"] > 0 and row["warm_cpu_ms"] > 0
+    after_others = first_use.time_next(["gat", "gcn"], "cpu", threads=1, repeats=1)
+    assert after_others.keys() == {"gcn"}  # the other came first in the only process
+    assert after_others["gcn"] > row["second_ms"]
     with pytest.raises(RuntimeError, match="positive integer"):  # as it is raised in the process
-        first_use.time_layer("gat", "cpu", threads=0, repeats=1)
+        first_use.run_apart(["gat"], "cpu", 0, str(tmp_path))
+
+
+def test_rows_of_first_use(monkeypatch, capsys):
+    steps = {"cold_ms": 900.0, "warm_ms": 200.0, "warm_least_ms": 190.0, "warm_cpu_ms": 180.0, "second_ms": 2.0,
+             "triton_ms": 0.0}
+    monkeypatch.setattr(first_use, "time_first", lambda *args: steps)
+    monkeypatch.setattr(first_use, "time_next", lambda *args: {"gcn": 50.0})
+    first_use.main("gat,gcn", "cpu", None, False, 1, 1)
+    gat, gcn = map(json.loads, capsys.readouterr().out.splitlines()[:2])
+    assert gat["case"] == "first-use-gat" and gat["next_ms"] is None and gat["cold_ms"] == 900
+    assert gcn["next_ms"] == 50 and gcn["kind"] == "first-use"
 
 
 def _app(function):
@@ -217,6 +229,24 @@ def test_compare_accepts_what_pyg_itself_is_off_by():
         compare({}, exact, exact, 1e-5)
 
 
+@pytest.mark.parametrize("wrong", [0, 1, 2])
+def test_one_of_the_small_graphs_may_have_a_kink(monkeypatch, wrong):
+    problem, seeds = Problem(replace(TINY, is_sampled=True)), []
+
+    def errors(small, workload):
+        seeds.append(len(seeds))
+        return "PyG float64", {"grad": (1e-3 if len(seeds) <= wrong else 1e-7, 1e-7)}
+
+    monkeypatch.setattr(checks, "_errors", errors)
+    if wrong > 1:
+        with pytest.raises(CheckFailed, match="'grad'"):
+            check(problem, Workload(problem, "ours"))
+    else:
+        found = check(problem, Workload(problem, "ours"))
+        assert found["error"] == 1e-7 and found["largest_error"] == (1e-3 if wrong else 1e-7)
+    assert len(seeds) == len(checks.SMALL_SEEDS)
+
+
 def test_sampled_check_sees_a_wrong_row(monkeypatch):
     problem = Problem(replace(TINY, is_sampled=True))
     monkeypatch.setitem(graphs.SIZES, "small", graphs.SIZES["tiny"])
@@ -255,10 +285,10 @@ def test_table_shows_errors_and_speedups():
     assert table.latest([plain, timed, {**timed, "p50_ms": 1.0}])[1]["p50_ms"] == 1.0
     first = {**common, "case": "first-use-gat", "provider": "ours", "kind": "first-use", "layer": "gat",
              "cold_ms": 1500.2, "warm_ms": 180.4, "warm_least_ms": 170.1, "warm_cpu_ms": 160.0, "second_ms": 2.26,
-             "start_ms": 3000.0}
+             "next_ms": 90.4, "triton_ms": 500.0}
     both = table.markdown([plain, first, timed])
     assert both.startswith(text.rstrip())
-    assert both.endswith("| gat | 1500 | 180 (170) | 160 | 2.3 | 3000 |\n")
+    assert both.endswith("| gat | 1500 | 180 (170) | 90 | 160 | 2.3 | 500 |\n")
     assert "largest error" not in table.markdown([first])
     marked = "a\n<!-- table:begin -->\nold\n<!-- table:end -->\nb"
     assert table.replace_between_marks(marked, "new\n") == "a\n<!-- table:begin -->\nnew\n<!-- table:end -->\nb"

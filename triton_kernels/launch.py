@@ -137,6 +137,12 @@ def start(device: torch.device) -> None:
             _first = _pending[id(_nothing)]
 
 
+def wait_for_start() -> None:
+    """Wait until what :func:`start` began is done; at once where nothing was begun."""
+    if _first is not None:
+        _first.join()
+
+
 def num_threads() -> int:
     """How many kernels may be compiled at a time: as many as there are cores for each process of this host, at most
     16; or what the environment variable ``PFG_COMPILE_THREADS`` says.
@@ -186,9 +192,9 @@ def _compile(before: threading.Thread | None, slots: threading.Semaphore, kernel
 
 
 def _wait_for(kernel: Any) -> None:
-    for thread in (_first, _pending.get(id(kernel))):
-        if thread is not None:
-            thread.join()
+    wait_for_start()
+    if (thread := _pending.get(id(kernel))) is not None:
+        thread.join()
 
 
 @atexit.register
