@@ -25,10 +25,11 @@ from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
+from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
 from triton_kernels import disk
@@ -82,13 +83,49 @@ def run(kernel: Any, programs: int, args: Sequence[Any], constants: Mapping[str,
     if _pending:
         _wait_for(kernel)
     kind = device.type
-    if kind == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            kernel[(programs,)](*args, **constants, num_warps=num_warps)
-    elif kind == "meta":
+    if kind == "meta":
         _taker.get()(kernel, programs, args, constants, num_warps)
+    elif kind == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            _launch(kernel, programs, args, constants, num_warps, device.index)
     else:
-        kernel[(programs,)](*args, **constants, num_warps=num_warps)
+        _launch(kernel, programs, args, constants, num_warps, device.index)
+
+
+class _Known(NamedTuple):
+    """What Triton compiled for a launch, and what it takes after the arguments."""
+
+    kernel: Any
+    compiled: CompiledKernel
+    rest: tuple[Any, ...]
+
+
+# Triton asks of each argument in each launch, by name, what a kernel depends on: half of the time of a launch.
+_known: dict[tuple[Any, ...], _Known] = {}
+
+
+def _launch(kernel: Any, programs: int, args: Sequence[Any], constants: Mapping[str, Any], num_warps: int,
+            device: int | None) -> None:
+    """Launch by Triton, or what it compiled for a launch like this one."""
+    key = (id(kernel), num_warps, device, *constants.values(), *map(_kind, args))
+    known = _known.get(key)
+    if known is not None:
+        known.compiled[programs, 1, 1](*args, *known.rest)
+        return
+    compiled = kernel[programs,](*args, **constants, num_warps=num_warps)
+    if type(compiled) is CompiledKernel:  # nothing comes back from Triton's interpreter
+        _known[key] = _Known(kernel, compiled, tuple(constants[name] for name in kernel.arg_names[len(args):]))
+
+
+def _kind(arg: Any) -> object:
+    """What Triton can make a kernel depend on: of a tensor its dtype, and whether it starts at a multiple of 16 bytes;
+    of an integer whether it is 1 or a multiple of 16, and how long it is.
+    """
+    if isinstance(arg, torch.Tensor):
+        return arg.dtype, arg.data_ptr() % 16 == 0
+    if type(arg) is int:
+        return arg == 1, arg % 16 == 0, arg.bit_length() >> 5, arg < 0
+    return type(arg), arg
 
 
 # --- ahead of launches ----------------------------------------------------------------------------------------------

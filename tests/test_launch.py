@@ -1,0 +1,107 @@
+"""A launch like one before goes past Triton's look at every argument; one that Triton would tell from it does not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from triton._C.libtriton import native_specialize_impl
+from triton.backends.nvidia.compiler import CUDABackend
+
+from triton_kernels import launch
+
+EDGES = [k * (1 << bits) + more for bits in (0, 4, 31, 32, 63) for k in (-1, 1) for more in (-1, 0, 1, 15, 16)]
+INTEGERS = st.sampled_from([n for n in EDGES if -1 << 63 <= n < 1 << 64]) | st.integers(-(1 << 63), (1 << 64) - 1)
+BYTES = torch.zeros(4096, dtype=torch.uint8)
+
+
+@st.composite
+def tensors(draw):
+    dtype = draw(st.sampled_from([torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64,
+                                  torch.bool]))
+    start = draw(st.integers(0, 64)) * dtype.itemsize
+    return BYTES[start:start + 8 * dtype.itemsize].view(dtype)
+
+
+def seen(arg):
+    """What Triton looks at."""
+    return native_specialize_impl(CUDABackend, arg, False, True, True)
+
+
+@given(st.lists(tensors() | INTEGERS | st.none() | st.booleans() | st.sampled_from([0.0, 1.0, -2.5]), min_size=2,
+                max_size=30))
+def test_what_is_alike_is_so_to_triton(args):
+    found = {}
+    for arg in args:
+        assert found.setdefault(launch._kind(arg), seen(arg)) == seen(arg)
+
+
+class Compiled:
+    """Stands for what Triton compiled."""
+
+    def __init__(self, log):
+        self.log = log
+
+    def __getitem__(self, grid):
+        return lambda *args: self.log.append(("known", grid, args))
+
+
+class Kernel:
+    arg_names = ("x_ptr", "count", "BLOCK", "IS_EVEN")
+
+    def __init__(self, log):
+        self.log = log
+
+    def __getitem__(self, grid):
+        def first(*args, **constants):
+            self.log.append(("first", grid, args, constants))
+            return Compiled(self.log)
+
+        return first
+
+
+@pytest.fixture
+def log(monkeypatch):
+    monkeypatch.setattr(launch, "CompiledKernel", Compiled)
+    monkeypatch.setattr(launch, "_known", {})
+    return []
+
+
+def test_a_launch_like_one_before(log):
+    kernel, x, y = Kernel(log), torch.ones(64), torch.zeros(8)
+    constants = {"IS_EVEN": True, "BLOCK": 32, "num_stages": 3}
+    device = torch.device("cpu")
+    launch.run(kernel, 5, [x, 48], constants, 4, device)
+    launch.run(kernel, 7, [y, 64], constants, 4, device)
+    assert [entry[:2] for entry in log] == [("first", (5,)), ("known", (7, 1, 1))]
+    assert log[0][3] == {**constants, "num_warps": 4}
+    args = log[1][2]
+    assert args[0] is y and args[1:] == (64, 32, True)  # in the order of the kernel, options of the launch left out
+
+
+@pytest.mark.parametrize("other", ["address", "dtype", "one", "multiple", "size", "constant", "warps", "kernel",
+                                   "option"])
+def test_a_launch_unlike_it(log, other):
+    kernel, x, count, warps = Kernel(log), torch.ones(64), 48, 4
+    constants = {"BLOCK": 32, "IS_EVEN": True, "num_stages": 3}
+    launch.run(kernel, 5, [x, count], constants, warps, torch.device("cpu"))
+    x = {"address": x[1:], "dtype": x.half()}.get(other, x)
+    count = {"one": 1, "multiple": 47, "size": 48 << 32}.get(other, count)
+    constants = {**constants, **{"constant": {"BLOCK": 64}, "option": {"num_stages": 2}}.get(other, {})}
+    kernel = Kernel(log) if other == "kernel" else kernel
+    launch.run(kernel, 5, [x, count], constants, 8 if other == "warps" else warps, torch.device("cpu"))
+    assert [entry[0] for entry in log] == ["first", "first"]
+
+
+@pytest.mark.gpu
+def test_known_launches_have_the_results_of_the_first():
+    from triton_kernels.columns import column_sum
+
+    for rows in (1000, 1024, 999):
+        for start in (0, 1):
+            x = torch.randn(rows + start, 64, device="cuda").view(-1)[start:start + rows * 64].view(rows, 64)
+            found = [column_sum(x) for _ in range(3)]
+            torch.testing.assert_close(found[0], x.sum(0), rtol=1e-4, atol=1e-4)
+            assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    assert launch._known
