@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from pyg_fullgraph import ahead, columns, dots, reuse
+from pyg_fullgraph import ahead, columns, dense, dots, reuse
 from pyg_fullgraph.chunks import compute_dtype
 from pyg_fullgraph.edge_order import EdgeOrder
 from pyg_fullgraph.errors import DoubleBackwardError, ForwardModeError, FunctionTransformError, InputError
@@ -485,13 +485,16 @@ def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tu
                 env[result] = _vertex(expression, env, like)
         return call(phase, graph, like, [env[n] for n in phase.inputs])
 
+    def run_constant(stage: Stage, phase: EdgePhase) -> list[Tensor]:
+        return [dense.padded(t) for t in run_stage(stage, phase)]
+
     for stage, phase, constant in zip(compiled.split.stages, compiled.phases, compiled.constant, strict=True):
         if constant is None:
             made = run_stage(stage, phase)
         else:
             held = [env[n] for n in constant]
             place = phase.key, like.dtype
-            made = reuse.kept(graph, place, held, lambda s=stage, p=phase: run_stage(s, p))  # type: ignore[misc]
+            made = reuse.kept(graph, place, held, functools.partial(run_constant, stage, phase))
             given.update(stage.results)
         env.update(zip(stage.results, made, strict=True))
     outputs = []

@@ -8,7 +8,7 @@ sum of constant inputs is kept with the graph and costs nothing from then on. Th
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -68,7 +68,7 @@ def was_seen(graph: Graph, place: object, value: Tensor) -> bool:
 
 
 def kept(graph: Graph, key: object, tensors: Sequence[Tensor],
-         make: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
+         make: Callable[[], Iterable[Tensor]]) -> Sequence[Tensor]:
     """``make()``, from ``tensors`` that are constant, computed once as long as they and the results are unchanged."""
     memo, place = graph.memo, ("constant", key)
     known = memo.get(place)

@@ -145,3 +145,61 @@ def test_frozen_parameters_may_be_written_to_unseen(graph):
     for _ in range(4):
         p.data.mul_(2)
         torch.testing.assert_close(run(program, graph, {"x": x, "p": p})[0], plain * p)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_kept_sums_have_zeros_behind_their_rows(graph, monkeypatch, dtype):
+    from pyg_fullgraph import dense
+
+    monkeypatch.setattr(dense, "_pays_to_pad", lambda device: True)
+    monkeypatch.setattr(dense, "MIN_PADDED", 1)
+    tolerance = {"rtol": 1e-3, "atol": 1e-3} if dtype == torch.float32 else {"rtol": 1e-12, "atol": 1e-10}
+    widths = []
+    linear = dense.linear
+    monkeypatch.setattr(dense, "linear", lambda x, *args: widths.append(tuple(x.shape)) or linear(x, *args))
+    x = torch.randn(CASE.num_src, 7, dtype=dtype)
+    w, b = torch.randn(7, 3, dtype=dtype, requires_grad=True), torch.randn(3, dtype=dtype, requires_grad=True)
+    node = ir.gather("sum", Domain.DST, ir.input("x", Domain.SRC, (7,)))
+    value = ir.pointwise("add", ir.mm(node, ir.input("w", Domain.PARAM, (7, 3))), ir.input("b", Domain.PARAM, (3,)))
+    program = EdgeProgram((Output("vertex", value),))
+    for step in range(4):
+        (out,) = run(program, graph, {"x": x, "w": w, "b": b})
+        wanted = want(x, w) + b
+        torch.testing.assert_close(out, wanted, **tolerance)
+        for got, expected in zip(torch.autograd.grad(out.square().sum(), [w, b]),
+                                 torch.autograd.grad(wanted.square().sum(), [w, b]), strict=True):
+            torch.testing.assert_close(got, expected, **tolerance)
+        with torch.no_grad():
+            w += 0.1
+        if step == 1:
+            x[0] += 1  # what was kept is not the sum any more
+    # Kept in the second step, and again in the fourth; else the product comes first.
+    assert widths == [(CASE.num_dst, 8)] * 2
+
+
+def test_a_bias_is_added_by_the_product(monkeypatch):
+    from pyg_fullgraph import dense
+    from pyg_fullgraph.saga import interpret
+
+    calls = []
+    matmul = dense.matmul
+    monkeypatch.setattr(dense, "matmul", lambda x, w, b=None: calls.append(b is not None) or matmul(x, w, b))
+    x, w, b = (ir.input(n, d, s) for n, d, s in (("x", Domain.DST, (4,)), ("w", Domain.PARAM, (4, 3)),
+                                                 ("b", Domain.PARAM, (3,))))
+    product, row = ir.mm(x, w), ir.input("row", Domain.DST, (3,))
+    env = {x: torch.randn(5, 4, dtype=torch.float64), w: torch.randn(4, 3, dtype=torch.float64),
+           b: torch.randn(3, dtype=torch.float64), row: torch.randn(5, 3, dtype=torch.float64)}
+    xw = env[x] @ env[w]
+    like = torch.zeros((), dtype=torch.float64)
+    for roots, wanted, folded in (
+            ([ir.pointwise("add", product, b)], [xw + env[b]], [True]),
+            ([ir.pointwise("add", b, product)], [xw + env[b]], [True]),
+            ([ir.pointwise("add", product, row)], [xw + env[row]], [False]),
+            ([ir.pointwise("add", product, product)], [2 * xw], [False]),
+            ([ir.pointwise("mul", ir.pointwise("add", product, b), product)], [(xw + env[b]) * xw], [False]),
+            ([ir.pointwise("add", product, b), product], [xw + env[b], xw], [False])):
+        calls.clear()
+        got = interpret.evaluate(roots, lambda n, a: env[n], like)
+        for one, other in zip(got, wanted, strict=True):
+            torch.testing.assert_close(one, other)
+        assert calls == folded

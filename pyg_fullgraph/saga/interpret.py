@@ -6,8 +6,10 @@ way PyG does, one message per edge in memory, and is the oracle of the tests. Ne
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,25 +79,60 @@ def evaluate(roots: Sequence[Node], leaf: Callable[[Node, list[Tensor]], Tensor]
         like: A tensor whose dtype and device constants take.
     """
     values: dict[Node, Tensor] = {}
-    for node, is_leaf, dead in _steps(tuple(roots)):
-        args = [values[a] for a in node.args]
-        values[node] = leaf(node, args) if is_leaf else apply(node, args, like)
-        for gone in dead:
+    for step in _steps(tuple(roots)):
+        node, args = step.node, [values[a] for a in step.operands]
+        if step.is_linear:
+            values[node] = dense.matmul(args[0].to(args[1].dtype), *args[1:])
+        else:
+            values[node] = leaf(node, args) if step.is_leaf else apply(node, args, like)
+        for gone in step.dead:
             del values[gone]
     return [values[r] for r in roots]
 
 
+class _Step(NamedTuple):
+    """One of what is computed under some roots.
+
+    Attributes:
+        node: What.
+        operands: From these.
+        is_leaf: Whether the caller gives the value.
+        is_linear: Whether it is the product of the first two operands plus the third, a bias.
+        dead: What nothing reads from then on.
+    """
+
+    node: Node
+    operands: tuple[Node, ...]
+    is_leaf: bool
+    is_linear: bool
+    dead: tuple[Node, ...]
+
+
 @lru_cache(maxsize=4096)
-def _steps(roots: tuple[Node, ...]) -> tuple[tuple[Node, bool, tuple[Node, ...]], ...]:
-    """The nodes under ``roots``, operands first, whether the caller gives their values, and what is dead after."""
+def _steps(roots: tuple[Node, ...]) -> tuple[_Step, ...]:
+    """The nodes under ``roots``, operands first."""
     nodes = tuple(ir.walk(*roots))
     kept = set(roots)
-    last = {a: n for n in nodes for a in n.args if a not in kept}
+    users = Counter(a for n in nodes for a in n.args)
+    operands = {n: n.args for n in nodes}
+    for node in nodes:
+        for product, bias in (node.args, node.args[::-1]) if node.op == "add" else ():
+            if _is_product(product) and users[product] == 1 and product not in kept and product in operands and \
+                    bias.domain == Domain.PARAM and bias.shape == node.shape:
+                operands[node] = (*product.args, bias)
+                del operands[product]
+                break
+    last = {a: n for n, args in operands.items() for a in args if a not in kept}
     dead: dict[Node, list[Node]] = {}
     for a, n in last.items():
         dead.setdefault(n, []).append(a)
-    return tuple((n, n.op != "const" and ir.OPS[n.op].kind in ("leaf", "gather"), tuple(dead.get(n, ())))
-                 for n in nodes)
+    return tuple(_Step(n, args, n.op != "const" and ir.OPS[n.op].kind in ("leaf", "gather"), args is not n.args,
+                       tuple(dead.get(n, ()))) for n, args in operands.items())
+
+
+def _is_product(node: Node) -> bool:
+    """Whether ``node`` is a product of rows with a parameter."""
+    return node.op == "mm" and len(node.shape) == 1 and node.args[0].is_row and node.args[1].domain == Domain.PARAM
 
 
 def run_reference(program: EdgeProgram, src: Tensor, dst: Tensor, num_dst: int, tensors: Mapping[str, Tensor],
