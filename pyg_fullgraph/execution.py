@@ -27,8 +27,9 @@ from pyg_fullgraph.saga.rows import RowsSource, num_passes
 from pyg_fullgraph.saga.rows import generate as generate_rows
 from triton_kernels import launch, segment, tune
 
-#: Most edges of one piece of a row.
-MAX_PIECE = 512
+#: Most edges of one piece of a row, in large graphs and in small ones; and pieces that a graph may have before its rows
+#: are cut finer.
+MAX_PIECE, MIN_PIECE, MIN_PIECES = 512, 32, 1024
 #: Mean degree -> bytes of a row that one program sums at a time: of long rows, slices meet in the cache of a
 #: multiprocessor. Measured on an H200.
 SLICES = ((256, 128), (32, 256))
@@ -429,7 +430,14 @@ def _default_shape(kernel: codegen.KernelSource, order: EdgeOrder) -> tune.Shape
     mean_degree = order.num_edges / max(order.num_rows, 1)
     filled = kernel.block_e if kernel.takes_blocks else tiles.next_power_of_2(max(math.ceil(mean_degree), 4))
     block_e = max(min(kernel.block_e, filled), kernel.min_block_e)
-    return tune.Shape(kernel.width, block_e, kernel.num_warps(block_e), MAX_PIECE)
+    return tune.Shape(kernel.width, block_e, kernel.num_warps(block_e), _max_piece(order.num_edges))
+
+
+def _max_piece(num_edges: int) -> int:
+    """The bound of pieces: in a small graph all would wait for the longest row, which goes edge after edge."""
+    if num_edges <= MAX_PIECE:  # no row is cut, and there is nothing to merge
+        return MAX_PIECE
+    return min(MAX_PIECE, max(MIN_PIECE, tiles.next_power_of_2(num_edges // MIN_PIECES)))
 
 
 def _launch_in(shape: tune.Shape, sweep: Sweep, kernel: codegen.KernelSource, order: EdgeOrder, leaf: chunks.Leaf,

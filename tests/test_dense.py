@@ -429,4 +429,4 @@ def test_compiles_for_tensor_cores(tmp_path):
     report = {name: r for name, r in report.items() if "split" not in name}
     assert all(r["wgmma"] and r["shared_bytes"] <= 227 * 1024 for r in report.values()), report
     assert not any(r["spill_bytes"] for name, r in report.items() if "gluon" not in name), report
-    assert all(r["spill_bytes"] <= 128 for name, r in report.items() if name.startswith("256,256 gluon")), report
+    assert all(r["spill_bytes"] <= 160 for name, r in report.items() if name.startswith("256,256 gluon")), report

@@ -3,8 +3,8 @@
 Gluon says which thread holds what, and what waits for what. In :func:`product_kernel` the parts of a block of the
 weight stay in shared memory while a program goes through its rows, which it reads right into the registers that tensor
 cores take them from: no barrier between two rows, and nothing of the weight is read twice. In :func:`gradient_kernel`
-parts of one block of rows are put into shared memory while tensor cores multiply those of another. Neither runs in
-Triton's interpreter.
+gradients come into registers the same way, and parts of one block of features are put into shared memory while tensor
+cores multiply those of another. Neither runs in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ _barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  #
 _ROWS = gl.constexpr(gl.DistributedLinearLayout(
     [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0], [64, 0]],
     [], [BLOCK_M, BLOCK_K]))
+#: The same of gradients, which are multiplied transposed: of 16 columns two in a row in place of every eighth.
+_COLUMNS = gl.constexpr(gl.DistributedLinearLayout(
+    [[0, 1], [1, 0], [8, 0], [16, 0]], [[2, 0], [4, 0], [0, 2], [0, 4], [0, 8]], [[0, 16], [0, 32], [0, 64]],
+    [], [BLOCK_R, BLOCK_M]))
 #: A warp reads a row of 128 columns.
 _BLOCK = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0]))
 
@@ -166,13 +170,57 @@ def _rounded(x):
 
 
 @gluon.jit
-def _put_parts(x, first, second, third, slot):
-    a = _rounded(x)
-    rest = x - a
-    b = _rounded(rest)
-    first.index(slot).store(a.to(gl.bfloat16))
-    second.index(slot).store(b.to(gl.bfloat16))
-    third.index(slot).store((rest - b).to(gl.bfloat16))
+def _thirds(x):
+    """As those of ``triton_kernels.dense``."""
+    first = _rounded(x)
+    rest = x - first
+    second = _rounded(rest)
+    return first.to(gl.bfloat16), second.to(gl.bfloat16), (rest - second).to(gl.bfloat16)
+
+
+@gluon.jit
+def _thirds_of_columns(g, LAYOUT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_R: gl.constexpr):
+    """Parts of gradients, transposed, no number moved; of 16 columns first every second one, then the others."""
+    g = g.reshape([BLOCK_R, BLOCK_M // 16, 8, 2]).permute([1, 3, 2, 0]).reshape([BLOCK_M, BLOCK_R])
+    return _thirds(gl.convert_layout(g, LAYOUT, assert_trivial=True))
+
+
+@gluon.jit
+def _column_sums(g, BLOCK_M: gl.constexpr, BLOCK_R: gl.constexpr):
+    """Of the rows that a thread has, ``[4, BLOCK_M]``."""
+    return gl.sum(gl.sum(g.reshape([BLOCK_R // 8, 4, 2, BLOCK_M]), 2), 0)
+
+
+@gluon.jit
+def _step(total, made, sums, g, x, u, v, w, next_u, next_v, next_w, g_place, x_place, left, g_columns, x_columns, has_g,
+          has_x, g_stride, x_stride, HAS_BIAS: gl.constexpr, OPERAND: gl.constexpr, BLOCK_M: gl.constexpr,
+          BLOCK_R: gl.constexpr):
+    """Multiply a block of rows of ``g`` with the parts ``u``, ``v`` and ``w`` of its ``x``.
+
+    Between the products parts of the next ``x`` are made, and what comes after it is loaded, as far as ``left`` rows
+    are there.
+    """
+    if HAS_BIAS:
+        sums += _column_sums(g, BLOCK_M, BLOCK_R)
+    a, b, c = _thirds_of_columns(g, OPERAND, BLOCK_M, BLOCK_R)
+    g = _load_block(g_place, left, g_columns, has_g, g_stride, _COLUMNS, BLOCK_R)
+    made = warpgroup_mma(c, u, made, use_acc=False, is_async=True)
+    made = warpgroup_mma(a, w, made, is_async=True)
+    first = _rounded(x)
+    next_u.store(first.to(gl.bfloat16))
+    made = warpgroup_mma(b, v, made, is_async=True)
+    rest = x - first
+    second = _rounded(rest)
+    next_v.store(second.to(gl.bfloat16))
+    made = warpgroup_mma(b, u, made, is_async=True)
+    next_w.store((rest - second).to(gl.bfloat16))
+    made = warpgroup_mma(a, v, made, is_async=True)
+    x = _load_block(x_place, left - BLOCK_R, x_columns, has_x, x_stride, _BLOCK, BLOCK_R)
+    made = warpgroup_mma(a, u, made, is_async=True)
+    made, a, b, c = warpgroup_mma_wait(0, deps=[made, a, b, c])
+    fence_async_shared()
+    _barrier()
+    return total + made, made, sums, g, x
 
 
 @gluon.jit(do_not_specialize=["num_rows", "part_rows"])
@@ -180,8 +228,10 @@ def gradient_kernel(g_ptr, x_ptr, out_ptr, bias_ptr, num_rows, num_out, num_in, 
                     HAS_BIAS: gl.constexpr, G_ALIGN: gl.constexpr, X_ALIGN: gl.constexpr,
                     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_R: gl.constexpr, WARPS: gl.constexpr):
     """``g^T x`` over one of the parts of the rows, for a block of columns of each; the column sums of ``g`` with it."""
-    LAYOUT: gl.constexpr = _BLOCK
+    G_LAYOUT: gl.constexpr = _COLUMNS
+    X_LAYOUT: gl.constexpr = _BLOCK
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     g_stride, num_out, x_stride, num_in = g_stride * G_ALIGN, num_out * G_ALIGN, x_stride * X_ALIGN, num_in * X_ALIGN
     tiles_in = gl.cdiv(num_in, BLOCK_N)
@@ -189,56 +239,49 @@ def gradient_kernel(g_ptr, x_ptr, out_ptr, bias_ptr, num_rows, num_out, num_in, 
     part, tile = gl.program_id(0) // tiles, gl.program_id(0) % tiles
     start = part.to(gl.int64) * part_rows
     count = gl.minimum(part_rows, num_rows - part * part_rows)
-    g_columns = tile // tiles_in * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, LAYOUT))
-    x_columns = tile % tiles_in * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
+    g_columns = tile // tiles_in * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, G_LAYOUT))
+    x_columns = tile % tiles_in * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, X_LAYOUT))
     has_g, has_x = g_columns < num_out, x_columns < num_in
     g_base, x_base = g_ptr + start * g_stride, x_ptr + start * x_stride
 
-    a = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK_R, BLOCK_M], SHARED)
-    b = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK_R, BLOCK_M], SHARED)
-    c = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK_R, BLOCK_M], SHARED)
-    u = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK_R, BLOCK_N], SHARED)
-    v = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK_R, BLOCK_N], SHARED)
-    w = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK_R, BLOCK_N], SHARED)
+    u = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_R, BLOCK_N], SHARED)
+    v = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_R, BLOCK_N], SHARED)
+    w = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_R, BLOCK_N], SHARED)
+    other_u = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_R, BLOCK_N], SHARED)
+    other_v = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_R, BLOCK_N], SHARED)
+    other_w = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_R, BLOCK_N], SHARED)
     total = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, MMA)
     made = total
-    g = _load_block(g_base, count, g_columns, has_g, g_stride, LAYOUT, BLOCK_R)
-    x = _load_block(x_base, count, x_columns, has_x, x_stride, LAYOUT, BLOCK_R)
-    sums = gl.sum(g.reshape([BLOCK_R // WARPS, WARPS, BLOCK_M]), 0)
-    _put_parts(g, a, b, c, 0)
-    _put_parts(x, u, v, w, 0)
+    g = _load_block(g_base, count, g_columns, has_g, g_stride, G_LAYOUT, BLOCK_R)
+    x = _load_block(x_base, count, x_columns, has_x, x_stride, X_LAYOUT, BLOCK_R)
+    sums = _column_sums(g, BLOCK_M, BLOCK_R) * 0.0
+    first, second, third = _thirds(x)
+    u.store(first)
+    v.store(second)
+    w.store(third)
     g_base += BLOCK_R * g_stride
     x_base += BLOCK_R * x_stride
-    g = _load_block(g_base, count - BLOCK_R, g_columns, has_g, g_stride, LAYOUT, BLOCK_R)
-    x = _load_block(x_base, count - BLOCK_R, x_columns, has_x, x_stride, LAYOUT, BLOCK_R)
+    x = _load_block(x_base, count - BLOCK_R, x_columns, has_x, x_stride, X_LAYOUT, BLOCK_R)
+    x_base += BLOCK_R * x_stride
     fence_async_shared()
     _barrier()
-    for i in range(gl.cdiv(count, BLOCK_R)):
-        slot, other = i % 2, (i + 1) % 2
-        a_now, b_now = a.index(slot).permute((1, 0)), b.index(slot).permute((1, 0))
-        u_now, v_now = u.index(slot), v.index(slot)
-        made = warpgroup_mma(c.index(slot).permute((1, 0)), u_now, made, use_acc=False, is_async=True)
-        made = warpgroup_mma(a_now, w.index(slot), made, is_async=True)
-        made = warpgroup_mma(b_now, v_now, made, is_async=True)
-        made = warpgroup_mma(b_now, u_now, made, is_async=True)
-        made = warpgroup_mma(a_now, v_now, made, is_async=True)
-        made = warpgroup_mma(a_now, u_now, made, is_async=True)
-        # Meanwhile the next block, of zeros after the last.
-        if HAS_BIAS:
-            sums += gl.sum(g.reshape([BLOCK_R // WARPS, WARPS, BLOCK_M]), 0)
-        _put_parts(g, a, b, c, other)
-        _put_parts(x, u, v, w, other)
+    left = count - BLOCK_R
+    # Two blocks at a time, so that each has its place in shared memory; behind the last they are of zeros.
+    for _ in range(gl.cdiv(count, 2 * BLOCK_R)):
+        total, made, sums, g, x = _step(
+            total, made, sums, g, x, u, v, w, other_u, other_v, other_w, g_base, x_base, left, g_columns, x_columns,
+            has_g, has_x, g_stride, x_stride, HAS_BIAS, OPERAND, BLOCK_M, BLOCK_R)
         g_base += BLOCK_R * g_stride
         x_base += BLOCK_R * x_stride
-        left = count - (i + 2) * BLOCK_R
-        g = _load_block(g_base, left, g_columns, has_g, g_stride, LAYOUT, BLOCK_R)
-        x = _load_block(x_base, left, x_columns, has_x, x_stride, LAYOUT, BLOCK_R)
-        made = warpgroup_mma_wait(0, deps=[made])
-        total += made
-        fence_async_shared()
-        _barrier()
+        total, made, sums, g, x = _step(
+            total, made, sums, g, x, other_u, other_v, other_w, u, v, w, g_base, x_base, left - BLOCK_R, g_columns,
+            x_columns, has_g, has_x, g_stride, x_stride, HAS_BIAS, OPERAND, BLOCK_M, BLOCK_R)
+        g_base += BLOCK_R * g_stride
+        x_base += BLOCK_R * x_stride
+        left -= 2 * BLOCK_R
 
-    outs = tile // tiles_in * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, MMA))
+    outs = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, MMA))
+    outs = tile // tiles_in * BLOCK_M + ((outs & -16) | ((outs & 7) << 1) | ((outs & 8) >> 3))
     ins = tile % tiles_in * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, MMA))
     if gl.max(gl.max((total - total != 0).to(gl.int32), 1), 0) != 0:
         total = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, MMA)
