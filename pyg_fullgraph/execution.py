@@ -22,7 +22,7 @@ from pyg_fullgraph.edge_order import EdgeOrder, schedule_tiles
 from pyg_fullgraph.errors import NotFusable, TileRefusedError
 from pyg_fullgraph.saga import codegen, interpret, ir, tiles
 from pyg_fullgraph.saga.ir import Domain, Node
-from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, Plan, Step, Sweep, Target, is_staged
+from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, Plan, Step, Sweep, Target, addend, is_staged
 from pyg_fullgraph.saga.rows import RowsSource, num_passes
 from pyg_fullgraph.saga.rows import generate as generate_rows
 from triton_kernels import launch, segment, tune
@@ -265,8 +265,11 @@ def _add_after(sweep: Sweep, leaf: chunks.Leaf, like: Tensor, exact: Container[N
         return run(exact)
     ((result, _),) = sweep.gathers
     total = run((result,))[result]
-    for node in sweep.added:
-        total.add_(leaf(node))
+    for factor, node in map(addend, sweep.added):
+        if factor is None:
+            total.add_(leaf(node))
+        else:
+            total.addcmul_(leaf(node), leaf(factor))
     return {result: total if result in exact else total.to(like.dtype)}
 
 

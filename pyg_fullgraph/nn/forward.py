@@ -48,7 +48,7 @@ def install_forward(cls: Any) -> None:
     # What goes from one call to the next may be lazy, which neither a user nor a compiled graph can hold.
     is_lazy = changed or _implements(cls, "edge_update") or _stores(cls.message) or _stores(cls.aggregate)
     if not getattr(cls.forward, "_is_fullgraph", False):
-        cls.forward = _wrapped(cls.forward, original, is_lazy)
+        cls.forward = _wrapped(_with_sums(cls.forward), original, is_lazy)
 
 
 def _implements(cls: Any, method: str) -> bool:
@@ -85,6 +85,17 @@ def _over_ours(function: types.FunctionType) -> Any:
     if code is not None:
         made.__code__ = code
         made.__globals__[dots.NAME] = dots.dot
+    return made
+
+
+def _with_sums(forward: Any) -> Any:
+    """``forward``, or a copy of it with calls of :func:`order.plus`, which adds plain tensors for a compiler."""
+    code = order.code_with_sums(forward) if isinstance(forward, types.FunctionType) else None
+    if code is None:
+        return forward
+    made: Any = rebind(forward, {})
+    made.__code__ = code
+    made.__globals__[order.NAME] = order.plus
     return made
 
 
