@@ -48,7 +48,7 @@ def install_forward(cls: Any) -> None:
     # What goes from one call to the next may be lazy, which neither a user nor a compiled graph can hold.
     is_lazy = changed or _implements(cls, "edge_update") or _stores(cls.message) or _stores(cls.aggregate)
     if not getattr(cls.forward, "_is_fullgraph", False):
-        cls.forward = _wrapped(_with_sums(cls.forward), original, is_lazy)
+        cls.forward = _wrapped(cls.forward, original, is_lazy)
 
 
 def _implements(cls: Any, method: str) -> bool:
@@ -89,7 +89,7 @@ def _over_ours(function: types.FunctionType) -> Any:
 
 
 def _with_sums(forward: Any) -> Any:
-    """``forward``, or a copy of it with calls of :func:`order.plus`, which adds plain tensors for a compiler."""
+    """``forward``, or a copy of it with calls of :func:`order.plus`."""
     code = order.code_with_sums(forward) if isinstance(forward, types.FunctionType) else None
     if code is None:
         return forward
@@ -124,6 +124,7 @@ def _wrapped(forward: Any, original: Any, is_lazy: bool) -> Any:
     # The globals of what is returned are PyG's, so what it names of ours is bound here.
     is_compiling, takes, can_fuse, as_operator, products, running = torch.compiler.is_compiling, compiled.takes, \
         compiled.can_fuse, compiled.call, dense.in_layer, order.running
+    eager = _with_sums(forward)
 
     def explained(self: Any, *args: Any, **kwargs: Any) -> Any:
         is_open, given = order.is_open(self), (*args, *kwargs.values())
@@ -132,11 +133,11 @@ def _wrapped(forward: Any, original: Any, is_lazy: bool) -> Any:
             if is_open:
                 opened = [order.opened(a) for a in args], {k: order.opened(v) for k, v in kwargs.items()}
                 with derived.remembering(self), products(given):
-                    out = forward(self, *opened[0], **opened[1])
+                    out = eager(self, *opened[0], **opened[1])
                 order.settle(self)
             else:
                 with derived.remembering(self), products(given):
-                    out = forward(self, *args, **kwargs)
+                    out = eager(self, *args, **kwargs)
             return as_plain(out) if is_lazy or is_open or isinstance(out, LazyTensor) else out
         except (RuntimeError, RowCountError) as error:
             _explain(self, original, args, kwargs, error)
