@@ -263,14 +263,15 @@ def _add_after(sweep: Sweep, leaf: chunks.Leaf, like: Tensor, exact: Container[N
     """What ``run`` makes of the bare sweep, given the results that it keeps exact, with the addends added by torch."""
     if not sweep.added:
         return run(exact)
-    ((result, _),) = sweep.gathers
-    total = run((result,))[result]
+    (result,) = (r for r, _ in sweep.gathers if r.is_row)
+    made = run({r for r, _ in (*sweep.gathers, *sweep.edges) if r is result or r in exact})
+    total = made[result]
     for factor, node in map(addend, sweep.added):
         if factor is None:
             total.add_(leaf(node))
         else:
             total.addcmul_(leaf(node), leaf(factor))
-    return {result: total if result in exact else total.to(like.dtype)}
+    return {**made, result: total if result in exact else total.to(like.dtype)}
 
 
 def run_tiles(sweep: Sweep, rows: EdgeOrder, tiles: Sequence[EdgeOrder], leaves: Iterator[chunks.Leaf], like: Tensor,

@@ -49,8 +49,7 @@ class KernelSource:
         name: Of the kernel in it; the kernel that merges cut rows, where there is one, is ``merge_name``.
         inputs: Input buffers; those with a row dimension are followed by a row stride parameter.
         outputs: Results of gathers, then edge results. Those in domain ``PARAM`` get one row per program.
-        added: Inputs of what is added to the result of the one gather where it is written; contiguous, after
-            ``outputs``.
+        added: Inputs of what is added to the one result with rows where it is written; contiguous, after ``outputs``.
         carries: Features and integer-ness of each workspace buffer, ``[num_slots, features]``.
         apart: Which of these, counted from 0, a kernel that takes tiles reads from a copy, because one thread writes
             what others read.

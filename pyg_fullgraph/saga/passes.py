@@ -594,14 +594,14 @@ def plan(outputs: Mapping[str, Node], target: Target, disable: Sequence[str] = (
 
 def _add_to(steps: recompute.Steps, results: Mapping[str, Node], name: str,
             terms: Sequence[Node]) -> tuple[recompute.Steps, Node]:
-    """The steps with ``terms`` in the sweep that makes the result ``name``, nothing else, and for nobody else, and what
-    that is then; without such a sweep a vertex expression.
+    """The steps with ``terms`` in the sweep that makes the result ``name``, for nobody else and as the only one with a
+    row per vertex, and what that is then; without such a sweep a vertex expression.
     """
     total = results[name]
     read = {*(n for s in steps for n in (s.inputs if isinstance(s, Sweep) else ir.inputs_of(s[1]))),
             *ir.inputs_of(*(r for other, r in results.items() if other != name))}
     for k, step in enumerate(steps):
-        if isinstance(step, Sweep) and [r for r, _ in step.gathers] == [total] and not step.edges and total not in read:
+        if isinstance(step, Sweep) and total not in read and [total] == [r for r, _ in step.gathers if r.is_row]:
             return (*steps[:k], replace(step, added=tuple(terms)), *steps[k + 1:]), total
     return steps, functools.reduce(functools.partial(pointwise, "add"), terms, total)
 

@@ -66,8 +66,8 @@ class Sweep:
         rows: ``DST`` walks incoming edges of each destination, ``SRC`` outgoing edges of each source.
         gathers: Result input -> gather node over inputs only. Targets are ``rows`` or ``PARAM``.
         edges: Result input -> edge expression that is written in the user's edge order.
-        added: Terms that are added to the result of the one gather: inputs of domain ``rows`` or ``PARAM``, made by no
-            other step; those of ``rows`` as they are or times a parameter that is one number.
+        added: Terms that are added to the one result with a row per vertex: inputs of domain ``rows`` or ``PARAM``,
+            made by no other step; those of ``rows`` as they are or times a parameter that is one number.
     """
 
     rows: Domain
@@ -121,7 +121,8 @@ class Sweep:
         body = [f"  {line}" for line in lines if not line.endswith("= input")]
         for result, g in self.gathers:
             args = ", ".join(names[a] for a in g.args)
-            plus = "".join(" + " + " * ".join(n.name for n in addend(t) if n is not None) for t in self.added)
+            terms = () if result.domain == Domain.PARAM else self.added
+            plus = "".join(" + " + " * ".join(n.name for n in addend(t) if n is not None) for t in terms)
             body.append(f"  {result.name}: {result.domain.label}{list(result.shape)} = {g.attr('kind')}({args}){plus}")
         body += [f"  {r.name}: edge{list(r.shape)} = {names[e]}" for r, e in self.edges]
         return "\n".join([f"sweep over {side}, inputs {', '.join(n.name for n in self.inputs)}", *body])
