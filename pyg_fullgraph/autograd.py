@@ -57,7 +57,8 @@ class EdgePhase:
         self.core, self.is_exact, self.added, self.same = core, is_exact, added, dict(same)
         more = [*(t.digest for t in added), *(f"{a.name}={b.name}" for a, b in same)]
         self.key = "-".join([core.digest, *["exact"] * is_exact, *more])
-        self.inputs: tuple[Node, ...] = (*core.inputs, *ir.inputs_of(*added))
+        self._added_inputs = ir.inputs_of(*added)
+        self.inputs: tuple[Node, ...] = (*core.inputs, *self._added_inputs)
         self.results = tuple(ir.input(f"out.{o.name}", o.domain, o.value.shape) for o in core.outputs)
         self.steps: dict[ahead.Kind, ahead.Step] = {}
         self.forwards: set[tuple[torch.dtype, torch.device]] = set()
@@ -70,9 +71,9 @@ class EdgePhase:
 
     @cached_property
     def grads_of_added(self) -> dict[Node, Node]:
-        """Rows and factors among what is added -> gradient, of a factor what each row gives to it.
+        """Rows and factors among what is added -> gradient, of a factor the part of each row.
 
-        Parameters without a factor are missing, whose gradient is the sum of the rows of the result's.
+        Parameters that are added are missing: theirs is the sum of the rows of the result's.
         """
         found: dict[Node, Node] = {}
         grad = grad_input(self.core.outputs[0])
@@ -147,11 +148,10 @@ class EdgePhase:
         env = {**env, **given, **{n: given[g] for g, n in self._across.items()}}
         outgoing = graph.outgoing if any(s.rows == Domain.SRC for s in chosen.sweeps) else None
         made = dict(zip(chosen.outputs, run_plan(chosen, graph.incoming, outgoing, env, like), strict=True))
-        for node in ir.inputs_of(*self.added):
-            if node.is_row or not needs[self.inputs.index(node)]:
-                continue
-            by_row = made[node.name] if node in self.grads_of_added else grads[0]
-            made[node.name] = columns.column_sum(by_row.view(by_row.shape[0], node.numel)).view(node.shape)
+        for node, need in zip(self._added_inputs, needs[len(self.core.inputs):], strict=True):
+            if need and not node.is_row:
+                by_row = made[node.name] if node in self.grads_of_added else grads[0]
+                made[node.name] = columns.column_sum(by_row.view(by_row.shape[0], node.numel)).view(node.shape)
         return [made.get(n.name) for n in self.inputs]
 
     def kept(self, target: Target, needs: Needs, is_half: bool) -> ahead.Step:
