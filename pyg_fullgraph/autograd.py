@@ -119,7 +119,9 @@ class EdgePhase:
                       if (g := grads.get(n)) is not None}
             pairs = [(n.name, to.name) for n, to in self.same.items() if n.name in wanted and to.name in wanted]
             added = {to: (ir.substitute(wanted.pop(name), self._across),) for name, to in pairs}
-            self._plans[key] = plan(wanted, target, added=added)
+            # What rows give to a factor is still to be added up.
+            by_row = [n.name for n in self.grads_of_added if not n.is_row and n.name in wanted]
+            self._plans[key] = plan(wanted, target, exact=by_row, added=added)
         return self._plans[key]
 
     def forward(self, graph: Graph | _Orders, tensors: Sequence[Tensor], like: Tensor,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -560,7 +560,7 @@ def expand_softmax(roots: Sequence[Node]) -> tuple[Node, ...]:
 
 
 def plan(outputs: Mapping[str, Node], target: Target, disable: Sequence[str] = (),
-         exact: Iterable[str] = (), added: Mapping[str, Sequence[Node]] | None = None) -> Plan:
+         exact: Collection[str] = (), added: Mapping[str, Sequence[Node]] | None = None) -> Plan:
     """Order ``outputs`` (expressions with gathers) into vertex steps and as few sweeps as their dependences allow.
 
     Args:
@@ -587,6 +587,11 @@ def plan(outputs: Mapping[str, Node], target: Target, disable: Sequence[str] = (
     results = dict(zip(outputs, finals, strict=True))
     for name, terms in (added or {}).items():
         steps, results[name] = _add_to(steps, results, name, terms)
+    for name in exact:  # of vertices alone: as outputs they would have the dtype of inputs
+        value = results[name]
+        if value.op != "input" and not {*known.values(), *written.values()} & {*ir.inputs_of(value)}:
+            results[name] = ir.input(f"%vertex.{value.digest[:8]}", value.domain, value.shape)
+            steps = (*steps, (results[name], value))
     wanted = {n for name in exact for n in ir.inputs_of(results[name])}
     handed = {r for s in steps if isinstance(s, Sweep) for r, _ in s.edges} - set(written.values())
     return Plan(steps, results, frozenset(wanted | handed))
