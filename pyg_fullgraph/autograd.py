@@ -32,7 +32,7 @@ from pyg_fullgraph.saga import interpret, ir
 from pyg_fullgraph.saga.adjoint import Adjoint, grad_input
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node
 from pyg_fullgraph.saga.passes import Split, Stage, plan, reduction, split
-from pyg_fullgraph.saga.plans import Plan, Target
+from pyg_fullgraph.saga.plans import Plan, Target, addend
 from pyg_fullgraph.saga.stored import adjoint_of
 
 Needs = tuple[bool, ...]
@@ -44,17 +44,21 @@ class EdgePhase:
     Args:
         core: Outputs that one level of gathers makes.
         is_exact: Whether results keep the dtype of the arithmetic.
-        added: Inputs that are added to the one result, see :class:`Stage`.
+        added: Terms that are added to the one result, see :class:`Stage`.
+        same: Rows among these, and the input of the core with the same tensor, whose sweep makes the gradient of both.
 
     Attributes:
         steps: What :meth:`kept` says of each kind of step that was begun.
         forwards: Dtypes and devices of results that were computed without gradients.
     """
 
-    def __init__(self, core: EdgeProgram, is_exact: bool = False, added: tuple[Node, ...] = ()) -> None:
-        self.core, self.is_exact, self.added = core, is_exact, added
-        self.key = "-".join([core.digest, *["exact"] * is_exact, *(f"{n.domain.label}:{n.name}" for n in added)])
-        self.inputs: tuple[Node, ...] = (*core.inputs, *added)
+    def __init__(self, core: EdgeProgram, is_exact: bool = False, added: tuple[Node, ...] = (),
+                 same: tuple[tuple[Node, Node], ...] = ()) -> None:
+        self.core, self.is_exact, self.added, self.same = core, is_exact, added, dict(same)
+        more = [*(t.digest for t in added), *(f"{a.name}={b.name}" for a, b in same)]
+        self.key = "-".join([core.digest, *["exact"] * is_exact, *more])
+        self._added_inputs = ir.inputs_of(*added)
+        self.inputs: tuple[Node, ...] = (*core.inputs, *self._added_inputs)
         self.results = tuple(ir.input(f"out.{o.name}", o.domain, o.value.shape) for o in core.outputs)
         self.steps: dict[ahead.Kind, ahead.Step] = {}
         self.forwards: set[tuple[torch.dtype, torch.device]] = set()
@@ -64,6 +68,28 @@ class EdgePhase:
     @cached_property
     def adjoint(self) -> Adjoint:
         return adjoint_of(self.core)
+
+    @cached_property
+    def grads_of_added(self) -> dict[Node, Node]:
+        """Rows and factors among what is added -> gradient, of a factor the part of each row.
+
+        Parameters that are added are missing: theirs is the sum of the rows of the result's.
+        """
+        found: dict[Node, Node] = {}
+        grad = grad_input(self.core.outputs[0])
+        for factor, value in map(addend, self.added):
+            if factor is not None:
+                found[factor] = ir.reduce_features("sum", ir.pointwise("mul", value, grad), (0,))
+                found[value] = ir.pointwise("mul", factor, grad)
+            elif value.is_row:
+                found[value] = grad
+        return found
+
+    @cached_property
+    def _across(self) -> dict[Node, Node]:
+        """The gradient of the result -> the same as rows of the sources, where those are the destinations."""
+        grads = map(grad_input, self.core.outputs)
+        return {g: ir.input(g.name, Domain.SRC, g.shape) for g in grads} if self.same else {}
 
     def saved(self, is_half: bool = False) -> dict[str, tuple[Node, Node]]:
         """What backward needs beside inputs and results: name -> (stand-in, forward expression).
@@ -81,17 +107,21 @@ class EdgePhase:
             results = {o.name: reduction(o) for o in self.core.outputs}
             kept = {f"saved.{k}": node for k, (_, node) in self.saved(is_half).items()} if save else {}
             self._plans[key] = plan({**results, **kept}, target, exact=[*kept, *(results if self.is_exact else ())],
-                                    added=self.added)
+                                    added={self.core.outputs[0].name: self.added} if self.added else {})
         return self._plans[key]
 
     def backward_plan(self, target: Target, needs: Needs) -> Plan:
         """The plan of the gradients of the inputs that ``needs`` picks."""
         key = (target, needs)
         if key not in self._plans:
-            grads = self.adjoint.grads
+            grads = {**self.adjoint.grads, **self.grads_of_added}
             wanted = {n.name: g for n, need in zip(self.inputs, needs, strict=True) if need
                       if (g := grads.get(n)) is not None}
-            self._plans[key] = plan(wanted, target)
+            pairs = [(n.name, to.name) for n, to in self.same.items() if n.name in wanted and to.name in wanted]
+            added = {to: (ir.substitute(wanted.pop(name), self._across),) for name, to in pairs}
+            # What rows give to a factor is still to be added up.
+            by_row = [n.name for n in self.grads_of_added if not n.is_row and n.name in wanted]
+            self._plans[key] = plan(wanted, target, exact=by_row, added=added)
         return self._plans[key]
 
     def forward(self, graph: Graph | _Orders, tensors: Sequence[Tensor], like: Tensor,
@@ -116,14 +146,14 @@ class EdgePhase:
             needs: Which inputs.
         """
         chosen = self.backward_plan(target_of(like.device), needs)
-        env = {**env, **{grad_input(o): g for o, g in zip(self.core.outputs, grads, strict=True)}}
+        given = {grad_input(o): g for o, g in zip(self.core.outputs, grads, strict=True)}
+        env = {**env, **given, **{n: given[g] for g, n in self._across.items()}}
         outgoing = graph.outgoing if any(s.rows == Domain.SRC for s in chosen.sweeps) else None
         made = dict(zip(chosen.outputs, run_plan(chosen, graph.incoming, outgoing, env, like), strict=True))
-        for node, need in zip(self.inputs, needs, strict=True):
-            if need and node in self.added:
-                g = grads[0]
-                made[node.name] = g if node.is_row else \
-                    columns.column_sum(g.view(g.shape[0], node.numel)).view(node.shape)
+        for node, need in zip(self._added_inputs, needs[len(self.core.inputs):], strict=True):
+            if need and not node.is_row:
+                by_row = made[node.name] if node in self.grads_of_added else grads[0]
+                made[node.name] = columns.column_sum(by_row.view(by_row.shape[0], node.numel)).view(node.shape)
         return [made.get(n.name) for n in self.inputs]
 
     def kept(self, target: Target, needs: Needs, is_half: bool) -> ahead.Step:
@@ -152,29 +182,38 @@ class CompiledProgram:
         constant: Per stage the inputs that it is made of, if all of them are constant; otherwise None.
     """
 
-    def __init__(self, program: EdgeProgram, constant: Container[Node] = ()) -> None:
+    def __init__(self, program: EdgeProgram, constant: Container[Node] = (),
+                 same: tuple[tuple[Node, Node], ...] = ()) -> None:
         self.program = program
         self.split: Split = split(program, constant=constant)
-        self.phases = tuple(_phase_of(s.core, s.is_exact, s.added) for s in self.split.stages)
+        self.phases = tuple(_phase_of(s.core, s.is_exact, s.added, _same_in(s, same)) for s in self.split.stages)
         self.constant = tuple(s.constant_inputs(constant) for s in self.split.stages)
         steps = [e for s in self.split.stages for e in (*s.hoisted.values(), *(o.value for o in s.core.outputs))]
         self.uses_degree = any(n is ir.DEGREE or n is ir.INV_DEGREE for n in ir.walk(*steps, *self.split.outputs))
 
 
 @lru_cache(maxsize=1024)
-def _phase_of(core: EdgeProgram, is_exact: bool, added: tuple[Node, ...]) -> EdgePhase:
-    return EdgePhase(core, is_exact, added)
+def _phase_of(core: EdgeProgram, is_exact: bool, added: tuple[Node, ...],
+              same: tuple[tuple[Node, Node], ...]) -> EdgePhase:
+    return EdgePhase(core, is_exact, added, same)
+
+
+def _same_in(stage: Stage, same: tuple[tuple[Node, Node], ...]) -> tuple[tuple[Node, Node], ...]:
+    """Of ``same`` what is added in ``stage`` and read by its core."""
+    return tuple((a, b) for a, b in same if a in ir.inputs_of(*stage.added) and b in stage.core.inputs)
 
 
 @lru_cache(maxsize=1024)
-def compile_program(program: EdgeProgram, constant: frozenset[Node] = frozenset()) -> CompiledProgram:
+def compile_program(program: EdgeProgram, constant: frozenset[Node] = frozenset(),
+                    same: tuple[tuple[Node, Node], ...] = ()) -> CompiledProgram:
     """Compile ``program``, or return what was compiled for the same content before.
 
     Args:
         program: What to compile.
         constant: Inputs that are the same from run to run and have no gradient.
+        same: Inputs of destinations and of sources that are one tensor.
     """
-    return CompiledProgram(program, constant)
+    return CompiledProgram(program, constant, same)
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------
@@ -463,16 +502,17 @@ def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tu
     """
     check_derivatives(tensors.values())
     taken(graph)
-    asked, program = program, _merge_inputs(program, tensors)
+    asked, program, same = program, *_merge_inputs(program, tensors)
     env = _bind(program, graph, tensors)
     unchanged = reuse.constant_inputs(program, graph, env)
-    compiled = compile_program(program, unchanged)
+    is_plain = all(type(t) in _PLAIN for t in env.values()) and not torch.compiler.is_compiling()
+    # Parts of a graph fetch rows on the way to a sweep, and a compiler adds up gradients by itself.
+    compiled = compile_program(program, unchanged, same if is_plain and not graph.is_part else ())
     like = _like(env, graph.device)
     if compiled.uses_degree:
         wide = compute_dtype(like.dtype)
         env[ir.DEGREE] = graph.incoming.degree.to(wide)
         env[ir.INV_DEGREE] = graph.incoming.inv_degree(wide)
-    is_plain = all(type(t) in _PLAIN for t in env.values()) and not torch.compiler.is_compiling()
     # The operator is for compilers, which see no parts of graphs: those are tensors of no plain kind.
     call = _call if is_plain or graph.is_part else call_operator
     given: set[Node] = set()  # results that somebody else holds as well
@@ -562,17 +602,22 @@ def _result(value: Node, env: Mapping[Node, Tensor], graph: Graph, like: Tensor)
     return made if value.is_row else made.expand(graph.num_dst, *value.shape)
 
 
-def _merge_inputs(program: EdgeProgram, tensors: Mapping[str, Tensor]) -> EdgeProgram:
-    """Let inputs of one domain that are the same tensor be one input, so that its rows are read once."""
+def _merge_inputs(program: EdgeProgram,
+                  tensors: Mapping[str, Tensor]) -> tuple[EdgeProgram, tuple[tuple[Node, Node], ...]]:
+    """Let inputs of one domain that are the same tensor be one input, so that its rows are read once.
+
+    Returns: the program, and its inputs of destinations with those of sources that are the same tensor.
+    """
     if len(set(map(id, tensors.values()))) == len(tensors):
-        return program
+        return program, ()
     first: dict[object, Node] = {}
     same = {n: first.setdefault((id(tensors.get(n.name)), n.domain, n.shape), n)
             for n in program.inputs if n.name in tensors}
+    sides = [(n, first.get((id(tensors[n.name]), Domain.SRC, n.shape))) for n in first.values()
+             if n.domain == Domain.DST]
     same = {n: other for n, other in same.items() if n is not other}
-    if not same:
-        return program
-    return _merged(program, tuple(same.items()))
+    return _merged(program, tuple(same.items())) if same else program, \
+        tuple((n, other) for n, other in sides if other is not None)
 
 
 @lru_cache(maxsize=1024)

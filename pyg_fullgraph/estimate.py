@@ -133,11 +133,12 @@ def _sweep_work(sweep: Sweep, sizes: Sizes, width: Callable[[Node], int], stagin
     uses_eid = not all(map(is_staged, held)) or any(n.op in ("eid", "dropout") for n in ir.walk(*sweep.operands))
     uses_places = sweep.rows != staging and any(map(is_staged, held))
     indices = edges * (1 + uses_eid + uses_places) + own + 1
-    read = sum(width(n) * rows(n) for n in (*sweep.inputs, *sweep.added)) + indices * sizes.id
+    read = sum(width(n) * rows(n) for n in (*sweep.inputs, *ir.inputs_of(*sweep.added))) + indices * sizes.id
     results = [*(r for r, _ in sweep.gathers), *(r for r, _ in sweep.edges)]
     reduced = sum(_gather_cost(g) * edges for _, g in sweep.gathers)
     return Work(read, sum(width(r) * sizes.rows(r.domain) for r in results),
-                _expression_flops(sweep.operands, rows) + reduced + sum(n.numel * own for n in sweep.added))
+                _expression_flops((*sweep.operands, *sweep.added), rows) + reduced
+                + sum(n.numel * own for n in sweep.added))
 
 
 def _gather_cost(gather: Node) -> int:

@@ -22,7 +22,7 @@ from pyg_fullgraph.edge_order import EdgeOrder, schedule_tiles
 from pyg_fullgraph.errors import NotFusable, TileRefusedError
 from pyg_fullgraph.saga import codegen, interpret, ir, tiles
 from pyg_fullgraph.saga.ir import Domain, Node
-from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, Plan, Step, Sweep, Target, is_staged
+from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, Plan, Step, Sweep, Target, addend, is_staged
 from pyg_fullgraph.saga.rows import RowsSource, num_passes
 from pyg_fullgraph.saga.rows import generate as generate_rows
 from triton_kernels import launch, segment, tune
@@ -264,11 +264,15 @@ def _add_after(sweep: Sweep, leaf: chunks.Leaf, like: Tensor, exact: Container[N
     """What ``run`` makes of the bare sweep, given the results that it keeps exact, with the addends added by torch."""
     if not sweep.added:
         return run(exact)
-    ((result, _),) = sweep.gathers
-    total = run((result,))[result]
-    for node in sweep.added:
-        total.add_(leaf(node))
-    return {result: total if result in exact else total.to(like.dtype)}
+    (result,) = (r for r, _ in sweep.gathers if r.is_row)
+    made = run({r for r, _ in (*sweep.gathers, *sweep.edges) if r is result or r in exact})
+    total = made[result]
+    for factor, node in map(addend, sweep.added):
+        if factor is None:
+            total.add_(leaf(node))
+        else:
+            total.addcmul_(leaf(node), leaf(factor))
+    return {**made, result: total if result in exact else total.to(like.dtype)}
 
 
 def run_tiles(sweep: Sweep, rows: EdgeOrder, tiles: Sequence[EdgeOrder], leaves: Iterator[chunks.Leaf], like: Tensor,

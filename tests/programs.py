@@ -189,12 +189,14 @@ def integer_data() -> EdgeProgram:
     return EdgeProgram((Output("sum", ir.pointwise("mul", chosen, row)), Output("max", count, "count")))
 
 
-def plus(kind: str, *shape: int) -> Callable[[], EdgeProgram]:
-    """What a layer adds to what it gathers: a row of its own, and a bias."""
+def plus(kind: str, *shape: int, is_scaled: bool = False) -> Callable[[], EdgeProgram]:
+    """What a layer adds to what it gathers: a row of its own, with a factor if it ``is_scaled``, and a bias."""
 
     def make() -> EdgeProgram:
         total = ir.gather(kind, DST, ir.pointwise("mul", ir.input("x", SRC, shape), ir.input("w", SRC, shape)))
-        with_row = ir.pointwise("add", ir.input("own", DST, shape), total)
+        own = ir.input("own", DST, shape)
+        own = ir.pointwise("mul", ir.input("scale", Domain.PARAM, (1,)), own) if is_scaled else own
+        with_row = ir.pointwise("add", own, total)
         return EdgeProgram((Output("vertex", ir.pointwise("add", with_row, ir.input("bias", Domain.PARAM, shape))),))
 
     return make
@@ -245,6 +247,7 @@ MORE_CASES: dict[str, Callable[[], EdgeProgram]] = {
     "plus": plus("sum", WIDTH),
     "plus-mean": plus("mean", 2, 3),
     "plus-wide": plus("sum", 64),
+    "plus-scaled": plus("mean", 64, is_scaled=True),
 }
 
 

@@ -29,7 +29,7 @@ from triton.runtime.driver import driver
 import pyg_fullgraph.nn as fused_nn
 from oracle import gradients, program_of, random_case
 from programs import make_tensors
-from pyg_fullgraph import ahead, autograd, events, execution
+from pyg_fullgraph import ahead, autograd, columns, events, execution
 from pyg_fullgraph.graph import Graph
 from triton_kernels import dots, launch, segment, tune
 
@@ -93,6 +93,14 @@ def test_layers_launch_what_was_foreseen(name, launches):
     assert_same(run(fused, layer, case, Graph.from_edge_index(case.edge_index, case.size)),
                 run(plain, layer, case, case.edge_index))
     assert_foreseen(launches)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("name", ["gin", "gin_train_eps", "gine_edge"])
+def test_layers_that_add_to_their_sum_launch_what_was_foreseen(name, launches, monkeypatch):
+    monkeypatch.setattr(columns, "MIN_NUMBERS", 1)
+    monkeypatch.setattr(columns, "MIN_COLUMNS", 1000)  # sums of columns are compiled when they are launched
+    test_layers_launch_what_was_foreseen(name, launches)
 
 
 def inputs_of(program, case, dtype):

@@ -19,7 +19,7 @@ CASE = random_case(11, 9, 60)
 GRAPH = Graph.from_edge_index(CASE.edge_index, CASE.size)
 LIKE_LAYERS = ("gcn", "sage-mean", "sage-max", "gat-weights", "gat-dropout", "gatv2-edge-dropout", "edge-mlp", "gmm",
                "plus")
-NAMES = (*CASES, "plus", "plus-mean")
+NAMES = (*CASES, "plus", "plus-mean", "plus-scaled")
 
 
 def tensors_of(name, dtype=torch.float64):

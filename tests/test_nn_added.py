@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch_geometric.nn as pyg_nn
 from test_kernels import GPU, INTERPRETER
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import pyg_fullgraph as pfg
@@ -13,7 +14,10 @@ from oracle import error
 from pyg_fullgraph import columns, debug
 from pyg_fullgraph.autograd import observing
 from pyg_fullgraph.execution import interpreted
+from pyg_fullgraph.nn import order
 from pyg_fullgraph.nn.lazy import LazyTensor
+from pyg_fullgraph.saga.plans import addend
+from triton_kernels import launch
 
 DEVICES = pytest.mark.parametrize("device", [INTERPRETER, GPU])
 
@@ -62,6 +66,7 @@ LAYERS = {
     "GINConv": (lambda kind: kind(torch.nn.Linear(6, 4), train_eps=True), [], [1]),
     "ResGatedGraphConv": (lambda kind: kind(6, 4), [], [2]),
     "GMMConv": (lambda kind: kind(6, 4, dim=2, kernel_size=3), [2], [2]),
+    "GINEConv": (lambda kind: kind(torch.nn.Linear(6, 4), edge_dim=2, eps=0.3), [2], [1]),
     "LEConv": (lambda kind: kind(6, 4), [], [1]),
     "NNConv": (lambda kind: kind(6, 4, torch.nn.Linear(2, 24)), [2], [2]),
     "CGConv": (lambda kind: kind(6), [], [1]),
@@ -140,6 +145,145 @@ def test_gradients_that_are_asked_for(device):
     with torch.inference_mode():
         also = layer(x, edge_index)
     assert not out.requires_grad and error(out, plain(x, edge_index)) < 1e-11 and error(also, out) < 1e-12
+
+
+# --- features with a factor -------------------------------------------------------------------------------------
+
+
+def factors_in(seen):
+    """The factor of each term that edge phases added."""
+    stages = [stage for run in seen for stage in run.compiled.split.stages]
+    return [factor.name for s in stages for t in s.added if (factor := addend(t)[0]) is not None]
+
+
+class Arithmetic(TorchDispatchMode):
+    """Notes torch's sums and products that have more than one number."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in ("add", "add_", "mul", "mul_", "addcmul_", "sum", "zeros_like", "clone") and out.numel() > 1:
+            self.names.append(name)
+        return out
+
+
+@DEVICES
+@pytest.mark.parametrize("aggr", ["sum", "mean"])
+def test_no_operation_is_left_of_a_factor(aggr, device, monkeypatch):
+    """One kernel forward and one backward, beside the products of the network."""
+    plain, layer = pair("GINConv", lambda kind: kind(torch.nn.Linear(6, 4, bias=False), eps=0.3, aggr=aggr), device)
+    x = normal(30, 6).to(device).requires_grad_()
+    edge_index, grad = edges().to(device), normal(30, 4, seed=7).to(device)
+    names, run = [], launch.run
+
+    def note(kernel, *args):
+        names.extend([kernel.fn.__name__] if args[-1].type != "meta" else [])  # which is what is compiled ahead
+        run(kernel, *args)
+
+    monkeypatch.setattr(launch, "run", note)
+    for number in range(5):
+        names.clear()
+        with observing() as seen, Arithmetic() as arithmetic:
+            out = layer(x, edge_index)
+            (got,) = torch.autograd.grad(out, x, grad)
+        assert factors_in(seen) == ["after.0.factor"] and (number == 0 or arithmetic.names == [])
+        assert [n[:n.index("_by_") + 7] for n in names] == [f"{aggr}_by_dst", "sum_by_src"]
+        assert error(got, torch.autograd.grad(plain(x, edge_index), x, grad)[0]) < 1e-11
+
+
+@DEVICES
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_factors_in_dtypes(dtype, device):
+    plain, layer = pair("GINConv", lambda kind: kind(torch.nn.Linear(6, 4), eps=0.25, train_eps=True), device, dtype)
+    plain.load_state_dict(layer.state_dict())
+    x = normal(30, 6).to(device, dtype).requires_grad_()
+    want = step(plain, x.detach().double().requires_grad_(), edges().to(device))
+    with observing() as seen:
+        got = step(layer, x, edges().to(device))
+    limit = {torch.float64: 1e-11, torch.float32: 1e-6, torch.float16: 4e-3}.get(dtype, 3e-2)
+    assert factors_in(seen) == ["after.0.factor"] and all(g.dtype == dtype for g in got)
+    assert max(error(g, w) for g, w in zip(got, want, strict=True)) < limit
+
+
+@DEVICES
+def test_gradients_of_factors_that_are_asked_for(device):
+    """Of the factor, of the features, of both; of features of their own; and in no mode of gradients."""
+    plain, layer = pair("GINConv", lambda kind: kind(torch.nn.Identity(), eps=0.3, train_eps=True), device)
+    x, own = normal(30, 6).to(device), normal(20, 6, seed=1).to(device)
+    for needs in ((True, False), (False, True), (True, True), (False, False)):
+        x.requires_grad_(needs[0])
+        own.requires_grad_(needs[0])
+        for module in (plain, layer):
+            module.eps.requires_grad_(needs[1])
+        for given, places in ((x, edges()), ((x, x), edges()), ((x, own), edges(30, 20)), ((x, None), edges())):
+            if not any(needs) or (given == (x, None) and not needs[0]):
+                continue
+            inputs = [t for t in (x, own, plain.eps) if t.requires_grad]
+            ours = [t for t in (x, own, layer.eps) if t.requires_grad]
+            want = torch.autograd.grad(plain(given, places.to(device)).square().sum(), inputs, allow_unused=True)
+            got = torch.autograd.grad(layer(given, places.to(device)).square().sum(), ours, allow_unused=True)
+            assert all(g is None if w is None else error(g, w) < 1e-11 for g, w in zip(got, want, strict=True))
+    with torch.no_grad(), observing() as seen:
+        out = layer(x, edges().to(device))
+    with torch.inference_mode():
+        also = layer(x, edges().to(device))
+    assert factors_in(seen) and error(out, plain(x, edges().to(device))) < 1e-11 and error(also, out) < 1e-12
+
+
+@DEVICES
+def test_factors_that_torch_multiplies_by(device):
+    """A number per feature, one of another dtype, one that changes the shape; one without dimensions is taken."""
+    plain, layer = pair("GINConv", lambda kind: kind(torch.nn.Identity()), device, torch.float32)
+    plain = plain.float()
+    x = normal(30, 6).to(device).float()
+    for eps, is_taken in ((torch.tensor(0.3), True), (torch.tensor([0.3]), True), (torch.tensor([[0.3]]), False),
+                          (torch.rand(6), False), (torch.rand(30, 1), False), (torch.tensor(0.3).double(), False)):
+        plain.eps = layer.eps = eps.to(device)
+        with observing() as seen:
+            out = layer(x, edges().to(device))
+        assert bool(factors_in(seen)) == is_taken and error(out, plain(x, edges().to(device)).double()) < 1e-6
+
+
+@DEVICES
+def test_static_graphs_and_extrema_with_a_factor(device):
+    for aggr, shape in (("sum", (3, 30, 6)), ("max", (30, 6)), (["sum", "max"], (30, 6))):
+        network = torch.nn.Linear(12, 4) if isinstance(aggr, list) else torch.nn.Linear(6, 4)
+        plain, layer = pair("GINConv", lambda kind, n=network, a=aggr: kind(n, eps=0.3, train_eps=True, aggr=a), device)
+        x = normal(*shape).to(device).requires_grad_()
+        if isinstance(aggr, list):
+            x = x, None
+            assert error(layer(x, edges().to(device)), plain(x, edges().to(device))) < 1e-11
+            continue
+        for got, want in zip(step(layer, x, edges().to(device)), step(plain, x, edges().to(device)), strict=True):
+            assert error(got, want) < 1e-11
+
+
+@DEVICES
+@pytest.mark.parametrize("count", [0, 1, 600], ids=str)
+def test_factors_in_rows_without_edges_and_cut_rows(count, device):
+    plain, layer = pair("GINConv", lambda kind: kind(torch.nn.Linear(6, 4), eps=0.3, train_eps=True), device)
+    for edge_index in (torch.stack([torch.arange(count) % 7, torch.zeros(count, dtype=torch.long)]),
+                       torch.stack([torch.zeros(count, dtype=torch.long), torch.arange(count) % 7])):
+        x = normal(9, 6).to(device).requires_grad_()
+        args = x, edge_index.to(device)
+        for got, want in zip(step(layer, *args), step(plain, *args), strict=True):
+            assert error(got, want) < 1e-11
+
+
+def test_forwards_that_have_sums():
+    classes = [getattr(pyg_nn.conv, name) for name in pyg_nn.conv.__all__]
+    found = {c.__name__ for c in classes if "forward" in vars(c) and order.code_with_sums(c.forward) is not None}
+    assert {"GINConv", "GINEConv"} <= found
+    total, a, b = normal(3, 2), normal(1, seed=1), normal(3, 2, seed=2)
+    assert (order.plus(total, a, b) == total + a * b).all()
+    plain = pyg_nn.GINConv.forward.__code__
+    code = order.code_with_sums(pyg_nn.GINConv.forward)
+    assert (code.co_filename, code.co_firstlineno, code.co_name) == \
+        (plain.co_filename, plain.co_firstlineno, plain.co_name) and order.NAME in code.co_names
 
 
 class Given(torch.nn.Module):
@@ -252,13 +396,23 @@ class Twice(pyg_nn.GCNConv):
             return more + more
         if how == "same":
             return (out + x) + x + self.bias
+        if how == "own":
+            return (out + x) + self.bias
+        if how == "scaled":
+            return out + x * self.bias[0]
+        if how == "scaled-twice":
+            return out + self.bias[0] * x + x * self.bias[1]
+        if how == "scaled-read":
+            more = out + self.bias[:1] * x
+            return more * out
         if how == "left":
             return self.bias + out
         return more + out
 
 
 @DEVICES
-@pytest.mark.parametrize("how", ["read", "write", "double", "same", "left", "both"])
+@pytest.mark.parametrize("how", ["read", "write", "double", "same", "own", "scaled", "scaled-twice", "scaled-read",
+                                 "left", "both"])
 def test_sums_that_are_read_again(how, device, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_geometric.nn.twice", sys.modules[__name__])
     monkeypatch.setattr(Twice, "__module__", "torch_geometric.nn.twice")
@@ -305,6 +459,18 @@ def test_explanation(device):
     layer = pfg.nn.ResGatedGraphConv(6, 4).to(device, torch.float64)
     text = str(pfg.explain(layer, normal(30, 6).to(device), edges().to(device)))
     assert "after.0" in text and "after.1" in text
+    layer = pfg.nn.GINConv(torch.nn.Linear(6, 4), train_eps=True).to(device, torch.float64)
+    report = pfg.explain(layer, normal(30, 6).to(device).requires_grad_(), edges().to(device))
+    assert "+ after.0.factor * after.0" in str(report)
+    ((part,),) = [r.parts for r in report.layers.values()]
+    rows, wide = 30 * 6 * 8, 30 * 8
+    indices = (200 + 31) * 4
+    forward, backward = part.work()
+    # Sources by edge, features, factor, indices; then gradients by edge and by row, and both again for the factor.
+    assert forward.read_bytes == 200 * 6 * 8 + rows + 8 + indices and forward.written_bytes == rows
+    assert backward.read_bytes == 200 * 6 * 8 + rows + 8 + indices + 2 * rows
+    assert backward.written_bytes == rows + wide
+    assert part.saved_bytes == rows + 8
 
 
 def test_cpu_stays_as_it_is():

@@ -12,10 +12,11 @@ from test_replay import call
 from torch import Tensor, nn
 
 import pyg_fullgraph as pfg
+from pyg_fullgraph import columns
 from pyg_fullgraph.config import TrainConfig
 from pyg_fullgraph.data import generate
 from pyg_fullgraph.errors import CaptureError
-from pyg_fullgraph.nn import GATConv, GCNConv, SAGEConv, TransformerConv
+from pyg_fullgraph.nn import GATConv, GCNConv, GINConv, SAGEConv, TransformerConv
 from pyg_fullgraph.training import EpochReport, train
 
 pytestmark = pytest.mark.gpu
@@ -26,6 +27,7 @@ class Net(nn.Module):
         super().__init__()
         make = {"gat": lambda i, o: GATConv(i, o, heads=4, concat=False, dropout=dropout), "gcn": GCNConv,
                 "sage-max": lambda i, o: SAGEConv(i, o, aggr="max"),
+                "gin": lambda i, o: GINConv(nn.Linear(i, o), train_eps=True),
                 "transformer": lambda i, o: TransformerConv(i, o, heads=2, concat=False, edge_dim=3)}[kind]
         self.first, self.norm, self.second = make(16, 32), nn.BatchNorm1d(32), make(32, 5)
         self.dropout, self.takes_edges = dropout, kind == "transformer"
@@ -95,6 +97,12 @@ def test_replays_are_the_steps_to_the_bit(kind, optimizer):
         torch.testing.assert_close(plain.evaluate(), job.evaluate(), rtol=0, atol=0)
     assert step.num_recordings == 1 and step.pool_bytes > 0
     assert_same(plain, job)
+
+
+def test_replays_add_what_changes_to_sums(monkeypatch):
+    """The factor of GIN is another one in each step."""
+    monkeypatch.setattr(columns, "MIN_NUMBERS", 1)
+    test_replays_are_the_steps_to_the_bit("gin", "adam")
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])

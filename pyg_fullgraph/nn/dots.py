@@ -11,16 +11,15 @@ Only forwards written in PyG are treated so: they write to nothing between the p
 from __future__ import annotations
 
 import ast
-import inspect
-import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from pyg_fullgraph import dots
 from pyg_fullgraph.nn.lazy import DeferredTensor, EdgeExpr, Returned
+from pyg_fullgraph.nn.rewriting import Rewriter, rewritten
 
 __all__ = ["NAME", "code_with_dots", "computed", "dot"]
 
@@ -92,30 +91,12 @@ def _replaced(value: Any, made: Mapping[int, Tensor]) -> Any:
 
 
 def code_with_dots(function: types.FunctionType) -> types.CodeType | None:
-    """The code of a ``forward`` written in PyG with calls of :func:`dot`, None if it has nothing of the kind.
-
-    None as well where its source cannot be read, or is not that of the code.
-    """
-    code = function.__code__
-    is_pygs = function.__name__ == "forward" and (function.__module__ or "").startswith("torch_geometric.")
-    if not is_pygs or code.co_freevars or "sum" not in code.co_names:
-        return None
-    try:
-        # The whole file: what a name stands for there decides how it is called.
-        tree = ast.parse(inspect.getsource(sys.modules[function.__module__]))
-        if not _is_same(_compiled(tree, code), code):
-            return None
-    except (KeyError, OSError, StopIteration, SyntaxError, TypeError):
-        return None
-    finder = _Products()
-    found = _compiled(finder.visit(tree), code)
-    return found if finder.has_found else None
+    """The code of a ``forward`` written in PyG with calls of :func:`dot`, None without any (see :func:`rewritten`)."""
+    return rewritten(function, _Products()) if "sum" in function.__code__.co_names else None
 
 
-class _Products(ast.NodeTransformer):
+class _Products(Rewriter):
     """Puts ``dot(a, b)`` in the place of ``(a * b).sum(dim=-1)``."""
-
-    has_found = False
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
@@ -124,27 +105,4 @@ class _Products(ast.NodeTransformer):
         if not isinstance(product, ast.BinOp) or not isinstance(product.op, ast.Mult) or \
                 given not in (["-1"], ["dim=-1"]):
             return node
-        self.has_found = True
-        name = ast.copy_location(ast.Name(NAME, ast.Load()), node)
-        return ast.copy_location(ast.Call(name, [product.left, product.right], []), node)
-
-
-def _compiled(tree: ast.Module, like: types.CodeType) -> types.CodeType:
-    """The code in ``tree`` that has the name and the place of ``like``."""
-    whole = compile(tree, like.co_filename, "exec", dont_inherit=True)
-    return next(c for c in _inside([whole]) if (c.co_name, c.co_firstlineno) == (like.co_name, like.co_firstlineno))
-
-
-def _inside(codes: Iterable[types.CodeType]) -> Iterator[types.CodeType]:
-    for code in codes:
-        yield code
-        yield from _inside([c for c in code.co_consts if isinstance(c, types.CodeType)])
-
-
-def _is_same(a: types.CodeType, b: types.CodeType) -> bool:
-    """Whether two codes do the same; where they are from is left out."""
-    pairs = list(zip(a.co_consts, b.co_consts, strict=False))
-    parts = [(x, y) for x, y in pairs if isinstance(x, types.CodeType) and isinstance(y, types.CodeType)]
-    return (a.co_code, a.co_names, a.co_varnames, len(a.co_consts)) == \
-        (b.co_code, b.co_names, b.co_varnames, len(b.co_consts)) and all(_is_same(*p) for p in parts) and \
-        all(p in parts or p[0] == p[1] for p in pairs)
+        return self.call(NAME, [product.left, product.right], node)

@@ -88,6 +88,17 @@ def _over_ours(function: types.FunctionType) -> Any:
     return made
 
 
+def _with_sums(forward: Any) -> Any:
+    """``forward``, or a copy of it with calls of :func:`order.plus`."""
+    code = order.code_with_sums(forward) if isinstance(forward, types.FunctionType) else None
+    if code is None:
+        return forward
+    made: Any = rebind(forward, {})
+    made.__code__ = code
+    made.__globals__[order.NAME] = order.plus
+    return made
+
+
 def _names_replaced(function: types.FunctionType) -> bool:
     space = function.__globals__
     for name in _global_names(function.__code__):
@@ -113,6 +124,7 @@ def _wrapped(forward: Any, original: Any, is_lazy: bool) -> Any:
     # The globals of what is returned are PyG's, so what it names of ours is bound here.
     is_compiling, takes, can_fuse, as_operator, products, running = torch.compiler.is_compiling, compiled.takes, \
         compiled.can_fuse, compiled.call, dense.in_layer, order.running
+    eager = _with_sums(forward)
 
     def explained(self: Any, *args: Any, **kwargs: Any) -> Any:
         is_open, given = order.is_open(self), (*args, *kwargs.values())
@@ -121,11 +133,11 @@ def _wrapped(forward: Any, original: Any, is_lazy: bool) -> Any:
             if is_open:
                 opened = [order.opened(a) for a in args], {k: order.opened(v) for k, v in kwargs.items()}
                 with derived.remembering(self), products(given):
-                    out = forward(self, *opened[0], **opened[1])
+                    out = eager(self, *opened[0], **opened[1])
                 order.settle(self)
             else:
                 with derived.remembering(self), products(given):
-                    out = forward(self, *args, **kwargs)
+                    out = eager(self, *args, **kwargs)
             return as_plain(out) if is_lazy or is_open or isinstance(out, LazyTensor) else out
         except (RuntimeError, RowCountError) as error:
             _explain(self, original, args, kwargs, error)

@@ -6,19 +6,24 @@ product before a propagate, and a sum that goes straight into a product, are laz
 ``order_products`` then decides by the widths (MG-GCN 4.4) and by what is constant (:mod:`pyg_fullgraph.reuse`). A layer
 where nothing came of it in its first calls is left alone from then on.
 
-A bias, and features of the targets, that are added to a large sum or mean are added where kernels write it.
+A bias, and features of the targets, that are added to a large sum or mean are added where kernels write it. In copies
+of forwards that add features times a factor, as GINConv does, both operations are one call of :func:`plus`.
 
 Only forwards written in PyG are treated so: they write to nothing between the calls.
 """
 
 from __future__ import annotations
 
+import ast
+import dis
 import functools
+import itertools
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,12 +35,16 @@ from pyg_fullgraph import columns, debug, dense, reuse
 from pyg_fullgraph.execution import has_kernels
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn.lazy import DeferredTensor, LazyTensor, run
+from pyg_fullgraph.nn.rewriting import Rewriter, rewritten
 from pyg_fullgraph.nn.surroundings import submodules
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output
 
-__all__ = ["LinearExpr", "SummedExpr", "has_update", "is_closed", "is_open", "opened", "running", "settle", "sum_later"]
+__all__ = ["NAME", "LinearExpr", "SummedExpr", "code_with_sums", "has_update", "is_closed", "is_open", "opened", "plus",
+           "running", "settle", "sum_later"]
 
+#: Name of :func:`plus` in the globals of rewritten forwards.
+NAME = "_fullgraph_plus"
 _PLAIN = (Tensor, torch.nn.Parameter)
 #: Layers where keeping linear maps open was of use, and the number of calls of those where it was not so far.
 _useful: weakref.WeakSet[Module] = weakref.WeakSet()
@@ -274,48 +283,65 @@ class SummedExpr(_Open):
         narrows = weight.dtype == self.dtype and weight.shape[0] < weight.shape[1] == self.shape[1]
         return LinearOfSum(self, weight, bias) if self.opens and narrows and self._value is None else None
 
-    def plus(self, other: Tensor) -> AddedExpr | None:
-        return AddedExpr(self, (other,)) if self.can_add and self._value is None and self.takes(other) else None
+    def plus(self, other: Tensor, factor: Tensor | None = None) -> AddedExpr | None:
+        can_wait = self.can_add and self._value is None and self.takes(other, factor)
+        return AddedExpr(self, (Addend(other, factor),)) if can_wait else None
 
-    def takes(self, other: Tensor) -> bool:
-        """Whether ``other`` is a bias or features of the targets, that the kernel can add."""
-        return (type(other) in _PLAIN and other.dtype == self.dtype and other.device == self.device
-                and other.shape in (self.shape, self.shape[1:]) and other.layout == torch.strided
-                and not columns.has_transform((other,)))
+    def takes(self, other: Tensor, factor: Tensor | None = None) -> bool:
+        """Whether ``other`` is a bias or features of the targets, or a factor times these, that the kernel can add."""
+        given = (other,) if factor is None else (other, factor)
+        shapes = (self.shape, self.shape[1:]) if factor is None else (self.shape,)
+        return (other.shape in shapes and (factor is None or (factor.numel() == 1 and factor.dim() < 2))
+                and all(type(t) in _PLAIN and t.dtype == self.dtype and t.device == self.device
+                        and t.layout == torch.strided for t in given)
+                and not columns.has_transform(given))
+
+
+class Addend(NamedTuple):
+    """What is added to a sum: a bias ``[K]``, or features ``[N, K]``, which may have a factor, one number."""
+
+    value: Tensor
+    factor: Tensor | None
 
 
 class AddedExpr(_Open):
     """The result of a propagate and what is added to it ``[N, K]``, not computed yet."""
 
     summed: SummedExpr
-    added: tuple[Tensor, ...]
+    added: tuple[Addend, ...]
 
     @staticmethod
-    def __new__(cls, summed: SummedExpr, added: tuple[Tensor, ...]) -> AddedExpr:
-        self = _Open._make(cls, added[0], tuple(summed.shape))
+    def __new__(cls, summed: SummedExpr, added: tuple[Addend, ...]) -> AddedExpr:
+        self = _Open._make(cls, added[0].value, tuple(summed.shape))
         self.summed, self.added = summed, added
-        self.watch(*added)
+        self.watch(*(t for addend in added for t in addend))
         summed.products.append(weakref.ref(self))
         return self
 
-    def __init__(self, summed: SummedExpr, added: tuple[Tensor, ...]) -> None:
+    def __init__(self, summed: SummedExpr, added: tuple[Addend, ...]) -> None:
         """See the class."""
 
     def compute(self) -> Tensor:
         if _is_wanted(self):
-            return functools.reduce(columns.add, self.added, self.summed.materialize())
+            terms = (a.value if a.factor is None else a.factor * a.value for a in self.added)
+            return functools.reduce(columns.add, terms, self.summed.materialize())
         summed = self.summed
         (output,) = summed.program.outputs
-        tensors = {f"after.{k}": t for k, t in enumerate(self.added)}
-        inputs = [ir.input(name, Domain.DST if t.dim() > 1 else Domain.PARAM, output.value.shape)
-                  for name, t in tensors.items()]
-        value = functools.reduce(functools.partial(ir.pointwise, "add"), inputs,
-                                 ir.gather(output.kind, Domain.DST, output.value))
-        return summed.run(EdgeProgram((Output("vertex", value, output.name),)), {**summed.tensors, **tensors})
+        total = ir.gather(output.kind, Domain.DST, output.value)
+        tensors = dict(summed.tensors)
+        for k, (value, factor) in enumerate(self.added):
+            name = f"after.{k}"
+            term = ir.input(name, Domain.DST if value.dim() > 1 else Domain.PARAM, output.value.shape)
+            tensors[name] = value
+            if factor is not None:
+                term = ir.pointwise("mul", ir.input(f"{name}.factor", Domain.PARAM, tuple(factor.shape)), term)
+                tensors[f"{name}.factor"] = factor
+            total = ir.pointwise("add", total, term)
+        return summed.run(EdgeProgram((Output("vertex", total, output.name),)), tensors)
 
-    def plus(self, other: Tensor) -> AddedExpr | None:
-        can_wait = self._value is None and self.summed._value is None and self.summed.takes(other)
-        return AddedExpr(self.summed, (*self.added, other)) if can_wait else None
+    def plus(self, other: Tensor, factor: Tensor | None = None) -> AddedExpr | None:
+        can_wait = self._value is None and self.summed._value is None and self.summed.takes(other, factor)
+        return AddedExpr(self.summed, (*self.added, Addend(other, factor))) if can_wait else None
 
 
 class LinearOfSum(_Open):
@@ -356,3 +382,35 @@ def _is_wanted(made: LinearOfSum | AddedExpr) -> bool:
 
 def _product(x: Node, weight: Tensor, name: str) -> Node:
     return ir.mm(x, ir.permute(ir.input(name, Domain.PARAM, tuple(weight.shape)), (1, 0)))
+
+
+# --- features with a factor -------------------------------------------------------------------------------------
+
+
+def plus(total: Any, a: Any, b: Any) -> Any:
+    """``total + a * b``, not computed yet where that is a sum and features of the targets with a factor."""
+    if isinstance(total, (SummedExpr, AddedExpr)):
+        for value, factor in ((a, b), (b, a)):
+            if isinstance(value, Tensor) and type(factor) in _PLAIN and value.shape == total.shape:
+                made = total.plus(value.materialize() if isinstance(value, LazyTensor) else value, factor)
+                if made is not None:
+                    return made
+    return total + a * b
+
+
+def code_with_sums(function: types.FunctionType) -> types.CodeType | None:
+    """The code of a ``forward`` written in PyG with calls of :func:`plus`, None without any (see :func:`rewritten`)."""
+    signs = [i.argrepr if i.opname == "BINARY_OP" else i.opname for i in dis.get_instructions(function)]
+    has_sum = any(p in (("*", "+"), ("BINARY_MULTIPLY", "BINARY_ADD")) for p in itertools.pairwise(signs))
+    return rewritten(function, _Sums()) if has_sum else None
+
+
+class _Sums(Rewriter):
+    """Puts ``plus(total, a, b)`` in the place of ``total + a * b``."""
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        self.generic_visit(node)
+        product = node.right
+        if not (isinstance(node.op, ast.Add) and isinstance(product, ast.BinOp) and isinstance(product.op, ast.Mult)):
+            return node
+        return self.call(NAME, [node.left, product.left, product.right], node)

@@ -17,7 +17,7 @@ from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.emit import Buffer, Emitter
 from pyg_fullgraph.saga.ir import Domain
-from pyg_fullgraph.saga.plans import Sweep, is_staged
+from pyg_fullgraph.saga.plans import Sweep, addend, is_staged
 from pyg_fullgraph.saga.reducers import ArgPeak, Carry, Outer, Peak, Reducer, Sum, reducers_of
 from pyg_fullgraph.saga.tiles import MIN_DOT_SIZE, WARP, Edges, Lowering, Tile
 from triton_kernels import skeletons
@@ -49,7 +49,7 @@ class KernelSource:
         name: Of the kernel in it; the kernel that merges cut rows, where there is one, is ``merge_name``.
         inputs: Input buffers; those with a row dimension are followed by a row stride parameter.
         outputs: Results of gathers, then edge results. Those in domain ``PARAM`` get one row per program.
-        added: What is added to the result of the one gather where it is written; contiguous, after ``outputs``.
+        added: Inputs of what is added to the one result with rows where it is written; contiguous, after ``outputs``.
         carries: Features and integer-ness of each workspace buffer, ``[num_slots, features]``.
         apart: Which of these, counted from 0, a kernel that takes tiles reads from a copy, because one thread writes
             what others read.
@@ -169,7 +169,8 @@ class _Generator:
         self.carries = [c for r in self.reducers for c in r.carries]
         self.outputs = {result: Buffer(f"out{k}", result, result.shape, result.is_integer)
                         for k, (result, _) in enumerate([*self.gathers, *self.edges])}
-        self.added = [Buffer(f"added{k}", node, node.shape, False) for k, node in enumerate(sweep.added)]
+        self.added = {node: Buffer(f"added{k}", node, node.shape, False)
+                      for k, node in enumerate(ir.inputs_of(*sweep.added))}
         if self.added and (takes_blocks or any(type(r) is not Sum for r in self.reducers)):
             raise NotFusable(["what is added to results is added to sums of rows only"])
         self.takes_tiles = bool(self.carries) and not takes_blocks
@@ -201,10 +202,11 @@ class _Generator:
         block_e, min_block_e = self._edges_in_flight()
         widths = tuple((self._width(c), c.integer) for c in self.carries)
         return KernelSource(text, self.name, tuple(self.emitter.inputs.values()), tuple(self.outputs.values()),
-                            tuple(self.added), widths, self.apart, self.tile.num_programs, self.tile.width, block_e,
-                            min_block_e, self.tile.num_warps(block_e), self.tile.edge_lanes, self._is_sliced_freely,
-                            self.emitter.uses_eid, self.emitter.uses_ids, self.emitter.uses_places, self.has_workers,
-                            self.takes_blocks, self.takes_tiles, self._product_work())
+                            tuple(self.added.values()), widths, self.apart, self.tile.num_programs, self.tile.width,
+                            block_e, min_block_e, self.tile.num_warps(block_e), self.tile.edge_lanes,
+                            self._is_sliced_freely, self.emitter.uses_eid, self.emitter.uses_ids,
+                            self.emitter.uses_places, self.has_workers, self.takes_blocks, self.takes_tiles,
+                            self._product_work())
 
     # --- kernels ----------------------------------------------------------------------------------------------------
 
@@ -221,7 +223,7 @@ class _Generator:
             tables += [*pieces, "num_pieces"]
         workers = ["num_workers"] * self.has_workers
         ins = pointers(emitter.inputs.values())
-        outs = [f"{b.name}_ptr" for b in (*self.outputs.values(), *self.added)]
+        outs = [f"{b.name}_ptr" for b in (*self.outputs.values(), *self.added.values())]
         has_ids = ["HAS_IDS: tl.constexpr"] * emitter.uses_ids + ["HAS_PLACES: tl.constexpr"] * emitter.uses_places
         adds = ["ADDS: tl.constexpr"] * self.takes_tiles
         copies = [f"old{k}_ptr" for k in self.apart]
@@ -281,7 +283,7 @@ class _Generator:
     def _merge_kernel(self) -> str:
         """The kernel that merges the pieces of rows that were cut."""
         rows = [f"{self.outputs[r].name}_ptr" for r, g in self.gathers if g.domain != Domain.PARAM]
-        rows += [f"{b.name}_ptr" for b in self.added]
+        rows += [f"{b.name}_ptr" for b in self.added.values()]
         params = ["split_row_ptr", "split_ptr_ptr", "row_ptr_ptr", "num_split", *rows, *self._workspaces(), *_CONSTANTS]
         return _fill(skeletons.MERGE, name=f"merge_{self.name}", params=", ".join(params),
                      tiles=_indent(self.tile.lines("num_split") + self.tile.flat_lines, 1),
@@ -347,7 +349,9 @@ class _Generator:
     # --- results ----------------------------------------------------------------------------------------------------
 
     def _row_stores(self) -> list[str]:
-        return [store(self.tile, self.outputs[result], "row", text, added=self.added)
+        terms = [(None if factor is None else self.added[factor], self.added[value])
+                 for factor, value in map(addend, self.sweep.added)]
+        return [store(self.tile, self.outputs[result], "row", text, added=terms)
                 for r in self.reducers for result, text in r.stores]
 
     def _totals(self) -> list[str]:
@@ -463,11 +467,12 @@ class _Generator:
 # --- text of every kind of kernel -----------------------------------------------------------------------------------
 
 
-def store(tile: Tile, buffer: Buffer, row: str, value: str, *masks: str, added: Sequence[Buffer] = ()) -> str:
+def store(tile: Tile, buffer: Buffer, row: str, value: str, *masks: str,
+          added: Sequence[tuple[Buffer | None, Buffer]] = ()) -> str:
     """The line that writes ``value`` to ``row`` of ``buffer``; given ``masks``, to a row per edge of a block.
 
     Args:
-        added: Rows, or parameters, that are added to it, of the same features.
+        added: Rows, or parameters, that are added to it, of the same features, each with its factor or None.
     """
     node = buffer.node
     shape = tile.shape(node, Edges.BLOCK if masks else Edges.ONE)
@@ -476,18 +481,21 @@ def store(tile: Tile, buffer: Buffer, row: str, value: str, *masks: str, added: 
         has_rows = where is buffer or where.node.is_row
         return f"{where.name}_ptr + {f'{row} * {max(node.numel, 1)} + ' * has_rows}{offset}"
 
+    def plus(factor: Buffer | None) -> str:
+        return " + " if factor is None else f" + tl.load({factor.name}_ptr).to(FLOAT) * "
+
     if not masks and tile.is_flat(node):
         index, run = tile.flat(node), f"[{tile.padded(tile.axes.axes(node))}]"
         mask = tile.mask(node, *tile.first(tile.axes.axes(node), 1), index=index)
         offset = tile.offset(node, index=index)
         mask = f", mask=tl.broadcast_to({mask}, {run})" if mask else ""
         value = f"tl.reshape(tl.broadcast_to({value}, {shape}), {run})"
-        terms = [f" + tl.load({place(b, offset)}{mask}).to(FLOAT)" for b in added]
+        terms = [f"{plus(f)}tl.load({place(b, offset)}{mask}).to(FLOAT)" for f, b in added]
         return f"tl.store({place(buffer, offset)}, {value}{''.join(terms)}{mask})"
     mask = tile.mask(node, *masks, *tile.first(tile.axes.axes(node)))
     offset = tile.offset(node)
     mask = f", mask=tl.broadcast_to({mask}, {shape})" if mask else ""
-    terms = [f" + tl.load(tl.broadcast_to({place(b, offset)}, {shape}){mask}).to(FLOAT)" for b in added]
+    terms = [f"{plus(f)}tl.load(tl.broadcast_to({place(b, offset)}, {shape}){mask}).to(FLOAT)" for f, b in added]
     where = f"tl.broadcast_to({place(buffer, offset)}, {shape})"
     return f"tl.store({where}, tl.broadcast_to({value}, {shape}){''.join(terms)}{mask})"
 

@@ -7,16 +7,17 @@ over the edges in one order. The sequence of passes is in these two functions an
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from pyg_fullgraph.saga import features, ir, recompute
 from pyg_fullgraph.saga.adjoint import scales_linearly, softmax_from
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output, pointwise
-from pyg_fullgraph.saga.plans import Plan, Sweep, Target
+from pyg_fullgraph.saga.plans import Plan, Sweep, Target, addend
 
 #: Passes that ``disable`` can leave out, for ablations.
 PASSES = ("reorganize", "order", "add", "fuse", "hand_on")
@@ -375,7 +376,7 @@ class Stage:
         results: Inputs that stand for the outputs of ``core`` in what comes after.
         is_exact: Whether vertex expressions go on computing with the results, which therefore keep the dtype of the
             arithmetic (variances cancel).
-        added: Inputs of destinations and parameters that are added to the one result.
+        added: Terms of destinations and parameters that are added to the one result, see :attr:`Sweep.added`.
     """
 
     hoisted: Mapping[Node, Node]
@@ -488,12 +489,21 @@ def _add_in_sweep(stages: Sequence[Stage], value: Node, constant: Container[Node
     if output.kind not in ("sum", "mean") or value.shape != result.shape or len(added) != len(terms) - 1 or \
             any(n.op == "softmax" for n in ir.walk(output.value)) or stage.constant_inputs(constant) is not None:
         return None
+    if not added or any(sign < 0 for sign, _ in terms) or not all(_is_addend(t, value.shape) for t in added):
+        return None
     taken = {*stage.core.inputs, *(r for s in stages for r in s.results), ir.DEGREE, ir.INV_DEGREE}
-    if not added or len(set(added)) < len(added) or any(sign < 0 for sign, _ in terms) or not all(
-            t.op == "input" and t not in taken and t.domain in (Domain.DST, Domain.PARAM) and t.shape == value.shape
-            and not t.is_integer for t in added):
+    parts = [n for t in added for n in addend(t) if n is not None]
+    if len(set(parts)) < len(parts) or any(n.op != "input" or n.is_integer or n in taken for n in parts):
         return None
     return replace(stage, added=added, is_exact=False)
+
+
+def _is_addend(term: Node, shape: ir.Shape) -> bool:
+    """Whether ``term`` is features of the destinations, with or without a factor, or a parameter like them."""
+    factor, value = addend(term)
+    if factor is None:
+        return term.domain in (Domain.DST, Domain.PARAM) and term.shape == shape
+    return value.domain == Domain.DST and value.shape == shape and factor.domain == Domain.PARAM and factor.numel == 1
 
 
 def _gathered(output: Output) -> Node:
@@ -550,7 +560,7 @@ def expand_softmax(roots: Sequence[Node]) -> tuple[Node, ...]:
 
 
 def plan(outputs: Mapping[str, Node], target: Target, disable: Sequence[str] = (),
-         exact: Iterable[str] = (), added: Sequence[Node] = ()) -> Plan:
+         exact: Collection[str] = (), added: Mapping[str, Sequence[Node]] | None = None) -> Plan:
     """Order ``outputs`` (expressions with gathers) into vertex steps and as few sweeps as their dependences allow.
 
     Args:
@@ -558,7 +568,7 @@ def plan(outputs: Mapping[str, Node], target: Target, disable: Sequence[str] = (
         target: What the executor can do in one pass.
         disable: Names of passes to leave out.
         exact: Names of outputs that are wanted in the dtype of the arithmetic.
-        added: Inputs that are added to the first output, which nothing else reads.
+        added: Terms over inputs that are added to an output with one row per vertex, by its name.
     """
     roots = canonicalize(outputs.values())
     if "fuse" not in disable:
@@ -575,26 +585,30 @@ def plan(outputs: Mapping[str, Node], target: Target, disable: Sequence[str] = (
         steps = recompute.cheapest(candidates, target)
     finals = [features.rejoin(r, written) if r.domain == Domain.EDGE else ir.substitute(r, known) for r in roots]
     results = dict(zip(outputs, finals, strict=True))
-    if added:
-        steps, first = _add_last(steps, finals, added)
-        results[next(iter(results))] = first
+    for name, terms in (added or {}).items():
+        steps, results[name] = _add_to(steps, results, name, terms)
+    for name in exact:  # of vertices alone: as outputs they would have the dtype of inputs
+        value = results[name]
+        if value.op != "input" and not {*known.values(), *written.values()} & {*ir.inputs_of(value)}:
+            results[name] = ir.input(f"%vertex.{value.digest[:8]}", value.domain, value.shape)
+            steps = (*steps, (results[name], value))
     wanted = {n for name in exact for n in ir.inputs_of(results[name])}
     handed = {r for s in steps if isinstance(s, Sweep) for r, _ in s.edges} - set(written.values())
     return Plan(steps, results, frozenset(wanted | handed))
 
 
-def _add_last(steps: recompute.Steps, finals: Sequence[Node], added: Sequence[Node]) -> tuple[recompute.Steps, Node]:
-    """The steps with ``added`` in the sweep that makes the first of ``finals`` and nothing else, and what that is then;
-    without such a sweep a vertex expression.
+def _add_to(steps: recompute.Steps, results: Mapping[str, Node], name: str,
+            terms: Sequence[Node]) -> tuple[recompute.Steps, Node]:
+    """The steps with ``terms`` in the sweep that makes the result ``name``, for nobody else and as the only one with a
+    row per vertex, and what that is then; without such a sweep a vertex expression.
     """
-    last = steps[-1] if steps else None
-    if isinstance(last, Sweep) and len(last.gathers) == 1 and last.gathers[0][0] is finals[0] and not last.edges and \
-            not any(finals[0] in ir.inputs_of(f) for f in finals[1:]):
-        return (*steps[:-1], replace(last, added=tuple(added))), finals[0]
-    total = finals[0]
-    for term in added:
-        total = pointwise("add", total, term)
-    return steps, total
+    total = results[name]
+    read = {*(n for s in steps for n in (s.inputs if isinstance(s, Sweep) else ir.inputs_of(s[1]))),
+            *ir.inputs_of(*(r for other, r in results.items() if other != name))}
+    for k, step in enumerate(steps):
+        if isinstance(step, Sweep) and total not in read and [total] == [r for r, _ in step.gathers if r.is_row]:
+            return (*steps[:k], replace(step, added=tuple(terms)), *steps[k + 1:]), total
+    return steps, functools.reduce(functools.partial(pointwise, "add"), terms, total)
 
 
 _Group = tuple[Domain, list[Node], list[Node]]

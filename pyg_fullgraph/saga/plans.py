@@ -14,6 +14,14 @@ from pyg_fullgraph.saga.ir import Domain, Node
 STAGED = "%staged."
 
 
+def addend(term: Node) -> tuple[Node | None, Node]:
+    """Factor, or None, and input of what a sweep adds to its result, see :attr:`Sweep.added`."""
+    if term.op != "mul":
+        return None, term
+    a, b = term.args
+    return (a, b) if b.is_row else (b, a)
+
+
 def is_staged(node: Node) -> bool:
     """Whether ``node`` is an edge value on its way from one sweep to another, or a part of one."""
     return node.name.startswith(STAGED)
@@ -58,8 +66,8 @@ class Sweep:
         rows: ``DST`` walks incoming edges of each destination, ``SRC`` outgoing edges of each source.
         gathers: Result input -> gather node over inputs only. Targets are ``rows`` or ``PARAM``.
         edges: Result input -> edge expression that is written in the user's edge order.
-        added: Inputs of domain ``rows`` or ``PARAM``, made by no other step, that are added to the result of the one
-            gather.
+        added: Terms that are added to the one result with a row per vertex: inputs of domain ``rows`` or ``PARAM``,
+            made by no other step; those of ``rows`` as they are or times a parameter that is one number.
     """
 
     rows: Domain
@@ -113,7 +121,8 @@ class Sweep:
         body = [f"  {line}" for line in lines if not line.endswith("= input")]
         for result, g in self.gathers:
             args = ", ".join(names[a] for a in g.args)
-            plus = "".join(f" + {n.name}" for n in self.added)
+            terms = () if result.domain == Domain.PARAM else self.added
+            plus = "".join(" + " + " * ".join(n.name for n in addend(t) if n is not None) for t in terms)
             body.append(f"  {result.name}: {result.domain.label}{list(result.shape)} = {g.attr('kind')}({args}){plus}")
         body += [f"  {r.name}: edge{list(r.shape)} = {names[e]}" for r, e in self.edges]
         return "\n".join([f"sweep over {side}, inputs {', '.join(n.name for n in self.inputs)}", *body])
@@ -195,7 +204,7 @@ class Plan:
     def inputs(self) -> frozenset[Node]:
         """What the plan reads, its own results among it."""
         steps = (n for s in self.steps
-                 for n in ((*s.inputs, *s.added) if isinstance(s, Sweep) else ir.inputs_of(s[1])))
+                 for n in ((*s.inputs, *ir.inputs_of(*s.added)) if isinstance(s, Sweep) else ir.inputs_of(s[1])))
         return frozenset((*steps, *ir.inputs_of(*self.outputs.values())))
 
     def __str__(self) -> str:
