@@ -256,11 +256,8 @@ class SummedExpr(_Open):
     @staticmethod
     def adds(program: EdgeProgram, graph: Graph) -> bool:
         """Whether a kernel can add to the one result of ``program``, and it is worth it."""
-        output = program.outputs[0]
-        return (has_kernels(graph.device) and not graph.is_part and len(program.outputs) == 1
-                and output.kind in ("sum", "mean") and len(output.value.shape) == 1
-                and graph.num_dst * output.value.numel >= columns.MIN_NUMBERS
-                and not any(n.op == "softmax" for n in ir.walk(output.value)))
+        return (has_kernels(graph.device) and not graph.is_part and _can_add(program)
+                and graph.num_dst * program.outputs[0].value.numel >= columns.MIN_NUMBERS)
 
     def materialize(self) -> Tensor:
         value = super().materialize()
@@ -325,19 +322,14 @@ class AddedExpr(_Open):
         if _is_wanted(self):
             terms = (a.value if a.factor is None else a.factor * a.value for a in self.added)
             return functools.reduce(columns.add, terms, self.summed.materialize())
-        summed = self.summed
-        (output,) = summed.program.outputs
-        total = ir.gather(output.kind, Domain.DST, output.value)
-        tensors = dict(summed.tensors)
+        tensors = dict(self.summed.tensors)
+        kinds = []
         for k, (value, factor) in enumerate(self.added):
-            name = f"after.{k}"
-            term = ir.input(name, Domain.DST if value.dim() > 1 else Domain.PARAM, output.value.shape)
-            tensors[name] = value
+            tensors[f"after.{k}"] = value
             if factor is not None:
-                term = ir.pointwise("mul", ir.input(f"{name}.factor", Domain.PARAM, tuple(factor.shape)), term)
-                tensors[f"{name}.factor"] = factor
-            total = ir.pointwise("add", total, term)
-        return summed.run(EdgeProgram((Output("vertex", total, output.name),)), tensors)
+                tensors[f"after.{k}.factor"] = factor
+            kinds.append((value.dim() > 1, None if factor is None else tuple(factor.shape)))
+        return self.summed.run(_added(self.summed.program, tuple(kinds)), tensors)
 
     def plus(self, other: Tensor, factor: Tensor | None = None) -> AddedExpr | None:
         can_wait = self._value is None and self.summed._value is None and self.summed.takes(other, factor)
@@ -378,6 +370,27 @@ def _is_wanted(made: LinearOfSum | AddedExpr) -> bool:
     """Whether the sum that ``made`` is of is wanted for itself."""
     # That object and the argument of getrefcount; more means that somebody else holds it.
     return made.summed._value is not None or sys.getrefcount(made.summed) > 2
+
+
+@functools.lru_cache(maxsize=1024)
+def _can_add(program: EdgeProgram) -> bool:
+    """Whether the one result of ``program`` is such that a kernel can add to it."""
+    output = program.outputs[0]
+    return (len(program.outputs) == 1 and output.kind in ("sum", "mean") and len(output.value.shape) == 1
+            and not any(n.op == "softmax" for n in ir.walk(output.value)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _added(program: EdgeProgram, kinds: tuple[tuple[bool, tuple[int, ...] | None], ...]) -> EdgeProgram:
+    """``program`` with terms added to its result; of each whether it is of the targets, and its factor's shape."""
+    (output,) = program.outputs
+    total = ir.gather(output.kind, Domain.DST, output.value)
+    for k, (is_row, factor) in enumerate(kinds):
+        term = ir.input(f"after.{k}", Domain.DST if is_row else Domain.PARAM, output.value.shape)
+        if factor is not None:
+            term = ir.pointwise("mul", ir.input(f"after.{k}.factor", Domain.PARAM, factor), term)
+        total = ir.pointwise("add", total, term)
+    return EdgeProgram((Output("vertex", total, output.name),))
 
 
 def _product(x: Node, weight: Tensor, name: str) -> Node:
