@@ -7,7 +7,8 @@ calls that lazy tensors make: those go by :func:`call`. The executor has :func:`
 
 Products of the same features in one forward are a chain: each gives back the features, as another tensor in the same
 memory, and the next one takes that. So backward comes to them one after the other, and the kernel that computes what
-one of them says of the features adds what the later ones said, in place of a sum of gradients for each.
+one of them says of the features adds what the later ones said, in place of a sum of gradients for each. Products that
+lazy tensors and edge phases make within the forward are links as any other.
 """
 
 from __future__ import annotations
@@ -120,10 +121,9 @@ def _has_kernels(device: torch.device) -> bool:
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, is_ours: bool) -> Tensor:
     """By our kernels; or by torch, but for the gradient of the bias, and then no compiler is at work."""
-    forward = _running.mode
     if is_ours and torch.compiler.is_compiling():
         y = linear_operator(_rows(x), weight, bias)
-    elif is_ours and forward is not None and _is_chained(x, weight):
+    elif is_ours and (forward := _running.mode) is not None and _is_chained(x, weight):
         y, stand_in = _Linear.apply(forward.stand_in(x), weight, bias, True, True)
         forward.returned(x, stand_in)
     else:
