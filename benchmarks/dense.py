@@ -55,9 +55,9 @@ class Inputs:
 
     def ours(self, product: str, tile: Tile | None) -> Tensor:
         if product == "forward":
-            return dense.product(self.x, self.weight, None, tile)
+            return dense.product(self.x, self.weight, tile=tile)
         if product == "grad_x":
-            return dense.product(self.g, self.weight.t(), None, tile)
+            return dense.product(self.g, self.weight.t(), tile=tile)
         return dense.weight_gradient(self.g, self.x, False, tile)[0]
 
     def torchs(self, product: str, precision: str = "ieee") -> Tensor:

@@ -4,14 +4,20 @@ off, and gradients of what is added to every row by those of :mod:`triton_kernel
 Torch multiplies float32 without tensor cores unless it may round to TF32; here they are used, and results are about as
 exact as without. Layers find all of this through a mode around their forward (:func:`in_layer`), which does not see
 calls that lazy tensors make: those go by :func:`call`. The executor has :func:`matmul`.
+
+Products of the same features in one forward written in PyG are a chain: each gives back the features, as another tensor
+in the same memory, and the next one takes that. So backward comes to them one after the other, and the kernel that
+computes what one of them says of the features adds what the later ones said, in place of a sum of gradients for each.
+Products that lazy tensors and edge phases make within the forward are links as any other.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -98,9 +104,13 @@ def _pays_to_pad(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def in_layer(values: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
-    """Around the forward of a layer with ``values`` for arguments: products and sums are taken in it, if any may be."""
-    return Products() if any(_is_tall(v) for v in values) else contextlib.nullcontext()
+def in_layer(values: Iterable[Any], has_one_result: bool = False) -> contextlib.AbstractContextManager[Any]:
+    """Around the forward of a layer with ``values`` for arguments: products and sums are taken in it, if any may be.
+
+    Products are chained only if it ``has_one_result``, as forwards written in PyG have: of several, taken backward one
+    by one, the last would free what is saved for the first.
+    """
+    return Products(has_one_result) if any(_is_tall(v) for v in values) else contextlib.nullcontext()
 
 
 def _is_tall(value: Any) -> bool:
@@ -147,23 +157,38 @@ def _has_kernels(device: torch.device) -> bool:
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, is_ours: bool) -> Tensor:
     """By our kernels; or by torch, but for the gradient of the bias, and then no compiler is at work."""
-    rows = x.reshape(-1, x.shape[-1]) if x.dim() != 2 else x
     if is_ours and torch.compiler.is_compiling():
-        y = linear_operator(rows, weight, bias)
+        y = linear_operator(_rows(x), weight, bias)
+    elif is_ours and (forward := _running.mode) is not None and forward.has_chains and _is_chained(x, weight):
+        y, stand_in = _Linear.apply(forward.stand_in(x), weight, bias, True, True)
+        forward.returned(x, stand_in)
     else:
-        y = _Linear.apply(rows, weight, bias, is_ours)
+        y = _Linear.apply(_rows(x), weight, bias, is_ours, False)
     return y.view(*x.shape[:-1], weight.shape[0]) if x.dim() != 2 else y
 
 
-def _gradients(g: Tensor, x: Tensor | None, weight: Tensor | None, needs: Sequence[bool],
-               is_ours: bool = True) -> list[Tensor | None]:
-    """Of features, weight and bias, as far as ``needs`` asks for them; products by our kernels or by torch.
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1]) if x.dim() != 2 else x
+
+
+def _is_chained(x: Tensor, weight: Tensor) -> bool:
+    """Whether a product gives the features back: where they have a gradient to add to, and are saved as it is."""
+    return (x.requires_grad and weight.requires_grad and torch.is_grad_enabled() and not torch._C._is_tracing()
+            and (x.dim() == 2 or x.is_contiguous()))  # others are copied
+
+
+def _gradients(g: Tensor, x: Tensor | None, weight: Tensor | None, needs: Sequence[bool], is_ours: bool = True,
+               add: Tensor | None = None) -> list[Tensor | None]:
+    """Of features, with ``add`` added, weight and bias, as far as ``needs`` asks; products by our kernels or by torch.
 
     ``x`` is needed for the gradient of the weight, and ``weight`` for that of the features.
     """
     grad_x = grad_weight = grad_bias = None
     if needs[0] and weight is not None:
-        grad_x = dense.product(g, weight.t()) if is_ours else g @ weight
+        if is_ours:
+            grad_x = dense.product(g, weight.t(), add=add)
+        else:
+            grad_x = g @ weight if add is None else g @ weight + add
     if needs[1] and x is not None:
         if is_ours:
             grad_weight, grad_bias = dense.weight_gradient(g, x, needs[2])
@@ -178,17 +203,22 @@ class _Linear(torch.autograd.Function):
     """The product of plain tensors; the operator below costs several times its overhead."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, is_ours: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, is_ours: bool,
+                is_chained: bool) -> Tensor | tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
         # As torch does: what is not read may be written to, or freed, before backward.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
         ctx.is_ours = is_ours
-        return dense.product(x, weight, bias) if is_ours else F.linear(x, weight, bias)
+        y = dense.product(x, weight, bias) if is_ours else F.linear(x, weight, bias)
+        return (y, x) if is_chained else y
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, g: Tensor | None, add: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        if g is None:  # only later products are asked for, and what is saved may be gone
+            return add, None, None, None, None
         (x, weight), needs = ctx.saved_tensors, ctx.needs_input_grad
         # Gradients may be differentiated themselves, by torch.
-        return *_gradients(g, x, weight, needs[:3], ctx.is_ours and not torch.is_grad_enabled()), None
+        return *_gradients(g, x, weight, needs[:3], ctx.is_ours and not torch.is_grad_enabled(), add), None, None
 
 
 # --- operators --------------------------------------------------------------------------------------------------
@@ -237,6 +267,7 @@ _LINEAR = frozenset({F.linear})
 _MATMUL = frozenset({torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__})
 _ADDMM = frozenset({torch.addmm, Tensor.addmm})
 _ADD = frozenset({torch.add, Tensor.add})
+_TAKEN = _LINEAR | _MATMUL | _ADDMM | _ADD
 
 
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -258,11 +289,62 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _linear(x, weight, bias, False) if _is_summed(x, weight, bias) else func(*args, **kwargs)
 
 
+class _Link(NamedTuple):
+    """Features of a product.
+
+    Attributes:
+        features: As a layer has them, kept so that nothing else gets their id.
+        stand_in: What the next product takes in their place, a matrix.
+        version: Of the features.
+    """
+
+    features: Tensor
+    stand_in: Tensor
+    version: int
+
+
 class Products(TorchFunctionMode):
-    """Every call of torch's functions by :func:`call`, but for those of an edge phase, which has ways of its own."""
+    """Every call of torch's functions by :func:`call`, but for those of an edge phase, which has ways of its own; and
+    the chains of products in one forward.
+    """
+
+    _links: dict[int, _Link]
+    _outer: Products | None
+
+    def __init__(self, has_chains: bool = False) -> None:
+        super().__init__()
+        self.has_chains = has_chains
+
+    def __enter__(self) -> Products:
+        self._links = {}
+        self._outer, _running.mode = _running.mode, self
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        _running.mode = self._outer
+        self._links.clear()
+        super().__exit__(*error)
+
+    def stand_in(self, x: Tensor) -> Tensor:
+        """The rows of ``x``, as the last product of them gave them back if nothing wrote to them since."""
+        link = self._links.get(id(x))
+        return link.stand_in if link is not None and link.version == x._version else _rows(x)
+
+    def returned(self, x: Tensor, stand_in: Tensor) -> None:
+        """Let the next product of ``x`` take ``stand_in``."""
+        self._links[id(x)] = _Link(x, stand_in, x._version)
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        return call(func, args, kwargs or {})
+        return call(func, args, kwargs or {}) if func in _TAKEN else func(*args, **(kwargs or {}))
+
+
+class _Running(threading.local):
+    """The mode around the forward that runs in this thread."""
+
+    mode: Products | None = None
+
+
+_running = _Running()
 
 
 def _is_matrix(value: Any) -> bool:

@@ -202,6 +202,7 @@ def compile_dense(num_out: int, num_in: int) -> dict[str, dict[str, int]]:
         with mock.patch.object(launch, "run", record), mock.patch.object(dense, "_gluon", return_value=module):
             x, weight = torch.empty(1000, num_in), torch.empty(num_out, num_in)
             dense.product(x, weight, torch.empty(num_out))
+            dense.product(x, weight, torch.empty(num_out), torch.empty(1000, num_out))
             dense.weight_gradient(torch.empty(1000, num_out), x, True)
     found = {}
     for kernel, args, constants, num_warps in taken:
@@ -213,7 +214,8 @@ def compile_dense(num_out: int, num_in: int) -> dict[str, dict[str, int]]:
         fixed = {a: 1 for a, v in given.items() if isinstance(v, int) and v == 1}
         is_gluon = kernel.fn.__module__ == dense_hopper.__name__
         source = _source(kernel, signature, {**constants, **fixed}, even, GluonASTSource if is_gluon else ASTSource)
-        found["gluon " * is_gluon + kernel.__name__] = _compile(source, num_warps, constants.get("num_stages", 3))
+        name = "gluon " * is_gluon + kernel.__name__ + " added" * constants.get("HAS_ADD", False)
+        found[name] = _compile(source, num_warps, constants.get("num_stages", 3))
     return found
 
 

@@ -47,7 +47,7 @@ def normal(*shape, seed=0):
 def three(g, x, weight, bias, tile):
     """Result, gradients of features, weight and bias."""
     grad_weight, grad_bias = kernels.weight_gradient(g, x, True, tile)
-    y, grad_x = kernels.product(x, weight, bias, tile), kernels.product(g, weight.t(), None, tile)
+    y, grad_x = kernels.product(x, weight, bias, tile=tile), kernels.product(g, weight.t(), tile=tile)
     return {"y": y, "grad_x": grad_x, "grad_weight": grad_weight, "grad_bias": grad_bias}
 
 
@@ -119,7 +119,7 @@ def test_what_is_lost(device):
     x[:, 0], x[:, 1] = 2.0**20, 1.0 + 2.0**-22
     weight = torch.zeros(16, 32, device=device)
     weight[:, 1] = 1.0
-    off = (kernels.product(x, weight, None, tile_for(device)) - x[:, 1:2]).abs().max()
+    off = (kernels.product(x, weight, tile=tile_for(device)) - x[:, 1:2]).abs().max()
     assert 0 < off <= 2.0**-20
     made = kernels.weight_gradient(x.t().contiguous(), weight.new_ones(32, 16), False, tile_for(device))[0]
     assert torch.equal(made, (2.0**20 + x[0, 1].double()).float().expand(20, 16))
@@ -137,6 +137,31 @@ def test_what_is_not_finite(device):
     assert torch.isfinite(want["y"][9, :30]).all()
     for name, value in got.items():
         torch.testing.assert_close(value, want[name], rtol=1e-4, atol=1e-4, equal_nan=True, msg=name)
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@pytest.mark.parametrize("is_finite", [True, False], ids=["finite", "not_finite"])
+@pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no_bias"])
+def test_added(with_bias, is_finite, device):
+    """A matrix, of any strides, is added to a product, also where that is computed again."""
+    rows, out, width = (70, 33, 50) if device == "cpu" else (20_000, 200, 256)
+    x, weight, bias, wide = (t.to(device) for t in (normal(rows, width), normal(out, width, seed=1),
+                                                    normal(out, seed=2), normal(rows, 2 * out, seed=3)))
+    if not is_finite:
+        x[3, 4], x[35, 1], wide[40, 7], wide[3, :5], weight[2] = INFINITY, NAN, INFINITY, -INFINITY, 0
+    bias = bias if with_bias else None
+    for add in (wide[:, :out], wide[:, ::2], wide[:, :out].contiguous(), wide[:1, :out].expand(rows, out)):
+        want = F.linear(x, weight, bias) + add if not is_finite else \
+            F.linear(x.double(), weight.double(), bias if bias is None else bias.double()) + add.double()
+        got = kernels.product(x, weight, bias, add, tile_for(device))
+        if is_finite:
+            assert error(got, want) < 1e-6
+        else:
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3, equal_nan=True)
+    for shape in ((0, 3, 4), (3, 0, 4), (3, 4, 0)):
+        x, weight, add = (torch.ones(*s, device=device) for s in ((shape[0], shape[2]), (shape[1], shape[2]),
+                                                                 (shape[0], shape[1])))
+        assert torch.equal(kernels.product(x, weight, None, add), x @ weight.t() + add)
 
 
 @pytest.mark.gpu
@@ -225,9 +250,9 @@ def taken(monkeypatch):
     monkeypatch.setattr(dense, "MIN_PRODUCTS", 1)
     monkeypatch.setattr(dense, "MIN_WIDTH", 0)
 
-    def recorded(x, weight, bias=None, tile=None):
-        seen.append(("product", *x.shape, weight.shape[0]))
-        return product(x, weight, bias, tile_for(x.device.type))
+    def recorded(x, weight, bias=None, add=None, tile=None):
+        seen.append(("product" if add is None else "added", *x.shape, weight.shape[0]))
+        return product(x, weight, bias, add, tile_for(x.device.type))
 
     def recorded_gradient(g, x, with_bias=False, tile=None):
         seen.append(("gradient", *g.shape, x.shape[1]))
@@ -244,6 +269,9 @@ LAYERS = {
     "sage": lambda: pfg.nn.SAGEConv(12, 8),
     "sage_wide": lambda: pfg.nn.SAGEConv(12, 12),
     "transformer": lambda: pfg.nn.TransformerConv(12, 4, heads=2),
+    "gatv2": lambda: pfg.nn.GATv2Conv(12, 4, heads=2, residual=True),
+    "res_gated": lambda: pfg.nn.ResGatedGraphConv(12, 8),
+    "gat_res": lambda: pfg.nn.GATConv(12, 4, heads=2, residual=True),
     "gin": lambda: pfg.nn.GINConv(torch.nn.Linear(12, 8)),
 }
 
@@ -272,9 +300,12 @@ def test_layers(name, device, taken):
         got = step(layer, x, edge_index)
         assert max(error(g, w) for g, w in zip(got, want, strict=True)) < 1e-5
         kinds = [kind for kind, *_ in taken]
-        num_linear = {"sage": 2, "sage_wide": 2, "transformer": 4}.get(name, 1)
-        assert kinds.count("gradient") == num_linear
-        assert kinds.count("product") == 2 * num_linear
+        num_linear = {"sage": 2, "sage_wide": 2, "transformer": 4, "gatv2": 3, "res_gated": 4, "gat_res": 2}
+        # All but one of the gradients of the same features; the wide layer sums first.
+        num_added = num_linear.get(name, 1) - 1 if name != "sage_wide" else 0
+        assert kinds.count("gradient") == num_linear.get(name, 1)
+        assert kinds.count("added") == num_added
+        assert kinds.count("product") == 2 * num_linear.get(name, 1) - num_added
 
 
 PER_EDGE = {
@@ -425,7 +456,7 @@ def test_compiles_for_tensor_cores(tmp_path):
                           cwd=Path(__file__).parents[1], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     report = json.loads(done.stdout)
-    assert len(report) == 2 * 5
+    assert len(report) == 2 * 7
     report = {name: r for name, r in report.items() if "split" not in name}
     assert all(r["wgmma"] and r["shared_bytes"] <= 227 * 1024 for r in report.values()), report
     assert not any(r["spill_bytes"] for name, r in report.items() if "gluon" not in name), report

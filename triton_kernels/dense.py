@@ -128,10 +128,11 @@ def split_kernel(w_ptr, part_ptr, scale_ptr, num_out, num_in, out_stride, in_str
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def product_kernel(x_ptr, part_ptr, scale_ptr, w_ptr, bias_ptr, y_ptr, num_rows, num_out, num_in, x_stride, out_stride,
-                   in_stride, pitch, part_stride, HAS_BIAS: tl.constexpr, X_ALIGN: tl.constexpr, Y_ALIGN: tl.constexpr,
-                   IS_EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """``x W^T + bias`` for a block of rows and one of columns; blocks of the same rows are neighbours."""
+def product_kernel(x_ptr, part_ptr, scale_ptr, w_ptr, bias_ptr, add_ptr, y_ptr, num_rows, num_out, num_in, x_stride,
+                   out_stride, in_stride, pitch, part_stride, HAS_BIAS: tl.constexpr, HAS_ADD: tl.constexpr,
+                   X_ALIGN: tl.constexpr, Y_ALIGN: tl.constexpr, IS_EVEN: tl.constexpr, BLOCK_M: tl.constexpr,
+                   BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """``x W^T + bias + add`` for a block of rows and one of columns; blocks of the same rows are neighbours."""
     pid = tl.program_id(0).to(tl.int64)
     x_stride, num_in, num_out = x_stride * X_ALIGN, num_in * X_ALIGN, num_out * Y_ALIGN
     tiles = tl.cdiv(num_out, BLOCK_N)
@@ -159,6 +160,9 @@ def product_kernel(x_ptr, part_ptr, scale_ptr, w_ptr, bias_ptr, y_ptr, num_rows,
         known = columns < num_out
         if HAS_BIAS:
             total += tl.load(bias_ptr + columns, mask=known, other=0.0)[None, :]
+        if HAS_ADD:
+            add_place = add_ptr + rows[:, None] * num_out
+            total += tl.load(add_place + columns[None, :], mask=live & known[None, :], other=0.0)
         tl.store(y_place + columns[None, :], total, mask=live & known[None, :])
     else:
         for start in range(0, BLOCK_N, 16):
@@ -170,7 +174,10 @@ def product_kernel(x_ptr, part_ptr, scale_ptr, w_ptr, bias_ptr, y_ptr, num_rows,
                 made += x_column[:, None] * w_row[None, :]
             if HAS_BIAS:
                 made += tl.load(bias_ptr + some, mask=some < num_out, other=0.0)[None, :]
-            tl.store(y_place + some[None, :], made, mask=live & (some < num_out)[None, :])
+            inside = live & (some < num_out)[None, :]
+            if HAS_ADD:
+                made += tl.load(add_ptr + rows[:, None] * num_out + some[None, :], mask=inside, other=0.0)
+            tl.store(y_place + some[None, :], made, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows", "part_rows"])
@@ -240,20 +247,22 @@ def gradient_tile(num_out: int, num_in: int) -> Tile:
     return Tile(128, block_n, 32)
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, tile: Tile | None = None) -> Tensor:
-    """``x weight^T + bias``. Twin: ``torch.nn.functional.linear``.
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, add: Tensor | None = None,
+            tile: Tile | None = None) -> Tensor:
+    """``x weight^T + bias + add``. Twin: ``torch.nn.functional.linear(x, weight, bias) + add``.
 
     Args:
         x: float32 ``[M, K]``; rows with unit stride between features are read as they are.
         weight: float32 ``[N, K]`` of any strides, so that ``product(g, weight.t())`` is the gradient of ``x``.
         bias: float32 ``[N]``.
+        add: float32 ``[M, N]``; read as it is where it is contiguous.
         tile: Shape of a launch of Triton's kernel, which then runs where Gluon's would.
 
     Returns: float32 ``[M, N]``.
     Numerics: see the module; bit-identical from run to run.
     Cost: reads ``x`` once from memory, and once more from L2 for each block of 128 of N (64 where K is above 384). Of
         the weight Gluon's kernel reads ``N K`` numbers in parts once per multiprocessor and block of N, Triton's per
-        block of rows.
+        block of rows. Reads ``add`` once.
     """
     (num_rows, num_in), num_out = x.shape, weight.shape[0]
     y = torch.empty((num_rows, num_out), dtype=torch.float32, device=x.device)
@@ -277,9 +286,10 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, tile: Tile | 
                [weight, parts, scale, num_out, num_in, *strides, pitch, height * pitch],
                {"IS_PAIRED": tile is None, "BLOCK_N": 16, "BLOCK_K": 64 if tile is None else tile.block_k}, 4, x.device)
 
-    args = [x, parts, scale, weight, x if bias is None else bias, y, num_rows, num_out // y_align, num_in // x_align,
-            x.stride(0) // x_align, *strides]
-    constants = {"HAS_BIAS": bias is not None, "X_ALIGN": x_align, "Y_ALIGN": y_align, "IS_EVEN": num_in == pitch}
+    args = [x, parts, scale, weight, x if bias is None else bias, y if add is None else add.contiguous(), y, num_rows,
+            num_out // y_align, num_in // x_align, x.stride(0) // x_align, *strides]
+    constants = {"HAS_BIAS": bias is not None, "HAS_ADD": add is not None, "X_ALIGN": x_align, "Y_ALIGN": y_align,
+                 "IS_EVEN": num_in == pitch}
     if tile is None:
         assert gluon is not None
         tiles = height // block_n

@@ -77,11 +77,12 @@ def _operand(x, LAYOUT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constex
 
 
 @gluon.jit(do_not_specialize=["num_rows"])
-def product_kernel(x_ptr, part_ptr, scale_ptr, w_ptr, bias_ptr, y_ptr, num_rows, num_out, num_in, x_stride, out_stride,
-                   in_stride, part_stride, HAS_BIAS: gl.constexpr, X_ALIGN: gl.constexpr, Y_ALIGN: gl.constexpr,
-                   IS_EVEN: gl.constexpr, TILES_N: gl.constexpr, BLOCK_M: gl.constexpr,
-                   BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STEPS: gl.constexpr, WARPS: gl.constexpr):
-    """``x W^T + bias`` for one block of columns and every so many blocks of rows; neighbours have the same rows."""
+def product_kernel(x_ptr, part_ptr, scale_ptr, w_ptr, bias_ptr, add_ptr, y_ptr, num_rows, num_out, num_in, x_stride,
+                   out_stride, in_stride, part_stride, HAS_BIAS: gl.constexpr, HAS_ADD: gl.constexpr,
+                   X_ALIGN: gl.constexpr, Y_ALIGN: gl.constexpr, IS_EVEN: gl.constexpr, TILES_N: gl.constexpr,
+                   BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STEPS: gl.constexpr,
+                   WARPS: gl.constexpr):
+    """``x W^T + bias + add`` for one block of columns and every so many blocks of rows, the same for neighbours."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     PARTS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
@@ -133,6 +134,9 @@ def product_kernel(x_ptr, part_ptr, scale_ptr, w_ptr, bias_ptr, y_ptr, num_rows,
         if HAS_BIAS:
             total += gl.load(bias_ptr + columns, mask=known, other=0.0)[None, :]
         rows = tile * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, MMA))
+        if HAS_ADD:
+            total += gl.load(add_ptr + rows.to(gl.int64)[:, None] * num_out + columns[None, :],
+                             mask=(rows < num_rows)[:, None] & known[None, :], other=0.0)
         gl.store(y_ptr + rows.to(gl.int64)[:, None] * num_out + columns[None, :], total,
                  mask=(rows < num_rows)[:, None] & known[None, :])
         tile += step
@@ -152,6 +156,8 @@ def product_kernel(x_ptr, part_ptr, scale_ptr, w_ptr, bias_ptr, y_ptr, num_rows,
                     y += x_column[:, None] * w_row[None, :]
                 if HAS_BIAS:
                     y += gl.load(bias_ptr + columns, mask=known, other=0.0)[None, :]
+                if HAS_ADD:
+                    y += gl.load(add_ptr + rows[:, None] * num_out + columns[None, :], mask=live, other=0.0)
                 gl.store(y_place, y, mask=live)
             tile += step
 

@@ -40,8 +40,8 @@ from pyg_fullgraph.nn.surroundings import submodules
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output
 
-__all__ = ["NAME", "LinearExpr", "SummedExpr", "code_with_sums", "has_update", "is_closed", "is_open", "opened", "plus",
-           "running", "settle", "sum_later"]
+__all__ = ["NAME", "LinearExpr", "SummedExpr", "code_with_sums", "has_update", "is_closed", "is_open", "is_pygs",
+           "opened", "plus", "running", "settle", "sum_later"]
 
 #: Name of :func:`plus` in the globals of rewritten forwards.
 NAME = "_fullgraph_plus"
@@ -63,13 +63,14 @@ class _Running(threading.local):
 running = _Running()
 
 
-def _is_pygs(layer: Any) -> bool:
+def is_pygs(layer: Any) -> bool:
+    """Whether the forward of ``layer`` is written in PyG."""
     return getattr(type(layer).forward, "__module__", "").startswith("torch_geometric.")
 
 
 def is_closed(layer: Any) -> bool:
     """Whether the linear maps of ``layer`` are not kept open in any call to come."""
-    return not _is_pygs(layer) or _tries.get(layer, 0) >= MAX_TRIES
+    return not is_pygs(layer) or _tries.get(layer, 0) >= MAX_TRIES
 
 
 def is_open(layer: Any) -> bool:
@@ -124,7 +125,7 @@ def sum_later(layer: Any, program: EdgeProgram, graph: Graph, tensors: Mapping[s
     """The result of a propagate, not computed yet, where a product after it could as well come before it, or where what
     is added to it can be added by the kernel.
     """
-    if running.layer is not layer or not _is_pygs(layer):  # whose forward would make plain tensors of what it returns
+    if running.layer is not layer or not is_pygs(layer):  # whose forward would make plain tensors of what it returns
         return None
     if "propagate" in vars(layer) or not _is_library(type(layer).propagate):  # somebody's around ours
         return None

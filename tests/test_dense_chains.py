@@ -1,0 +1,207 @@
+"""Products of the same features in one forward: their gradients meet in kernels, as torch would add them up."""
+
+# ruff: noqa: F811  (fixtures of another file)
+
+import contextlib
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch_geometric.nn as pyg_nn
+from test_dense import exact, layer_case, normal, taken  # noqa: F401
+from test_kernels import GPU, INTERPRETER
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import pyg_fullgraph as pfg
+from oracle import error
+from pyg_fullgraph import dense
+
+CHAINS = {
+    "transformer": ("TransformerConv", {"heads": 2}, 4),
+    "gatv2": ("GATv2Conv", {"heads": 2, "residual": True}, 3),
+    "res_gated": ("ResGatedGraphConv", {}, 4),
+    "gat": ("GATConv", {"heads": 2, "residual": True}, 2),
+    "sage": ("SAGEConv", {}, 2),
+}
+
+
+class Sums(TorchDispatchMode):
+    """Counts sums of two tensors of ``shape``."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape, self.count = shape, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        is_sum = func in (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
+        self.count += is_sum and all(getattr(a, "shape", None) == self.shape for a in args[:2])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@pytest.mark.parametrize("is_leaf", [True, False], ids=["leaf", "inner"])
+@pytest.mark.parametrize("name", CHAINS)
+def test_gradients_of_the_same_features_meet_in_kernels(name, is_leaf, device, taken):
+    """Results, gradients, and what hooks see are PyG's in float64; torch adds up nothing."""
+    kind, options, num_linear = CHAINS[name]
+    torch.manual_seed(0)
+    pygs = getattr(pyg_nn, kind)(12, 8, **options)
+    ours = getattr(pfg.nn, kind)(12, 8, **options)
+    ours.load_state_dict(pygs.state_dict())
+    edge_index, found = layer_case("gcn", device)[2], {}
+    for layer, dtype in ((pygs.to(device).double(), torch.float64), (ours.to(device), torch.float32)):
+        given, seen = normal(30, 12).to(device, dtype).requires_grad_(), []
+        x = given if is_leaf else 2 * given
+        x.register_hook(seen.append)
+        x.retain_grad()
+        out = layer(x, edge_index)
+        with Sums(x.shape) as sums:
+            (out * normal(*out.shape, seed=5).to(out)).sum().backward(retain_graph=True)
+        once, first, version = x.grad.clone(), seen[0].clone(), x._version
+        (out * normal(*out.shape, seed=5).to(out)).sum().backward()
+        assert len(seen) == 2 and error(x.grad, 2 * once) < 1e-6 and version == x._version == 0
+        found[dtype] = [out, once, first, given.grad, *(p.grad for p in layer.parameters())], sums.count
+    (want, num_sums), (got, num_ours) = found[torch.float64], found[torch.float32]
+    assert max(error(g, w) for g, w in zip(got, want, strict=True)) < 1e-5
+    assert num_sums >= num_linear - 1 and num_ours == 0
+
+
+class Maps(pfg.nn.MessagePassing):
+    """Linear maps of the same features, and what is done between them; chained, as in forwards written in PyG."""
+
+    def __init__(self, between=lambda x: None, count=3, is_chained=True):
+        super().__init__()
+        self.is_chained = is_chained
+        torch.manual_seed(0)
+        self.maps = torch.nn.ModuleList(torch.nn.Linear(12, 8) for _ in range(count))
+        self.between, self.seen = between, []
+
+    def forward(self, x, edge_index):
+        made = []
+        with dense.Products(has_chains=True) if self.is_chained else contextlib.nullcontext():
+            for linear in self.maps:
+                made.append(linear(x))
+                self.between(x)
+        self.seen.append(x)
+        return made
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+def test_results_of_a_users_layer_in_any_order(device, taken):
+    """Taken backward the last first, one by one, as torch allows."""
+    layer, (_, x, edge_index) = Maps(is_chained=False).to(device), layer_case("gcn", device)
+    x = x.requires_grad_()
+    wanted = torch.autograd.grad(sum(linear(x).square().sum() for linear in layer.maps), x)[0]
+    for made in reversed(layer(x, edge_index)):
+        made.square().sum().backward()
+    assert error(x.grad, wanted.double()) < 1e-5
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+def test_some_of_a_chain(device, taken):
+    """Gradients of some results, to some inputs, one after the other, and of gradients; None where there is none."""
+    layer, (_, x, edge_index) = Maps().to(device), layer_case("gcn", device)
+    wide = copy.deepcopy(layer).double()
+    wide_x = x.detach().double().requires_grad_()
+
+    def by_torch(x):
+        return [F.linear(x, m.weight, m.bias) for m in wide.maps]
+
+    def compare(used, number, **options):
+        """Gradients of the results ``used`` to what ``number`` says."""
+        results = layer(x, edge_index), by_torch(wide_x)
+        given = [[features, *model.maps.parameters()] for features, model in ((x, layer), (wide_x, wide))]
+        made = [torch.autograd.grad(sum(r[k].square().sum() for k in used), [of[n] for n in number], **options)
+                for r, of in zip(results, given, strict=True)]
+        for got, want in zip(*made, strict=True):
+            assert (got is None) == (want is None) and (got is None or error(got, want) < 1e-5)
+        return made
+
+    everything = range(7)
+    for used in ([0, 1, 2], [0], [1], [2], [0, 2]):
+        compare(used, everything, allow_unused=True)
+    for number in ([0], [1], [3], [5], [2, 5]):
+        compare([0, 1, 2], number)
+    with pytest.raises(RuntimeError, match="not have been used"):
+        compare([2], [1])
+    # Of gradients.
+    (first, second) = compare([0, 1, 2], everything, create_graph=True)
+    twice = [torch.autograd.grad(sum(g.square().sum() for g in grads), [features, *model.maps.parameters()])
+             for grads, features, model in ((first, x, layer), (second, wide_x, wide))]
+    assert max(error(g, w) for g, w in zip(*twice, strict=True)) < 1e-5
+    # One after the other: the later ones first free what the earlier ones need.
+    for order, options in (((0, 1, 2), {}), ((2, 1, 0), {"retain_graph": True})):
+        results, x.grad = layer(x, edge_index), None
+        for k in order:
+            results[k].sum().backward(**options)
+        assert error(x.grad, sum(m.weight.double().sum(0) for m in wide.maps).expand(30, 12)) < 1e-6
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+def test_what_is_no_chain(device, taken):
+    """Calls apart, features that were written to, without gradients, under frozen weights; nothing is handed out."""
+    layer, (_, x, edge_index) = Maps().to(device), layer_case("gcn", device)
+
+    def kinds():
+        return [kind for kind, *_ in taken]
+
+    sum(t.sum() for t in (*layer(x, edge_index), *layer(x, edge_index))).backward()
+    assert kinds().count("added") == 2 * 2 and kinds().count("product") == 2 * 3 + 2
+    assert all(t is x for t in layer.seen)
+    assert dense._running.mode is None
+    with torch.no_grad():
+        assert all(not t.requires_grad for t in layer(x, edge_index))
+    for parameter in layer.parameters():
+        parameter.requires_grad_(False)
+    taken.clear()
+    sum(t.sum() for t in layer(x, edge_index)).backward()
+    assert "added" not in kinds()
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@pytest.mark.parametrize("needs", ["all", "features", "weights"])
+def test_written_to_between(needs, device, taken):
+    """Products are of what features are when they are multiplied; where torch's backward would fail ours does."""
+    layer, (_, x, edge_index) = Maps(lambda x: x.mul_(2)).to(device), layer_case("gcn", device)
+    for parameter in layer.parameters():
+        parameter.requires_grad_(needs != "features")
+    given, kept = x, x.detach().double().requires_grad_()
+    made = layer(1 * x if needs != "weights" else x.detach().clone(), edge_index)
+    want = [F.linear(2 ** k * kept, m.weight.double(), m.bias.double()) for k, m in enumerate(layer.maps)]
+    assert max(error(g, w) for g, w in zip(made, want, strict=True)) < 1e-6
+    if needs == "features":
+        grads = [torch.autograd.grad(sum(t.square().sum() for t in results), [of])[0]
+                 for results, of in ((made, given), (want, kept))]
+        assert error(*grads) < 1e-5
+        return
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        sum(t.sum() for t in made).backward()
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+def test_written_to_after_what_is_not_used(device, taken):
+    """What comes after a write is no part of the chain before, whose backward would fail."""
+    layer, (_, x, edge_index) = Maps(lambda x: x.mul_(2) if x._version == 0 else None).to(device), \
+        layer_case("gcn", device)
+    _, *made = layer(1 * x, edge_index)
+    sum(t.square().sum() for t in made).backward()
+    wide = x.detach().double().requires_grad_()
+    sum(F.linear(2 * wide, m.weight.double(), m.bias.double()).square().sum() for m in layer.maps[1:]).backward()
+    assert error(x.grad, wide.grad) < 1e-5
+    assert [kind for kind, *_ in taken].count("added") == 1
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+def test_chain_of_three_dimensions(device, taken):
+    """Features of a static graph, and those whose rows are copied."""
+    layer, edge_index = Maps().to(device), layer_case("gcn", device)[2]
+    for x, num_added in ((normal(4, 30, 12).to(device), 2), (normal(30, 4, 12).to(device).transpose(0, 1), 0)):
+        x.requires_grad_()
+        wide = x.detach().double().requires_grad_()
+        taken.clear()
+        (got,) = torch.autograd.grad(sum(t.square().sum() for t in layer(x, edge_index)), [x])
+        results = [F.linear(wide, m.weight.double(), m.bias.double()) for m in layer.maps]
+        (want,) = torch.autograd.grad(sum(t.square().sum() for t in results), [wide])
+        assert error(got, want) < 1e-5
+        assert [kind for kind, *_ in taken].count("added") == num_added
