@@ -260,7 +260,7 @@ def gradient_kernel(g_ptr, x_ptr, out_ptr, bias_ptr, num_rows, num_out, num_in, 
     made = total
     g = _load_block(g_base, count, g_columns, has_g, g_stride, G_LAYOUT, BLOCK_R)
     x = _load_block(x_base, count, x_columns, has_x, x_stride, X_LAYOUT, BLOCK_R)
-    sums = gl.zeros([4, BLOCK_M], gl.float32, _column_sums(g, BLOCK_M, BLOCK_R).type.layout)
+    sums = gl.zeros_like(_column_sums(g, BLOCK_M, BLOCK_R))
     first, second, third = _thirds(x)
     u.store(first)
     v.store(second)
