@@ -27,7 +27,8 @@ layers)
 peers)
     # torch.compile takes most of it. With BENCH_ARGS=--tf32 dense products of all are in TF32.
     layers=gcn,sage,sage-max,gin,gat,gatv2,transformer,res-gated,edgeconv,gmm
-    run --case "$(printf '%s-arxiv,' ${layers//,/ })" --providers pyg,torch_compile,ours,ours_captured --budget-s 0.5 \
+    cases="$(printf '%s-arxiv,' ${layers//,/ })"
+    run --case "${cases%,}" --providers pyg,torch_compile,ours,ours_captured --budget-s 0.5 \
         --deadline-s 400
     ;;
 phases)
@@ -47,7 +48,7 @@ orders)
     ;;
 captured)
     layers="$(printf '%s-arxiv,' gcn sage sage-max gat gatv2 transformer edgeconv pna)"
-    run --case "train-gat-cora,edgeconv-points,$layers" --providers pyg,ours,ours_captured --budget-s 1 \
+    run --case "train-gat-cora,edgeconv-points,${layers%,}" --providers pyg,ours,ours_captured --budget-s 1 \
         --deadline-s 300
     ;;
 dense)
