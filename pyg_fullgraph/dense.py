@@ -5,17 +5,18 @@ Torch multiplies float32 without tensor cores unless it may round to TF32; here 
 exact as without. Layers find all of this through a mode around their forward (:func:`in_layer`), which does not see
 calls that lazy tensors make: those go by :func:`call`. The executor has :func:`matmul`.
 
-Products of the same features in one forward written in PyG are a chain: each gives back the features, as another tensor
-in the same memory, and the next one takes that. So backward comes to them one after the other, and the kernel that
-computes what one of them says of the features adds what the later ones said, in place of a sum of gradients for each.
-Products that lazy tensors and edge phases make within the forward are links as any other.
+Products of the same features in one forward are a chain, where that and all modules in it are PyG's or torch's: each
+gives back the features, as another tensor in the same memory, and the next one takes that. So backward comes to them
+one after the other, and the kernel that computes what one of them says of the features adds what the later ones said,
+in place of a sum of gradients for each. Products that lazy tensors and edge phases make within the forward are links
+as any other.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -104,13 +105,13 @@ def _pays_to_pad(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def in_layer(values: Iterable[Any], has_one_result: bool = False) -> contextlib.AbstractContextManager[Any]:
+def in_layer(values: Iterable[Any],
+             has_chains: Callable[[], bool] = lambda: False) -> contextlib.AbstractContextManager[Any]:
     """Around the forward of a layer with ``values`` for arguments: products and sums are taken in it, if any may be.
 
-    Products are chained only if it ``has_one_result``, as forwards written in PyG have: of several, taken backward one
-    by one, the last would free what is saved for the first.
+    ``has_chains`` says whether products of the same features may be a chain.
     """
-    return Products(has_one_result) if any(_is_tall(v) for v in values) else contextlib.nullcontext()
+    return Products(has_chains()) if any(_is_tall(v) for v in values) else contextlib.nullcontext()
 
 
 def _is_tall(value: Any) -> bool:
@@ -173,7 +174,9 @@ def _rows(x: Tensor) -> Tensor:
 
 def _is_chained(x: Tensor, weight: Tensor) -> bool:
     """Whether a product gives the features back: where they have a gradient to add to, and are saved as it is."""
-    return (x.requires_grad and weight.requires_grad and torch.is_grad_enabled() and not torch._C._is_tracing()
+    # A hook on a weight would be called without a gradient where only later products are asked for.
+    return (x.requires_grad and weight.requires_grad and not weight._backward_hooks
+            and not weight._post_accumulate_grad_hooks and torch.is_grad_enabled() and not torch._C._is_tracing()
             and (x.dim() == 2 or x.is_contiguous()))  # others are copied
 
 

@@ -205,3 +205,45 @@ def test_chain_of_three_dimensions(device, taken):
         (want,) = torch.autograd.grad(sum(t.square().sum() for t in results), [wide])
         assert error(got, want) < 1e-5
         assert [kind for kind, *_ in taken].count("added") == num_added
+
+
+class Auxiliary(torch.nn.Module):
+    """A network with a loss of its own, and a gradient taken within it."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (torch.nn.Linear(12, 8) for _ in range(3))
+
+    def forward(self, x):
+        y = self.a(x)
+        (inner,) = torch.autograd.grad(self.b(x).tanh().sum(), x, retain_graph=False)
+        self.loss = self.c(x.detach().requires_grad_()).square().mean() + self.c.weight.sum()
+        return y + inner[:, :8]
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+def test_modules_of_the_users_in_a_layer(device, taken):
+    """Each result of such a module is taken backward by itself, as torch allows."""
+    _, x, edge_index = layer_case("gcn", device)
+    torch.manual_seed(0)
+    plain = pyg_nn.GINConv(Auxiliary()).to(device)
+    fused = pfg.nn.GINConv(Auxiliary()).to(device)
+    fused.load_state_dict(plain.state_dict())
+    found = []
+    for layer in (plain, fused):
+        features = x.detach().clone().requires_grad_()
+        out = layer(features, edge_index)
+        layer.nn.loss.backward()
+        out.sin().sum().backward()
+        found.append([out, features.grad, *(p.grad for p in (layer.nn.a.weight, layer.nn.c.weight))])
+    assert max(error(g, w.double()) for g, w in zip(found[1], found[0], strict=True)) < 1e-5
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+def test_a_weight_with_hooks(device, taken):
+    """Its hook is not called where only a later product is asked for."""
+    layer, (_, x, edge_index) = Maps().to(device), layer_case("gcn", device)
+    seen = []
+    layer.maps[0].weight.register_hook(seen.append)
+    layer(x.requires_grad_(), edge_index)[1].sum().backward()
+    assert seen == [] and layer.maps[0].weight.grad is None and layer.maps[1].weight.grad is not None

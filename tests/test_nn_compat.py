@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+import torch.utils.checkpoint
 import torch_geometric.nn as pyg_nn
 from layers import MORE, SQUARE, assert_fused, assert_same, run, twins
 from torch_geometric.nn import models
@@ -201,3 +202,26 @@ def test_lazily_initialized_layers():
         expected = plain(*args)
         assert_same([out, layer(*args)], [expected, expected])
         assert_fused()
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("make", [lambda nn: nn.GATv2Conv(12, 8, residual=True),
+                                  lambda nn: nn.ResGatedGraphConv(12, 8)],
+                         ids=["gatv2", "res_gated"])
+def test_checkpoint_in_every_step(make, evaluates):
+    """What is saved keeps its order between a forward and its recomputation, whatever came of lazy tensors before."""
+    layer, x = make(fused_nn).double(), draw(CASE.num_src, 12)
+    for _ in range(5):
+        out = torch.utils.checkpoint.checkpoint(layer, x, CASE.edge_index, use_reentrant=False)
+        (got,) = torch.autograd.grad(out.sin().sum(), x)
+        if evaluates:
+            plain = layer(x, CASE.edge_index)
+            torch.testing.assert_close(got, torch.autograd.grad(plain.sin().sum(), x)[0])
+
+
+def test_full_backward_hooks_of_a_submodule():
+    seen, layer, x = [], fused_nn.GATv2Conv(12, 8).double(), draw(CASE.num_src, 12)
+    layer.lin_l.register_full_backward_hook(lambda module, grad_input, grad_output: seen.append(grad_output[0].shape))
+    for k in range(5):
+        layer(x, CASE.edge_index).sin().sum().backward()
+        assert len(seen) == k + 1

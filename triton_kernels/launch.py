@@ -8,6 +8,9 @@ device ``meta``, within :func:`without_data`) runs nothing, but tells Triton all
 :func:`compile_ahead` can have many kernels compiled by threads at a time: most of the work is LLVM's, ptxas's and a C
 compiler's, which leave Python alone. What Triton does once per process before its first kernel (it hashes its own
 files, half a gigabyte, and imports its dialects) is done by :func:`start`, also in a thread.
+
+A launch like one before goes straight to what Triton compiled then: its hooks around launches are called, but it is not
+asked again whether one of its settings has changed.
 """
 
 from __future__ import annotations
@@ -124,7 +127,7 @@ def _kind(arg: Any) -> object:
     if isinstance(arg, torch.Tensor):
         return arg.dtype, arg.data_ptr() % 16 == 0
     if type(arg) is int:
-        return arg == 1, arg % 16 == 0, arg.bit_length() >> 5, arg < 0
+        return arg == 1, arg % 16 == 0, (arg if arg >= 0 else ~arg).bit_length() >> 5, arg < 0
     return type(arg), arg
 
 

@@ -124,7 +124,7 @@ def _wrapped(forward: Any, original: Any, is_lazy: bool) -> Any:
     # The globals of what is returned are PyG's, so what it names of ours is bound here.
     is_compiling, takes, can_fuse, as_operator, products, running = torch.compiler.is_compiling, compiled.takes, \
         compiled.can_fuse, compiled.call, dense.in_layer, order.running
-    eager, is_pygs = _with_sums(forward), order.is_pygs
+    eager, has_chains = _with_sums(forward), order.has_chains
 
     def explained(self: Any, *args: Any, **kwargs: Any) -> Any:
         is_open, given = order.is_open(self), (*args, *kwargs.values())
@@ -132,11 +132,11 @@ def _wrapped(forward: Any, original: Any, is_lazy: bool) -> Any:
         try:
             if is_open:
                 opened = [order.opened(a) for a in args], {k: order.opened(v) for k, v in kwargs.items()}
-                with derived.remembering(self), products(given, is_pygs(self)):
+                with derived.remembering(self), products(given, functools.partial(has_chains, self)):
                     out = eager(self, *opened[0], **opened[1])
                 order.settle(self)
             else:
-                with derived.remembering(self), products(given, is_pygs(self)):
+                with derived.remembering(self), products(given, functools.partial(has_chains, self)):
                     out = eager(self, *args, **kwargs)
             return as_plain(out) if is_lazy or is_open or isinstance(out, LazyTensor) else out
         except (RuntimeError, RowCountError) as error:

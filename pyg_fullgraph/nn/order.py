@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.modules.module import _has_any_global_hook
 from torch_geometric.nn.conv import MessagePassing as PyGMessagePassing
 
 from pyg_fullgraph import columns, debug, dense, reuse
@@ -40,7 +41,7 @@ from pyg_fullgraph.nn.surroundings import submodules
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output
 
-__all__ = ["NAME", "LinearExpr", "SummedExpr", "code_with_sums", "has_update", "is_closed", "is_open", "is_pygs",
+__all__ = ["NAME", "LinearExpr", "SummedExpr", "code_with_sums", "has_chains", "has_update", "is_closed", "is_open",
            "opened", "plus", "running", "settle", "sum_later"]
 
 #: Name of :func:`plus` in the globals of rewritten forwards.
@@ -63,14 +64,13 @@ class _Running(threading.local):
 running = _Running()
 
 
-def is_pygs(layer: Any) -> bool:
-    """Whether the forward of ``layer`` is written in PyG."""
+def _is_pygs(layer: Any) -> bool:
     return getattr(type(layer).forward, "__module__", "").startswith("torch_geometric.")
 
 
 def is_closed(layer: Any) -> bool:
     """Whether the linear maps of ``layer`` are not kept open in any call to come."""
-    return not is_pygs(layer) or _tries.get(layer, 0) >= MAX_TRIES
+    return not _is_pygs(layer) or _tries.get(layer, 0) >= MAX_TRIES
 
 
 def is_open(layer: Any) -> bool:
@@ -78,9 +78,23 @@ def is_open(layer: Any) -> bool:
     return not is_closed(layer) and _may_wait(layer)
 
 
+def has_chains(layer: Any) -> bool:
+    """Whether products of the same features may be a chain in this call, see :mod:`pyg_fullgraph.dense`.
+
+    Not in modules of the user's: of several results that are taken backward one by one, the last would free what is
+    saved for the first.
+    """
+    return _is_pygs(layer) and _may_wait(layer)
+
+
 def _may_wait(layer: Any) -> bool:
-    """Whether nobody sees what ``layer`` leaves for later in this call."""
-    if layer.explain or torch.compiler.is_compiling() or torch.jit.is_tracing():
+    """Whether nobody sees what ``layer`` leaves for later in this call, or in which order it computes.
+
+    What is saved for backward has an order that a checkpoint compares with that of a later call.
+    """
+    if layer.explain or torch.compiler.is_compiling() or torch.jit.is_tracing() or _has_any_global_hook():
+        return False
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return False
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
         return False
@@ -93,7 +107,8 @@ def _asks_torch(module: Module) -> bool:
     A hook may keep what it sees, and read it when the weights are others. An autograd.Function, TorchScript or a
     compiler in a module of the user's would take the wrapper for the tensor, whose history it has not.
     """
-    return (not module._forward_hooks and not module._forward_pre_hooks and "forward" not in vars(module)
+    return (not module._forward_hooks and not module._forward_pre_hooks and not module._backward_hooks
+            and not module._backward_pre_hooks and "forward" not in vars(module)
             and module._compiled_call_impl is None and _is_library(type(module).forward))
 
 
@@ -125,7 +140,7 @@ def sum_later(layer: Any, program: EdgeProgram, graph: Graph, tensors: Mapping[s
     """The result of a propagate, not computed yet, where a product after it could as well come before it, or where what
     is added to it can be added by the kernel.
     """
-    if running.layer is not layer or not is_pygs(layer):  # whose forward would make plain tensors of what it returns
+    if running.layer is not layer or not _is_pygs(layer):  # whose forward would make plain tensors of what it returns
         return None
     if "propagate" in vars(layer) or not _is_library(type(layer).propagate):  # somebody's around ours
         return None
