@@ -405,7 +405,8 @@ def _launch_sweep(sweep: Sweep, kernel: codegen.KernelSource, order: EdgeOrder, 
 
     def fits(shape: tune.Shape) -> bool:
         values = shape.tile * shape.block_e
-        if not (shape.tile >= min(32, kernel.width) and 1 <= shape.num_warps <= 16 and 128 <= shape.max_piece <= 8192
+        if not (shape.tile >= min(32, kernel.width) and 1 <= shape.num_warps <= 16
+                and MIN_PIECE <= shape.max_piece <= 8192
                 and values <= min(_MOST_VALUES, 32 * shape.num_warps * _MOST_VALUES_PER_THREAD)):
             return shape == default
         if kernel.takes_blocks and shape.max_piece != default.max_piece:

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules import module as modules
 from torch_geometric.nn.conv import MessagePassing as PyGMessagePassing
 
 from pyg_fullgraph import columns, debug, dense, reuse
@@ -92,9 +92,10 @@ def _may_wait(layer: Any) -> bool:
 
     What is saved for backward has an order that a checkpoint compares with that of a later call.
     """
-    if layer.explain or torch.compiler.is_compiling() or torch.jit.is_tracing() or _has_any_global_hook():
+    if layer.explain or torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    if modules._global_backward_hooks or modules._global_backward_pre_hooks or \
+            torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return False
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
         return False
