@@ -92,6 +92,11 @@ def test_training_equals_the_whole():
     ranks(3).run(sharded.check_training, "gcn", "feature_split")
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_layers_add_to_sums(size):
+    ranks(size).run(sharded.check_added, "halo", "broadcast")
+
+
 @pytest.mark.parametrize("way", ["halo", "broadcast"])
 def test_bytes_per_edge(way):
     """Two numbers of four bytes per edge and direction; as many for the graph with self-loops, and nothing for SAGE."""

@@ -273,7 +273,7 @@ class SummedExpr(_Open):
     @staticmethod
     def adds(program: EdgeProgram, graph: Graph) -> bool:
         """Whether a kernel can add to the one result of ``program``, and it is worth it."""
-        return (has_kernels(graph.device) and not graph.is_part and _can_add(program)
+        return (has_kernels(graph.device) and _can_add(program)
                 and graph.num_dst * program.outputs[0].value.numel >= columns.MIN_NUMBERS)
 
     def materialize(self) -> Tensor:
