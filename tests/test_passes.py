@@ -7,10 +7,12 @@ from functools import partial
 import pytest
 import torch
 
+import pyg_fullgraph.nn as fused_nn
 import zoo
+from benchmarks.edge_phases import edge_phases
 from oracle import TOLERANCE, check, error, program_of, random_case
 from programs import CASES, make_tensors
-from pyg_fullgraph.autograd import EdgePhase
+from pyg_fullgraph.autograd import EdgePhase, observing
 from pyg_fullgraph.execution import run_plan
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.saga import interpret, ir, recompute
@@ -231,6 +233,22 @@ def test_numbers_per_edge_are_kept_only_where_that_saves_a_third():
     for name, is_kept in (("gat-wide", True), ("gatv2", False)):
         _, backward = plans(name, KERNELS)
         assert any(r.name.startswith(STAGED) for s in backward.sweeps for r, _ in s.edges) == is_kept
+
+
+@pytest.mark.parametrize("width, handed", [(64, [4, 4]), (4, [])])
+def test_what_is_little_beside_features_of_edges_is_handed_on(width, handed):
+    """Attention and the gradients of its scores: features of edges that wide are then read once in backward."""
+    heads, generator = 4, torch.Generator().manual_seed(0)
+    rows = [torch.randn(9, heads * width, generator=generator, requires_grad=True) for _ in range(3)]
+    e = torch.randn(20, heads * width, generator=generator, requires_grad=True)
+    graph = Graph.from_edge_index(torch.randint(9, (2, 20), generator=generator), 9)
+    with observing() as seen:
+        edge_phases(fused_nn).DotAttention(heads)(rows[0], graph, *rows[1:], e)
+    (phase,) = seen[0].compiled.phases
+    first, second = phase.backward_plan(KERNELS, (True,) * len(phase.inputs)).sweeps
+    staged = [r for r, _ in first.edges if r.name.startswith(STAGED)]
+    assert [r.numel for r in staged] == handed and set(staged) <= set(second.inputs)
+    assert any(n.numel == heads * width and n.domain == EDGE for n in second.inputs) == (not handed)
 
 
 @TARGETS

@@ -22,8 +22,9 @@ Group = TypeVar("Group")
 
 #: Rows of vertices have at least this many times as many features as all edge values together that a sweep is handed.
 NARROW = 4
-#: Most numbers per edge that a sweep is handed: 64 bytes, twice what the edge itself takes in both orders.
-MAX_HANDED = 16
+#: Most numbers per edge that a sweep is handed: 64 bytes, twice what the edge itself takes in both orders; or this
+#: share of the features that edges have anyway, beside which it is little and has to save less.
+MAX_HANDED, HANDED_SHARE, LITTLE_GAIN = 16, 1 / 32, 0.9
 
 
 def orders(groups: Iterable[tuple[int, Group]]) -> Iterator[list[Group]]:
@@ -58,7 +59,16 @@ def cheapest(candidates: Iterable[Steps], target: Target) -> Steps:
     plain = list(candidates)
     best = min(plain, key=lambda s: price(s, target))
     handed = min((_hand_on(s, target) for s in plain), key=lambda s: price(s, target))
-    return handed if price(handed, target) < target.gain * price(best, target) else best
+    sweeps = [s for s in handed if isinstance(s, Sweep)]
+    numbers = sum(r.numel for s in sweeps for r, _ in s.edges if is_staged(r))
+    is_little = numbers <= HANDED_SHARE * max((_edge_features(s) for s in sweeps), default=0)
+    gain = max(target.gain, LITTLE_GAIN) if is_little else target.gain
+    return handed if price(handed, target) < gain * price(best, target) else best
+
+
+def _edge_features(sweep: Sweep) -> int:
+    """Features per edge that ``sweep`` is given from outside, those of the widest input."""
+    return max((n.numel for n in sweep.inputs if n.domain == Domain.EDGE and not is_staged(n)), default=0)
 
 
 def _hand_on(steps: Steps, target: Target) -> Steps:
@@ -125,7 +135,7 @@ def _narrow(sweep: Sweep, made: Container[Node]) -> list[Node]:
     """The largest expressions of ``sweep`` that are ``made`` before, other than masks, as long as they are narrow."""
     read_or_made = (*sweep.inputs, *(r for r, _ in sweep.gathers))
     widest = max((n.numel for n in read_or_made if n.domain in (Domain.SRC, Domain.DST)), default=0)
-    room = min(widest // NARROW, MAX_HANDED)
+    room = min(widest // NARROW, max(MAX_HANDED, int(HANDED_SHARE * _edge_features(sweep))))
     found: list[Node] = []
     seen: set[Node] = set()
     waiting = list(reversed(sweep.operands))
