@@ -179,8 +179,8 @@ CASES: dict[str, Case] = {c.name: c for c in [
       for graph in ("arxiv", *_LARGE) for dtype in ("float32", "float16")],
     *[_phase_case("dot-phase", graph, 128, 1, "float16", direction) for graph in _LARGE
       for direction in ("forward", "step")],
-    Case("dot-phase-mesh", "dot-phase", "mesh", num_in=1024, width=1024, heads=16, dtype="float16",
-         node_data=(1024, 1024), edge_data=1024, needs_grad_edges=True),
+    *[Case(f"dot-phase-{graph}", "dot-phase", graph, num_in=1024, width=1024, heads=16, dtype="float16",
+           node_data=(1024, 1024), edge_data=1024, needs_grad_edges=True) for graph in ("mesh", "icosphere")],
     Case("gatv2-phase-tiny", "gatv2-phase", "tiny", "cpu", num_in=16, width=16, heads=4, node_data=(16,)),
     Case("sum-tiny", "sum", "tiny-shuffled", "cpu", num_in=16, width=16),
     Case("sum-tiny-community", "sum", "tiny-shuffled-community", "cpu", num_in=16, width=16),

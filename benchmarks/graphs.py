@@ -1,6 +1,7 @@
 """Synthetic graphs of the sizes people measure on, drawn the same way everywhere.
 
-Point clouds (:class:`Clouds`) are uniform in a cube, with the nearest points as sources. In the others (:class:`Size`)
+Point clouds (:class:`Clouds`) are uniform in a cube, with the nearest points as sources, and :class:`Icosphere` is the
+mesh of weather models, of one shape. In the others (:class:`Size`)
 endpoints follow a power law: the node of rank ``r`` has weight ``(r + i0)^-0.5`` with ``i0 = n (0.5 / ratio)^2``, which
 makes the largest expected degree ``ratio`` times the mean; ranks are shuffled. 70% of the edges stay inside communities
 of about 2000 consecutive ids, and every edge is there in both directions.
@@ -8,10 +9,12 @@ of about 2000 consecutive ids, and every edge is there in both directions.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pyg_fullgraph.graph import Graph
@@ -36,7 +39,18 @@ class Clouds:
     neighbors: int
 
 
-SIZES: dict[str, Size | Clouds] = {
+@dataclass(frozen=True)
+class Icosphere:
+    """A sphere of triangles: an icosahedron whose faces were cut in four ``levels`` times, with the edges of every
+    level in both directions (GraphCast, Lam et al. 2023). Nodes are numbered from pole to pole.
+    """
+
+    levels: int
+
+
+Shape = Size | Clouds | Icosphere
+
+SIZES: dict[str, Shape] = {
     "arxiv": Size(169_343, 2_315_598, 962),
     "reddit": Size(232_965, 114_615_892, 44),
     "products": Size(2_449_029, 123_718_280, 346),
@@ -44,7 +58,8 @@ SIZES: dict[str, Size | Clouds] = {
     # MG-GCN's protein graph and papers100M; of the former only the numbers of nodes and edges are known.
     "protein": Size(8_740_000, 1_300_000_000, 100),
     "papers": Size(111_059_956, 1_615_685_872, 1700),
-    "mesh": Size(40_962, 327_660, 2),
+    "mesh": Size(40_962, 327_660, 2),  # as many nodes and edges as the next one has, at random
+    "icosphere": Icosphere(6),
     "small": Size(20_000, 400_000, 100),
     "tiny": Size(300, 2_400, 10),
     "points": Clouds(32, 1024, 40),
@@ -58,12 +73,14 @@ COMMUNITY = 2000
 INSIDE = 0.7
 
 
-def num_nodes(size: Size | Clouds) -> int:
+def num_nodes(size: Shape) -> int:
     """Number of nodes of a graph of ``size``."""
+    if isinstance(size, Icosphere):
+        return 10 * 4 ** size.levels + 2
     return size.nodes if isinstance(size, Size) else size.count * size.points
 
 
-def draw(size: Size | Clouds, device: str | torch.device, seed: int = 0, shuffle: bool = False) -> Tensor:
+def draw(size: Shape, device: str | torch.device, seed: int = 0, shuffle: bool = False) -> Tensor:
     """An ``edge_index`` ``[2, E]`` of ``size``, int64.
 
     Args:
@@ -73,6 +90,8 @@ def draw(size: Size | Clouds, device: str | torch.device, seed: int = 0, shuffle
         shuffle: Relabel nodes at random, which destroys the locality of communities.
     """
     generator = torch.Generator(device).manual_seed(seed)
+    if isinstance(size, Icosphere):
+        return _icosphere(size).to(device)
     if isinstance(size, Clouds):
         return _nearest(size, generator)
     n, half = size.nodes, size.edges // 2
@@ -137,3 +156,31 @@ def _nearest(size: Clouds, generator: torch.Generator) -> Tensor:
     first = torch.arange(size.count, device=generator.device).view(-1, 1, 1) * size.points
     target = torch.arange(size.count * size.points, device=generator.device).repeat_interleave(size.neighbors)
     return torch.stack([(nearest + first).flatten(), target])
+
+
+def _icosphere(size: Icosphere) -> Tensor:
+    golden = (1 + 5 ** 0.5) / 2
+    corners = [(0.0, a, b * golden) for a in (-1, 1) for b in (-1, 1)]
+    position = F.normalize(torch.tensor([c[k:] + c[:k] for k in range(3) for c in corners], dtype=torch.float64))
+    near = torch.cdist(position, position) < 1.1  # edges are 1.05 long, all else is farther
+    faces = torch.tensor([f for f in itertools.combinations(range(12), 3)
+                          if all(near[a, b] for a, b in itertools.combinations(f, 2))])
+    found = []
+    for level in range(size.levels + 1):
+        sides = torch.stack([faces[:, [0, 1]], faces[:, [1, 2]], faces[:, [2, 0]]], 1).sort(-1).values
+        edges, of_side = sides.view(-1, 2).unique(dim=0, return_inverse=True)
+        found.append(edges)
+        if level < size.levels:
+            ab, bc, ca = (of_side.view(-1, 3) + position.shape[0]).unbind(1)
+            a, b, c = faces.unbind(1)
+            faces = torch.stack([torch.stack(f, 1) for f in ((a, ab, ca), (b, bc, ab), (c, ca, bc), (ab, bc, ca))])
+            faces = faces.view(-1, 3)
+            position = torch.cat([position, F.normalize(position[edges].sum(1))])
+    longitude = torch.atan2(position[:, 1], position[:, 0])
+    by_longitude = longitude.argsort(stable=True)
+    rings = (position[by_longitude, 2] * 1e9).round()  # what differs by rounding alone is as far north
+    order = by_longitude[rings.argsort(stable=True)]
+    place = torch.empty_like(order)
+    place[order] = torch.arange(order.numel())
+    edge_index = place[torch.cat(found)].t()
+    return torch.cat([edge_index, edge_index.flip(0)], 1)

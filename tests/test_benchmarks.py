@@ -47,6 +47,18 @@ def test_shuffled_graph_keeps_degrees():
     assert torch.equal(plain[1].bincount().sort().values[-50:], shuffled[1].bincount().sort().values[-50:])
 
 
+def test_the_mesh_of_weather_models():
+    size = graphs.SIZES["icosphere"]
+    assert graphs.num_nodes(size) == 40_962
+    edge_index = graphs.draw(size, "cpu")
+    assert edge_index.shape == (2, 327_660) and edge_index.unique(dim=1).shape == edge_index.shape
+    forth, back = edge_index.chunk(2, 1)
+    assert torch.equal(forth, back.flip(0))
+    finest = forth[:, -30 * 4 ** 6:].flatten().bincount()
+    assert finest.bincount().tolist() == [0] * 5 + [12, 40_950]
+    assert float((forth[0] - forth[1]).abs().double().median()) < 300
+
+
 def test_a_name_says_how_nodes_are_numbered():
     assert graphs.Name.of("products-shuffled-rcm") == graphs.Name("products", True, "rcm")
     assert graphs.Name.of("few-points-community") == graphs.Name("few-points", False, "community")
