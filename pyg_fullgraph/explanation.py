@@ -323,7 +323,7 @@ class Explanation:
                     parts += [kernel.source for _, kernel in row_kernels(batch, False)]
                     continue
                 num_rows = graph.num_dst if batch.rows == Domain.DST else graph.num_src
-                kernel = kernel_on(batch, 4, graph.num_edges / max(num_rows, 1), isinstance(graph.incoming, EdgeOrder))
+                kernel = kernel_on(batch, 4, num_rows, graph.num_edges, isinstance(graph.incoming, EdgeOrder))
                 parts.append(kernel.source if isinstance(kernel, KernelSource)
                              else f"# Runs in chunks: {'; '.join(kernel.reasons)}\n")
         return "\n\n".join(parts)

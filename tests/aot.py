@@ -62,7 +62,7 @@ def rows_of(plans: list[Plan], is_narrow: bool) -> list[RowsSource]:
     return list({k.source: k for k in (*found, *(k for p in plans for _, k in row_kernels(p.last, False)))}.values())
 
 
-#: Cases whose kernels are also compiled as they add to what tiles of edges before left.
+#: Cases whose kernels are also compiled as they add to what tiles of edges before left, and in rounds.
 IN_TILES = ("gat", "many-outputs", "sage-max", "gat-edge")
 
 
@@ -291,6 +291,10 @@ def main(names: list[str]) -> None:
                 in_blocks = kernel_of(sweep, lanes, takes_blocks=True)
                 assert isinstance(in_blocks, KernelSource), in_blocks
                 kernels.append(in_blocks)
+            if case in IN_TILES and kernel.is_light:
+                in_rounds = kernel_of(sweep, lanes, in_rounds=True)
+                assert isinstance(in_rounds, KernelSource), in_rounds
+                kernels.append(in_rounds)
             for kernel in kernels:
                 for part in (kernel.name, *([kernel.merge_name] if kernel.has_merge else [])):
                     results[f"{name}/{k}/{part}"] = compile_kernel(kernel, part, dtype, index)

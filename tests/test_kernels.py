@@ -171,6 +171,19 @@ def test_tiles_share_the_slots_of_a_row():
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@pytest.mark.parametrize("name, runner", [("gcn", run), ("sage-max", run), ("gat", run), ("sage-max", run_in_tiles)])
+def test_programs_that_take_many_pieces(name, runner, device, only_kernels, monkeypatch):
+    """As they do where rows are many and short; here the graph is small, with rows that are cut and rows that are not."""
+    monkeypatch.setattr(execution, "MIN_ROUND_PROGRAMS", 3)
+    monkeypatch.setattr(execution, "MAX_PIECE", 8)
+    programs = []
+    monkeypatch.setattr(execution, "_num_workers", lambda kernel, count, known=execution._num_workers: (
+        programs.append((kernel.in_rounds, known(kernel, count), count)) or programs[-1][1]))
+    check(program_of(name), zoo.hub(), torch.float64, device, runner=runner)
+    assert any(in_rounds and few < count for in_rounds, few, count in programs)
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
 def test_tiles_where_programs_share_a_softmax(device, only_kernels):
     """Each adds its features to a slot, and the maximum that they share is there once."""
     weight, value = ir.input("weight", Domain.SRC, (1,)), ir.input("value", Domain.SRC, (600,))

@@ -35,6 +35,8 @@ PRODUCT_VALUES = 1024
 #: values per thread that are then held without extrema: fewest instructions and spills of what compiles for an H200.
 #: Extrema take 64 edges, from which on the weights need not be in registers.
 BLOCK_VALUES, EXTREMA_VALUES, MAX_BLOCK_HELD = 8192, 16384, 96
+#: Most operations per edge and feature of programs that may go in rounds.
+LIGHT_WORK = 2
 #: Parameters of every kernel, and those of the ones that know about edges.
 _CONSTANTS = ["FLOAT: tl.constexpr", "ID: tl.constexpr", "UNSET: tl.constexpr"]
 _EDGE_CONSTANTS = ["BLOCK_E: tl.constexpr", "HAS_EID: tl.constexpr"]
@@ -63,7 +65,9 @@ class KernelSource:
         uses_eid: Whether the kernel needs edge ids, or the places of edges in edge tensors.
         uses_ids: Whether it needs both, so that a part of a graph gives it ids of the whole graph beside the places.
         uses_places: Whether it needs the places of edges among values on their way between sweeps.
-        has_workers: Whether it has a fixed number of programs, and takes that number after the number of pieces.
+        is_light: Whether programs do so little per edge that for short rows they should go in rounds.
+        has_workers: Whether programs take piece after piece, and the kernel their number after that of pieces.
+        in_rounds: Whether they do so only as programs would be launched slower than they run.
         takes_blocks: Whether programs take blocks of edges, of whatever rows: it has workers, and takes the row of each
             edge and the number of edges in place of pieces and their number; pieces, if it reduces rows, go by block.
         takes_tiles: Whether it can take the edges of rows in tiles, adding to what those before left.
@@ -87,7 +91,9 @@ class KernelSource:
     uses_eid: bool
     uses_ids: bool
     uses_places: bool
+    is_light: bool
     has_workers: bool
+    in_rounds: bool
     takes_blocks: bool
     takes_tiles: bool
     product_work: float
@@ -115,7 +121,8 @@ class KernelSource:
         return self.max_warps if self.edge_lanes else max(self.max_warps * block_e // self.block_e, 1)
 
 
-def generate(sweep: Sweep, lanes: int = 4, tile: int | None = None, takes_blocks: bool | None = None) -> KernelSource:
+def generate(sweep: Sweep, lanes: int = 4, tile: int | None = None, takes_blocks: bool | None = None,
+             in_rounds: bool = False) -> KernelSource:
     """Generate the kernels of ``sweep``.
 
     Args:
@@ -124,6 +131,7 @@ def generate(sweep: Sweep, lanes: int = 4, tile: int | None = None, takes_blocks
         tile: Features that one program holds per edge before it splits them over programs; None for the usual number.
         takes_blocks: Whether programs take blocks of edges of several rows; None where no rows are reduced and values
             fit.
+        in_rounds: Whether programs that hold nothing take piece after piece all the same.
 
     Raises:
         NotFusable: A value does not fit a tile, or an operation has no rule; the sweep then runs in chunks.
@@ -131,7 +139,7 @@ def generate(sweep: Sweep, lanes: int = 4, tile: int | None = None, takes_blocks
     if takes_blocks is None and not reduces_rows(sweep):
         with contextlib.suppress(NotFusable):  # weights have half the room in blocks
             return _Generator(sweep, lanes, tile, True).generate()
-    return _Generator(sweep, lanes, tile, bool(takes_blocks)).generate()
+    return _Generator(sweep, lanes, tile, bool(takes_blocks), in_rounds).generate()
 
 
 def reduces_rows(sweep: Sweep) -> bool:
@@ -143,7 +151,8 @@ def reduces_rows(sweep: Sweep) -> bool:
 
 
 class _Generator:
-    def __init__(self, sweep: Sweep, lanes: int, max_width: int | None, takes_blocks: bool) -> None:
+    def __init__(self, sweep: Sweep, lanes: int, max_width: int | None, takes_blocks: bool,
+                 in_rounds: bool = False) -> None:
         self.takes_blocks = takes_blocks
         lowering = Lowering(sweep.operands, lanes, takes_blocks)
         waiting = iter(lowering.roots)
@@ -178,11 +187,14 @@ class _Generator:
         self.apart = tuple(k for k, c in enumerate(self.carries) if self.takes_tiles and (
             self._width(c) < widest or self.tile.first(self.tile.axes.axes(c.node))))
         # Sums over all edges, and weights, are held for many pieces.
-        self.has_workers = takes_blocks or bool(self.totals) or self.tile.has_products
+        holds = takes_blocks or bool(self.totals) or self.tile.has_products
+        self.in_rounds = in_rounds and not holds
+        self.has_workers = holds or self.in_rounds
         kinds = list(dict.fromkeys(g.attr("kind") for _, g in self.gathers))
         kinds += ["edge"] if self.edges else []
         side = "dst" if sweep.rows == Domain.DST else "src"
-        self.name = f"{'_'.join(kinds)}_by_{side}_{'blocks_' if takes_blocks else ''}{sweep.digest[:6]}"
+        how = "blocks_" if takes_blocks else "rounds_" if self.in_rounds else ""
+        self.name = f"{'_'.join(kinds)}_by_{side}_{how}{sweep.digest[:6]}"
 
     def generate(self) -> KernelSource:
         if self.tile.edge_lanes:
@@ -205,7 +217,8 @@ class _Generator:
                             tuple(self.added.values()), widths, self.apart, self.tile.num_programs, self.tile.width,
                             block_e, min_block_e, self.tile.num_warps(block_e), self.tile.edge_lanes,
                             self._is_sliced_freely, self.emitter.uses_eid, self.emitter.uses_ids,
-                            self.emitter.uses_places, self.has_workers, self.takes_blocks, self.takes_tiles,
+                            self.emitter.uses_places, self._is_light, self.has_workers, self.in_rounds,
+                            self.takes_blocks, self.takes_tiles,
                             self._product_work())
 
     # --- kernels ----------------------------------------------------------------------------------------------------
@@ -461,6 +474,15 @@ class _Generator:
         tile, inside = self.tile, (Domain.PARAM, self.sweep.rows)
         return not (tile.has_products or self.totals or self.edges) and all(type(r) is Sum for r in self.reducers) and \
             all(tile.is_flat(n) or n.domain in inside for n in self.emitter.names if n.op == "input") and \
+            not any(ir.OPS[n.op].kind == "reduce" for n in self.emitter.names)
+
+    @property
+    def _is_light(self) -> bool:
+        """Whether there are two operations per edge and feature at most, beside what adds up rows, and no sum of
+        features: registers are then as few in rounds. With more, rounds took up to 1.6 times as long.
+        """
+        work, width = sum(map(ir.arithmetic, self.emitter.names)), max((c.node.numel for c in self.carries), default=0)
+        return bool(self.carries) and not (self.has_workers or self.edges) and work <= LIGHT_WORK * width and \
             not any(ir.OPS[n.op].kind == "reduce" for n in self.emitter.names)
 
 
