@@ -173,7 +173,7 @@ def test_tiles_share_the_slots_of_a_row():
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
 @pytest.mark.parametrize("name, runner", [("gcn", run), ("sage-max", run), ("gat", run), ("sage-max", run_in_tiles)])
 def test_programs_that_take_many_pieces(name, runner, device, only_kernels, monkeypatch):
-    """As they do where rows are many and short; here the graph is small, with rows that are cut and rows that are not."""
+    """As they do where rows are many and short; here the graph is small, and some rows are cut."""
     monkeypatch.setattr(execution, "MIN_ROUND_PROGRAMS", 3)
     monkeypatch.setattr(execution, "MAX_PIECE", 8)
     programs = []

@@ -37,6 +37,8 @@ PRODUCT_VALUES = 1024
 BLOCK_VALUES, EXTREMA_VALUES, MAX_BLOCK_HELD = 8192, 16384, 96
 #: Most operations per edge and feature of programs that may go in rounds.
 LIGHT_WORK = 2
+#: Blocks of edges on their way at a time, where they are read ahead.
+STAGES = 3
 #: Parameters of every kernel, and those of the ones that know about edges.
 _CONSTANTS = ["FLOAT: tl.constexpr", "ID: tl.constexpr", "UNSET: tl.constexpr"]
 _EDGE_CONSTANTS = ["BLOCK_E: tl.constexpr", "HAS_EID: tl.constexpr"]
@@ -259,7 +261,11 @@ class _Generator:
         ahead, loads = self._prefetched("start", "end", "BLOCK_E")
         starts = self._starts(self.reducers, is_merged=False)
         piece = _fill(skeletons.PIECE, before=_indent(self.emitter.row_lines + starts + ahead, 0))
-        piece += self._loop("range", "start", "end", "BLOCK_E", loads + self.emitter.lines)
+        # Next to sums over all edges few programs fit on a multiprocessor: the blocks to come are read ahead, into
+        # shared memory. Loops without such sums are slower for it.
+        is_ahead = bool(self.totals) and not self.tile.has_products
+        how = ("tl.range", f", num_stages={STAGES}") if is_ahead else ("range", "")
+        piece += self._loop(how[0], "start", "end", "BLOCK_E", loads + self.emitter.lines, how[1])
         return piece + (self._result([]) if self.carries else "")
 
     def _loop(self, kind: str, start: str, end: str, step: str, lines: Sequence[str], options: str = "") -> str:
@@ -481,9 +487,11 @@ class _Generator:
         """Whether there are two operations per edge and feature at most, beside what adds up rows, and no sum of
         features: registers are then as few in rounds. With more, rounds took up to 1.6 times as long.
         """
-        work, width = sum(map(ir.arithmetic, self.emitter.names)), max((c.node.numel for c in self.carries), default=0)
-        return bool(self.carries) and not (self.has_workers or self.edges) and work <= LIGHT_WORK * width and \
-            not any(ir.OPS[n.op].kind == "reduce" for n in self.emitter.names)
+        nodes = self.emitter.names
+        if self.has_workers or self.edges or any(n.op == "mm" or ir.OPS[n.op].kind == "reduce" for n in nodes):
+            return False
+        width = max((c.node.numel for c in self.carries), default=0)
+        return width > 0 and sum(map(ir.arithmetic, nodes)) <= LIGHT_WORK * width
 
 
 # --- text of every kind of kernel -----------------------------------------------------------------------------------
