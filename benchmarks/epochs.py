@@ -519,10 +519,10 @@ def _hidden(epoch: Epoch, folder: Path | None) -> dict[str, float]:
 
 def _times(epoch: Epoch, device: str, ranks: Group, budget_s: float) -> list[tuple[float, float]]:
     """Milliseconds per epoch, of the slowest rank, and CPU time of this one."""
-    first = measure.time_steps({"epoch": epoch.step}, device, 0, least=3)["epoch"]
+    first = measure.time_steps({"epoch": epoch.step}, device, 0, least=3, queued_ms=0)["epoch"]
     slowest = ranks.reduce(torch.tensor(max(t for t, _ in first), device=device), "max")
     count = min(max(int(budget_s * 1e3 / max(float(slowest), 1e-3)), 5), 100)
-    found = measure.time_steps({"epoch": epoch.step}, device, 0, least=count)["epoch"]
+    found = measure.time_steps({"epoch": epoch.step}, device, 0, least=count, queued_ms=0)["epoch"]
     elapsed = ranks.reduce(torch.tensor([t for t, _ in found], device=device, dtype=torch.float64), "max")
     return list(zip(elapsed.tolist(), (busy for _, busy in found), strict=True))
 

@@ -38,8 +38,8 @@ def first_call_ms(step: Step, device: str) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def time_steps(steps: Mapping[str, Step], device: str, budget_s: float = 2.0, least: int = 5,
-               most: int = 200) -> dict[str, list[tuple[float, float]]]:
+def time_steps(steps: Mapping[str, Step], device: str, budget_s: float = 2.0, least: int = 5, most: int = 200,
+               queued_ms: float = 4.0) -> dict[str, list[tuple[float, float]]]:
     """Milliseconds per call of each step, and milliseconds of CPU time of all threads.
 
     The steps are called in turn, so that a busy moment of the machine hits all of them.
@@ -49,31 +49,38 @@ def time_steps(steps: Mapping[str, Step], device: str, budget_s: float = 2.0, le
         device: ``cuda`` (timed by events on the current stream) or ``cpu`` (by ``perf_counter``). CPU time says what a
             step costs on a machine that others use too.
         budget_s: About how long to measure, per step.
-        least, most: Bounds on the number of calls.
+        least, most: Bounds on the number of times.
+        queued_ms: On a GPU as many calls are queued as take about that long, as loops of steps are, and are timed
+            together: waited for one by one, short ones would find the GPU idle. 0 where processes call in step.
     """
     times: dict[str, list[tuple[float, float]]] = {n: [] for n in steps}
     for _ in range(2):
-        slowest = max(first_call_ms(step, device) for step in steps.values())
+        known = {name: first_call_ms(step, device) for name, step in steps.items()}
+    counts = {name: max(int(queued_ms / max(ms, 1e-3)), 1) if device == "cuda" else 1 for name, ms in known.items()}
+    slowest = max(counts[name] * ms for name, ms in known.items())
     rounds = min(max(int(budget_s * 1e3 / max(slowest, 1e-3)), least), most)
     for _ in range(rounds):
         for name, step in steps.items():
             busy = time.process_time()
-            elapsed = _time_one(step, device)
-            times[name].append((elapsed, (time.process_time() - busy) * 1e3))
+            elapsed = _time(step, counts[name], device)
+            times[name].append((elapsed, (time.process_time() - busy) * 1e3 / counts[name]))
     return times
 
 
-def _time_one(step: Step, device: str) -> float:
+def _time(step: Step, count: int, device: str) -> float:
+    """Milliseconds per call of ``count`` calls."""
     if device != "cuda":
         start = time.perf_counter()
-        step()
-        return (time.perf_counter() - start) * 1e3
+        for _ in range(count):
+            step()
+        return (time.perf_counter() - start) * 1e3 / count
     start_event, stop_event = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start_event.record()
-    step()
+    for _ in range(count):
+        step()
     stop_event.record()
     stop_event.synchronize()
-    return start_event.elapsed_time(stop_event)
+    return start_event.elapsed_time(stop_event) / count
 
 
 def percentiles(times_ms: list[tuple[float, float]]) -> dict[str, float]:
