@@ -200,7 +200,7 @@ def _launch_rows(steps: tuple[Step, ...], kernel: RowsSource, leaf: chunks.Leaf,
     results = {r: torch.empty((num_rows, *r.shape), dtype=dtype, device=like.device)
                for (r, _), dtype in zip(steps, dtypes, strict=True)}
     try:
-        start.run([*args, *results.values()])
+        start.run([*args, *results.values()], args)
     except OutOfResources as error:
         _refuse(kernel, error, "by torch")
         return {}
@@ -218,7 +218,7 @@ def _rows_launch(steps: tuple[Step, ...], kernel: RowsSource, stored: tuple[torc
     is_double = torch.float64 in (*dtypes, *(dtype for _, dtype in read))
     constants = {"BLOCK_E": kernel.block_r, "FLOAT": tl.float64 if is_double else tl.float32}
     start = launch.Launch.of(kernel.source, kernel.name, num_blocks * kernel.num_tiles, constants, kernel.num_warps,
-                             device, [num_rows, num_blocks])
+                             device, [num_rows, num_blocks], dtypes)
     return start, dtypes
 
 
@@ -404,9 +404,9 @@ def _launch_sweep(sweep: Sweep, kernel: codegen.KernelSource, order: EdgeOrder, 
                   exact: Container[Node], staging: EdgeOrder | None) -> dict[Node, Tensor]:
     """Run ``kernel``, or the same sweep in another shape where that was found to be faster."""
     lanes = 16 // like.element_size()
-    default = _default_shape(kernel, order)
     if not tune.is_enabled(like.device):
-        return _launch_in(default, sweep, kernel, order, leaf, like, exact, staging)
+        return _launch_in(None, sweep, kernel, order, leaf, like, exact, staging)
+    default = _default_shape(kernel, order)
 
     def kernel_in(shape: tune.Shape) -> codegen.KernelSource | NotFusable:
         return kernel if shape.tile == kernel.width else \
@@ -454,8 +454,12 @@ def _max_piece(num_edges: int) -> int:
     return min(MAX_PIECE, max(MIN_PIECE, tiles.next_power_of_2(num_edges // MIN_PIECES)))
 
 
-def _launch_in(shape: tune.Shape, sweep: Sweep, kernel: codegen.KernelSource, order: EdgeOrder, leaf: chunks.Leaf,
+def _launch_in(shape: tune.Shape | None, sweep: Sweep, kernel: codegen.KernelSource, order: EdgeOrder, leaf: chunks.Leaf,
                like: Tensor, exact: Container[Node], staging: EdgeOrder | None) -> dict[Node, Tensor]:
-    run = launches.Run(launches.prepared(shape, sweep, kernel, order, like, exact), [order], staging)
+    """Run ``kernel`` in ``shape``, the default one if it is None."""
+    prepared = order._cached(
+        ("launches", kernel, shape, like.dtype, *[b.node in exact for b in kernel.outputs]),
+        lambda: launches.Prepared(shape or _default_shape(kernel, order), sweep, kernel, order, [order], like, exact))
+    run = launches.Run(prepared, [order], staging)
     run.take(0, leaf)
     return run.finish()

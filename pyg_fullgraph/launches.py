@@ -17,7 +17,7 @@ from pyg_fullgraph.saga.ir import Domain, Node
 from pyg_fullgraph.saga.plans import Sweep, is_staged
 from triton_kernels import launch, segment, tune
 
-__all__ = ["Prepared", "Run", "contiguous_rows", "prepared"]
+__all__ = ["Prepared", "Run", "contiguous_rows"]
 
 #: Most programs that hold weights or sums over edges, and most elements that they write for one parameter together.
 MAX_WORKERS, WORKER_ELEMENTS = 8448, 1 << 23
@@ -31,13 +31,15 @@ class _Site:
     """
 
     def __init__(self, kernel: codegen.KernelSource, shape: tune.Shape, order: EdgeOrder,
-                 schedule: segment.RowSchedule | None, needs_ids: bool, constants: Mapping[str, Any]) -> None:
+                 schedule: segment.RowSchedule | None, needs_ids: bool, constants: Mapping[str, Any],
+                 made: Sequence[torch.dtype]) -> None:
         """Args:
             kernel, shape: What is launched.
             order: The edges.
             schedule: Pieces of their rows; None where no rows are reduced.
             needs_ids: Whether results depend on edge ids.
             constants: Of the kernel, beside those that follow from the edges.
+            made: Dtypes of what it writes.
         """
         num_pieces = -(-order.num_edges // shape.block_e) if schedule is None or kernel.takes_blocks else \
             schedule.num_pieces
@@ -56,7 +58,8 @@ class _Site:
             fixed += [] if schedule.block_ptr is None else [schedule.block_ptr]
             fixed += [schedule.piece_row, schedule.piece_start, schedule.piece_end, schedule.piece_slot]
         fixed += [order.num_edges if kernel.takes_blocks else num_pieces, *([self.num_workers] * kernel.has_workers)]
-        self._kernel, self._num_warps, self._device, self._fixed = kernel, shape.num_warps, order.ptr.device, fixed
+        self._kernel, self._num_warps, self._device = kernel, shape.num_warps, order.ptr.device
+        self._fixed, self._made = fixed, made
         self._launches: dict[tuple[bool, bool], launch.Launch] = {}
 
     def launch(self, has_places: bool, adds: bool) -> launch.Launch:
@@ -75,7 +78,7 @@ class _Site:
                 constants["HAS_PLACES"] = has_places
             known = self._launches[has_places, adds] = launch.Launch.of(
                 kernel.source, kernel.name, self.num_workers * kernel.num_tiles, constants, self._num_warps,
-                self._device, self._fixed)
+                self._device, self._fixed, self._made)
         return known
 
 
@@ -114,12 +117,9 @@ class Prepared:
         stat_dtype = chunks.compute_dtype(like.dtype)
         constants = _constants(stat_dtype, rows.id_dtype)
         schedules = _schedules(kernel, shape, rows, tiles)
-        self.sites = [_Site(kernel, shape, tile, schedule, sweep.needs_ids, constants)
-                      for tile, schedule in zip(tiles, schedules, strict=True)]
         self.inputs = [_Input(b.node, is_staged(b.node), b.has_stride, b.run) for b in kernel.inputs]
         self.added = [b.node for b in kernel.added]
-        self.totals = [b.node for b in kernel.totals]
-        self.total_dtype = stat_dtype
+        self.totals = [(b.node, rows.id_dtype if b.node.is_integer else stat_dtype) for b in kernel.totals]
         self.results = []
         for node in (b.node for b in kernel.outputs if b.node.is_row):
             kind = sweep.kinds.get(node)
@@ -133,6 +133,7 @@ class Prepared:
         self.merged = [b.node for b in kernel.rows]
         self.workspace: list[tuple[tuple[int, int], torch.dtype]] = []
         self.merge: launch.Launch | None = None
+        dtypes = {**{made.node: made.dtype for made in self.results}, **dict(self.totals)}
         schedule = schedules[0]
         if kernel.has_merge:
             assert schedule is not None
@@ -141,7 +142,11 @@ class Prepared:
             if schedule.num_split > 0:
                 self.merge = launch.Launch.of(
                     kernel.source, kernel.merge_name, schedule.num_split * kernel.num_tiles, constants, shape.num_warps,
-                    like.device, [schedule.split_row, schedule.split_ptr, rows.ptr, schedule.num_split])
+                    like.device, [schedule.split_row, schedule.split_ptr, rows.ptr, schedule.num_split],
+                    [*(dtypes[node] for node in self.merged), *(dtype for _, dtype in self.workspace)])
+        made = [*(dtypes[node] for node in self.written), *(dtype for _, dtype in self.workspace)]
+        self.sites = [_Site(kernel, shape, tile, schedule, sweep.needs_ids, constants, made)
+                      for tile, schedule in zip(tiles, schedules, strict=True)]
 
 
 def _schedules(kernel: codegen.KernelSource, shape: tune.Shape, rows: EdgeOrder,
@@ -153,13 +158,6 @@ def _schedules(kernel: codegen.KernelSource, shape: tune.Shape, rows: EdgeOrder,
         assert not kernel.takes_blocks
         return schedule_tiles(rows, tiles, shape.max_piece)
     return [rows.blocks(shape.block_e) if kernel.takes_blocks else rows.schedule(shape.max_piece)]
-
-
-def prepared(shape: tune.Shape, sweep: Sweep, kernel: codegen.KernelSource, order: EdgeOrder, like: Tensor,
-             exact: Container[Node]) -> Prepared:
-    """A sweep over all edges, known from the last time."""
-    key = "launches", kernel, shape, like.dtype, *[b.node in exact for b in kernel.outputs]
-    return order._cached(key, lambda: Prepared(shape, sweep, kernel, order, [order], like, exact))
 
 
 class Run:
@@ -205,13 +203,14 @@ class Run:
                 args += value, value.stride(0)
             else:
                 args.append(value.contiguous())
-        totals = {node: torch.empty((site.num_workers, *node.shape), dtype=prepared.total_dtype, device=prepared.device)
-                  for node in prepared.totals}
+        totals = {node: torch.empty((site.num_workers, *node.shape), dtype=dtype, device=prepared.device)
+                  for node, dtype in prepared.totals}
         made = {**self.results, **totals} if totals else self.results
         self.added = [leaf(node).contiguous() for node in prepared.added]
         copies = [self.workspace[n].clone() if k else self.workspace[n] for n in kernel.apart]
-        site.launch(has_places, k > 0).run(
-            [*args, *[made[node] for node in prepared.written], *self.added, *self.workspace, *copies])
+        written = [made[node] for node in prepared.written]
+        site.launch(has_places, k > 0).run([*args, *written, *self.added, *self.workspace, *copies],
+                                           [*args, *self.added])
         self.is_begun = True
         # A parameter's gradient leaves the kernel as one row per program.
         for node, value in totals.items():
@@ -222,8 +221,9 @@ class Run:
         """Merge, and give the results."""
         prepared = self.prepared
         if prepared.merge is not None:
-            prepared.merge.run([*[self.results[node] for node in prepared.merged], *self.added, *self.workspace])
-        for node in prepared.totals:
+            merged = [self.results[node] for node in prepared.merged]
+            prepared.merge.run([*merged, *self.added, *self.workspace], self.added)
+        for node, _ in prepared.totals:
             total = self.totals.get(node)
             self.results[node] = torch.zeros(node.shape, dtype=prepared.dtype, device=prepared.device) \
                 if total is None else total.to(prepared.dtype)

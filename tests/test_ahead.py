@@ -63,10 +63,10 @@ def launches(monkeypatch):
     made: list[Any] = []
     launch_run = launch.Launch.run
 
-    def note(self, args):
+    def note(self, args, *looks):
         if self.device.type != "meta" and self.kernel not in SCORES and self.programs > 0:
             made.append(described(self.kernel, self.programs, [*self.fixed, *args], self.constants, self.num_warps))
-        launch_run(self, args)
+        launch_run(self, args, *looks)
 
     def without_data(*step):
         ahead.run_without_data(*step, taker=lambda *a: foreseen.append(described(*a)))
@@ -209,9 +209,9 @@ def variants(monkeypatch):
 
     launch_run = launch.Launch.run
 
-    def run(self, args):
+    def run(self, args, *looks):
         if self.device.type == "meta":
-            launch_run(self, args)
+            launch_run(self, args, *looks)
         elif self.programs > 0:
             ask(made, self.kernel, self.programs, [*self.fixed, *args], self.constants, self.num_warps)
 

@@ -48,9 +48,9 @@ def launched(monkeypatch):
     """The names of the kernels of sweeps that ran."""
     names, start = [], launch.Launch.run
 
-    def noted(self, args):
+    def noted(self, args, *looks):
         names.extend([] if self.kernel.__name__.startswith("rows_of") else [self.kernel.__name__])
-        start(self, args)
+        start(self, args, *looks)
 
     monkeypatch.setattr(launch.Launch, "run", noted)
     return names
@@ -118,10 +118,10 @@ def test_rows_of_few_edges_and_large_products_go_in_blocks(device, launched, mon
 def test_what_is_refused_in_blocks_goes_by_rows(device, launched, monkeypatch):
     start = launch.Launch.run
 
-    def refuse(self, args):
+    def refuse(self, args, *looks):
         if "blocks" in self.kernel.__name__:
             raise OutOfResources(300_000, 232_448, "shared memory")
-        start(self, args)
+        start(self, args, *looks)
 
     monkeypatch.setattr(execution, "_TOO_LARGE", set())
     monkeypatch.setattr(launch.Launch, "run", refuse)

@@ -222,7 +222,7 @@ def test_a_kernel_that_a_device_refuses_runs_in_chunks(monkeypatch):
     """More shared memory than there is: said once, and not tried again."""
     calls = []
 
-    def refuse(self, args):
+    def refuse(self, args, *looks):
         calls.append(self.kernel.__name__)
         raise OutOfResources(300_000, 232_448, "shared memory")
 
@@ -238,7 +238,7 @@ def test_a_kernel_that_is_refused_in_the_middle_is_an_error(monkeypatch):
     """The rows of earlier tiles are gone by then: an error, never a sum over the tiles that are left."""
     calls = []
 
-    def refuse_later(self, args):
+    def refuse_later(self, args, *looks):
         calls.append(self.kernel.__name__)
         if len(calls) > 1:
             raise OutOfResources(300_000, 232_448, "shared memory")
@@ -277,7 +277,7 @@ def test_a_graph_of_another_size_compiles_nothing_anew(monkeypatch, name):
         compiled.setdefault(fn.name, set()).add(key)
         return True  # compiles nothing
 
-    def bind(self, args):
+    def bind(self, args, *looks):
         self.kernel.warmup(*self.fixed, *args, grid=(self.programs,), **self.constants, num_warps=self.num_warps)
 
     monkeypatch.setattr(execution, "interpreted", lambda: True)

@@ -119,6 +119,14 @@ def test_what_is_fixed_comes_first(log):
     assert len(log) == 4
 
 
+def test_new_tensors_are_not_looked_at(log):
+    """But their dtypes tell launches apart."""
+    kernel, x, constants = Kernel(log), torch.ones(64), {"BLOCK": 32, "IS_EVEN": True}
+    for dtype in (torch.float32, torch.float16, torch.float32):
+        launch.Launch(kernel, 3, constants, 4, torch.device("cpu"), (), [dtype]).run([x.to(dtype), 48], [48])
+    assert [entry[0] for entry in log] == ["first", "first", "known"]
+
+
 @pytest.fixture
 def compiled(monkeypatch):
     """Something like a kernel that Triton has loaded, which notes what it is launched with."""

@@ -132,7 +132,7 @@ def test_a_kernel_that_a_device_refuses_is_left_to_torch(monkeypatch):
     """Said once, and not tried again."""
     calls = []
 
-    def refuse(self, args):
+    def refuse(self, args, *looks):
         calls.append(self)
         raise OutOfResources(300_000, 232_448, "shared memory")
 

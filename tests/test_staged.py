@@ -55,10 +55,10 @@ def test_the_order_is_that_of_most_sweeps():
 def test_only_sweeps_of_the_other_side_look_places_up(name, device, monkeypatch):
     looks_up, plain = [], launch.Launch.run
 
-    def launched(self, args):
+    def launched(self, args, *looks):
         if "HAS_PLACES" in self.constants:
             looks_up.append(("by_src" in self.kernel.__name__, self.constants["HAS_PLACES"]))
-        plain(self, args)
+        plain(self, args, *looks)
 
     monkeypatch.setattr(launch.Launch, "run", launched)
     case = random_case(37, 29, 150)

@@ -91,23 +91,29 @@ class Launch:
         num_warps: Of a program.
         device: Where it runs, which need not be the current one; on ``meta`` see :func:`without_data`.
         fixed: Its first arguments: numbers, and tensors that stay in their memory.
+        made: The dtypes of those of its other arguments that are new tensors each time.
     """
 
     def __init__(self, kernel: Any, programs: int, constants: Mapping[str, Any], num_warps: int, device: torch.device,
-                 fixed: Sequence[Any] = ()) -> None:
+                 fixed: Sequence[Any] = (), made: Sequence[torch.dtype] = ()) -> None:
         self.kernel, self.programs, self.constants, self.num_warps = kernel, programs, constants, num_warps
-        self.device, self.fixed = device, tuple(fixed)
+        self.device, self.fixed, self.made = device, tuple(fixed), tuple(made)
         self._is_on_gpu = device.type == "cuda"
         self._variants = self._find_variants() if device.type != "meta" else None
 
     @classmethod
     def of(cls, source: str, name: str, programs: int, constants: Mapping[str, Any], num_warps: int,
-           device: torch.device, fixed: Sequence[Any] = ()) -> Launch:
+           device: torch.device, fixed: Sequence[Any] = (), made: Sequence[torch.dtype] = ()) -> Launch:
         """Of kernel ``name`` of ``source``, which is not loaded for 0 programs."""
-        return cls(getattr(load(source), name) if programs > 0 else None, programs, constants, num_warps, device, fixed)
+        kernel = getattr(load(source), name) if programs > 0 else None
+        return cls(kernel, programs, constants, num_warps, device, fixed, made)
 
-    def run(self, args: Sequence[Any]) -> None:
-        """Launch with ``args`` after those that are fixed."""
+    def run(self, args: Sequence[Any], looks: Sequence[Any] | None = None) -> None:
+        """Launch with ``args`` after those that are fixed.
+
+        ``looks`` are those of them whose kinds may differ from launch to launch, all without it. New tensors, of whose
+        dtypes ``made`` told, are not among them: allocators start them at a multiple of 16 bytes.
+        """
         if self.programs <= 0:
             return
         if _pending:
@@ -116,17 +122,18 @@ class Launch:
             _taker.get()(self.kernel, self.programs, [*self.fixed, *args], self.constants, self.num_warps)
         elif self._is_on_gpu and self.device.index != torch._C._cuda_getDevice():
             with torch.cuda.device(self.device):
-                self._launch(self._variants, args)
+                self._launch(self._variants, args, args if looks is None else looks)
         else:
-            self._launch(self._variants, args)
+            self._launch(self._variants, args, args if looks is None else looks)
 
     def _find_variants(self) -> _Variants:
-        key = id(self.kernel), self.num_warps, self.device.index, *self.constants.values(), _kinds(self.fixed)
+        key = (id(self.kernel), self.num_warps, self.device.index, *self.constants.values(), _kinds(self.fixed),
+               self.made)
         return _variants.get(key) or _variants.setdefault(key, _Variants(self.kernel, {}))
 
-    def _launch(self, variants: _Variants, args: Sequence[Any]) -> None:
+    def _launch(self, variants: _Variants, args: Sequence[Any], looks: Sequence[Any]) -> None:
         """Launch by Triton, or what it compiled for a launch like this one."""
-        kinds = _kinds(args)
+        kinds = _kinds(looks)
         known = variants.known.get(kinds)
         if known is not None:
             known.launch(self.programs, (*self.fixed, *args), self.device.index)
