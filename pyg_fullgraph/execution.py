@@ -148,7 +148,8 @@ def run_rows(steps: tuple[Step, ...], leaf: chunks.Leaf, like: Tensor, widen: bo
         return value.to(like.dtype) if widen and node.is_row and value.is_floating_point() else value
 
     rest = [(r, e) for r, e in steps if r not in made]
-    made.update(zip([r for r, _ in rest], interpret.evaluate(tuple(e for _, e in rest), read, like), strict=True))
+    if rest:
+        made.update(zip([r for r, _ in rest], interpret.evaluate(tuple(e for _, e in rest), read, like), strict=True))
     return made
 
 
@@ -454,8 +455,9 @@ def _max_piece(num_edges: int) -> int:
     return min(MAX_PIECE, max(MIN_PIECE, tiles.next_power_of_2(num_edges // MIN_PIECES)))
 
 
-def _launch_in(shape: tune.Shape | None, sweep: Sweep, kernel: codegen.KernelSource, order: EdgeOrder, leaf: chunks.Leaf,
-               like: Tensor, exact: Container[Node], staging: EdgeOrder | None) -> dict[Node, Tensor]:
+def _launch_in(shape: tune.Shape | None, sweep: Sweep, kernel: codegen.KernelSource, order: EdgeOrder,
+               leaf: chunks.Leaf, like: Tensor, exact: Container[Node],
+               staging: EdgeOrder | None) -> dict[Node, Tensor]:
     """Run ``kernel`` in ``shape``, the default one if it is None."""
     prepared = order._cached(
         ("launches", kernel, shape, like.dtype, *[b.node in exact for b in kernel.outputs]),
