@@ -177,6 +177,7 @@ class Recorder:
 
 
 _active: Recorder | None = None
+_nothing = nullcontext()
 
 
 def _synchronize() -> None:
@@ -204,12 +205,12 @@ def is_recording() -> bool:
 
 def sweep(sweep: Sweep, way: str, device: torch.device) -> AbstractContextManager[None]:
     """Around a sweep, whose rows of other ranks come by ``way``."""
-    return nullcontext() if _active is None else _active.sweep(sweep, way, device)
+    return _nothing if _active is None else _active.sweep(sweep, way, device)
 
 
 def stage(block: int | None, device: torch.device) -> AbstractContextManager[None]:
     """Around the computation of stage ``block`` of a sweep; of None, around the merging of what stages left."""
-    return nullcontext() if _active is None else _active.stage(block, device)
+    return _nothing if _active is None else _active.stage(block, device)
 
 
 def transfer(name: str, num_bytes: int, block: int | None, device: torch.device, start: Callable[[], Any]) -> Any:

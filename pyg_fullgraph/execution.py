@@ -8,7 +8,6 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -17,15 +16,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from pyg_fullgraph import chunks, events
-from pyg_fullgraph.edge_order import EdgeOrder, schedule_tiles
+from pyg_fullgraph import chunks, events, launches
+from pyg_fullgraph.edge_order import EdgeOrder
 from pyg_fullgraph.errors import NotFusable, TileRefusedError
 from pyg_fullgraph.saga import codegen, interpret, ir, tiles
 from pyg_fullgraph.saga.ir import Domain, Node
 from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, Plan, Step, Sweep, Target, addend, is_staged
 from pyg_fullgraph.saga.rows import RowsSource, num_passes
 from pyg_fullgraph.saga.rows import generate as generate_rows
-from triton_kernels import launch, segment, tune
+from triton_kernels import launch, tune
 
 #: Most edges of one piece of a row, in large graphs and in small ones; and pieces that a graph may have before its rows
 #: are cut finer.
@@ -37,13 +36,10 @@ SLICES = ((256, 128), (32, 256))
 #: of rows, and from how much work per feature on products outweigh that each row of a block is then merged by itself.
 #: From counts of instructions, not measured.
 MAX_BLOCK_DEGREE, MIN_BLOCK_WORK = 32, 32
-#: Most programs that hold weights or sums over edges, and most elements that they write for one parameter together.
-MAX_WORKERS, WORKER_ELEMENTS = 8448, 1 << 23
 #: Programs are launched at about two per nanosecond: rows with at most so many features of all their edges, on average,
-#: are done sooner. Programs then take up to so many pieces, as long as there are so many programs, four times what an
-#: H200 holds. Measured there: 0.115 and 0.076 ms for a sum of 32 features (arxiv size), 2.3 and 1.9 (products size);
-#: from 3500 features on it takes longer.
-ROUND_FEATURES, ROUNDS, MIN_ROUND_PROGRAMS = 3000, 8, 16384
+#: are done sooner, and programs take several pieces. Measured on an H200: 0.115 and 0.076 ms for a sum of 32 features
+#: (arxiv size), 2.3 and 1.9 (products size); from 3500 features on it takes longer.
+ROUND_FEATURES = 3000
 
 
 def target_of(device: torch.device) -> Target:
@@ -156,7 +152,8 @@ def run_rows(steps: tuple[Step, ...], leaf: chunks.Leaf, like: Tensor, widen: bo
         return value.to(like.dtype) if widen and node.is_row and value.is_floating_point() else value
 
     rest = [(r, e) for r, e in steps if r not in made]
-    made.update(zip([r for r, _ in rest], interpret.evaluate(tuple(e for _, e in rest), read, like), strict=True))
+    if rest:
+        made.update(zip([r for r, _ in rest], interpret.evaluate(tuple(e for _, e in rest), read, like), strict=True))
     return made
 
 
@@ -192,31 +189,42 @@ def row_kernels(steps: tuple[Step, ...], is_narrow: bool) -> tuple[tuple[tuple[S
 def _launch_rows(steps: tuple[Step, ...], kernel: RowsSource, leaf: chunks.Leaf, like: Tensor,
                  widen: bool) -> dict[Node, Tensor]:
     """The results of ``kernel``, or nothing where torch has to compute them."""
-    tensors = {b.node: leaf(b.node) for b in kernel.inputs}
-    read = tuple((n, like.dtype if widen and n.is_row and t.is_floating_point() else t.dtype)
-                 for n, t in tensors.items())
-    dtypes = _dtypes(tuple(e for _, e in steps), read, like.dtype)
-    num_rows = next(t.shape[0] for n, t in tensors.items() if n.is_row)
-    num_blocks = -(-num_rows // kernel.block_r)
+    args: list[Any] = []
+    stored: list[torch.dtype] = []
+    num_rows = 0
+    for node in kernel.nodes:
+        value = leaf(node)
+        stored.append(value.dtype)
+        if node.is_row:
+            num_rows = value.shape[0]
+            value = launches.contiguous_rows(value)
+            args += value, value.stride(0)
+        else:
+            args.append(value.contiguous())
+    start, dtypes = _rows_launch(steps, kernel, tuple(stored), num_rows, like.dtype, widen, like.device)
     results = {r: torch.empty((num_rows, *r.shape), dtype=dtype, device=like.device)
                for (r, _), dtype in zip(steps, dtypes, strict=True)}
-    inputs: list[Any] = []
-    for node, value in tensors.items():
-        if node.is_row:
-            value = _contiguous_rows(value, 1, 1)
-            inputs += [value, value.stride(0)]
-        else:
-            inputs.append(value.contiguous())
-    is_double = torch.float64 in (*dtypes, *(dtype for _, dtype in read))
     try:
-        launch.launch(kernel.source, kernel.name, num_blocks * kernel.num_tiles,
-                      [num_rows, num_blocks, *inputs, *results.values()],
-                      {"BLOCK_E": kernel.block_r, "FLOAT": tl.float64 if is_double else tl.float32}, kernel.num_warps,
-                      like.device)
+        start.run([*args, *results.values()], args)
     except OutOfResources as error:
         _refuse(kernel, error, "by torch")
         return {}
     return results
+
+
+@lru_cache(maxsize=4096)
+def _rows_launch(steps: tuple[Step, ...], kernel: RowsSource, stored: tuple[torch.dtype, ...], num_rows: int,
+                 like: torch.dtype, widen: bool, device: torch.device) -> tuple[launch.Launch, tuple[torch.dtype, ...]]:
+    """The launch of ``kernel``, whose inputs have dtypes ``stored``, and the dtypes of its results."""
+    read = tuple((n, like if widen and n.is_row and dtype.is_floating_point else dtype)
+                 for n, dtype in zip(kernel.nodes, stored, strict=True))
+    dtypes = _dtypes(tuple(e for _, e in steps), read, like)
+    num_blocks = -(-num_rows // kernel.block_r)
+    is_double = torch.float64 in (*dtypes, *(dtype for _, dtype in read))
+    constants = {"BLOCK_E": kernel.block_r, "FLOAT": tl.float64 if is_double else tl.float32}
+    start = launch.Launch.of(kernel.source, kernel.name, num_blocks * kernel.num_tiles, constants, kernel.num_warps,
+                             device, [num_rows, num_blocks], dtypes)
+    return start, dtypes
 
 
 @lru_cache(maxsize=4096)
@@ -300,7 +308,8 @@ def run_tiles(sweep: Sweep, rows: EdgeOrder, tiles: Sequence[EdgeOrder], leaves:
     kernel = _kernel_for(sweep, like, rows, is_whole=False)
     waiting = iter(tiles)
     if kernel is not None:
-        launched = _Launch(_default_shape(kernel, rows), sweep, kernel, rows, tiles, like, exact)
+        shape = _default_shape(kernel, rows)
+        launched = launches.Run(launches.Prepared(shape, sweep, kernel, rows, tiles, like, exact), tiles)
         for k, tile in enumerate(waiting):
             leaf = next(leaves)
             try:
@@ -360,7 +369,7 @@ def kernel_on(sweep: Sweep, lanes: int, num_rows: int, num_edges: int,
     features = next((size * lanes // 16 for least, size in SLICES if degree >= least), kernel.width)
     if kernel.is_sliced_freely and 2 * features < kernel.width:
         better.append(kernel_of(sweep, lanes, features))
-    if kernel.is_light and degree * kernel.width <= ROUND_FEATURES and num_rows >= 2 * MIN_ROUND_PROGRAMS:
+    if kernel.is_light and degree * kernel.width <= ROUND_FEATURES and num_rows >= 2 * launches.MIN_ROUND_PROGRAMS:
         better.append(kernel_of(sweep, lanes, in_rounds=True))
     return next((k for k in better if isinstance(k, codegen.KernelSource) and k.source not in _TOO_LARGE), kernel)
 
@@ -403,9 +412,9 @@ def _launch_sweep(sweep: Sweep, kernel: codegen.KernelSource, order: EdgeOrder, 
                   exact: Container[Node], staging: EdgeOrder | None) -> dict[Node, Tensor]:
     """Run ``kernel``, or the same sweep in another shape where that was found to be faster."""
     lanes = 16 // like.element_size()
-    default = _default_shape(kernel, order)
     if not tune.is_enabled(like.device):
-        return _launch_in(default, sweep, kernel, order, leaf, like, exact, staging)
+        return _launch_in(None, sweep, kernel, order, leaf, like, exact, staging)
+    default = _default_shape(kernel, order)
 
     def kernel_in(shape: tune.Shape) -> codegen.KernelSource | NotFusable:
         return kernel if shape.tile == kernel.width else \
@@ -453,190 +462,13 @@ def _max_piece(num_edges: int) -> int:
     return min(MAX_PIECE, max(MIN_PIECE, tiles.next_power_of_2(num_edges // MIN_PIECES)))
 
 
-def _launch_in(shape: tune.Shape, sweep: Sweep, kernel: codegen.KernelSource, order: EdgeOrder, leaf: chunks.Leaf,
-               like: Tensor, exact: Container[Node], staging: EdgeOrder | None) -> dict[Node, Tensor]:
-    launched = _Launch(shape, sweep, kernel, order, [order], like, exact, staging)
-    launched.take(0, leaf)
-    return launched.finish()
-
-
-@dataclass(frozen=True, eq=False)
-class _Site:
-    """A kernel in a shape on the edges of one order: what its launches have in common.
-
-    Attributes:
-        schedule: Pieces of their rows; None where no rows are reduced.
-        num_workers: Programs per feature tile.
-        tables, more_tables: Index arrays before and after that of places, which depends on who reads what is written.
-        counts: Numbers that follow them.
-        constants: Of the kernel, but for places.
-    """
-
-    schedule: segment.RowSchedule | None
-    num_workers: int
-    tables: tuple[Tensor, ...]
-    more_tables: tuple[Tensor, ...]
-    counts: tuple[int, ...]
-    constants: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, order: EdgeOrder, schedule: segment.RowSchedule | None, kernel: codegen.KernelSource, sweep: Sweep,
-           block_e: int) -> _Site:
-        num_pieces = -(-order.num_edges // block_e) if schedule is None or kernel.takes_blocks else schedule.num_pieces
-        num_workers = _num_workers(kernel, num_pieces)
-        # Ids stand in the place of places where a kernel needs no places.
-        # Parts of a graph work out both on first use: what the kernel does not read is not asked for.
-        ids = order.ids if sweep.needs_ids else None
-        eid = None if not kernel.uses_eid else order.eid if ids is None or kernel.uses_ids else ids
-        tables = [order.other, order.ptr if eid is None else eid]
-        constants: dict[str, Any] = {"BLOCK_E": block_e, "HAS_EID": eid is not None}
-        if kernel.uses_ids:
-            tables.append(order.ptr if ids is None else ids)
-            constants["HAS_IDS"] = ids is not None
-        more = [order.kept_row] if kernel.takes_blocks else []
-        if schedule is not None:
-            more += [] if schedule.block_ptr is None else [schedule.block_ptr]
-            more += [schedule.piece_row, schedule.piece_start, schedule.piece_end, schedule.piece_slot]
-        counts = (order.num_edges if kernel.takes_blocks else num_pieces, *([num_workers] * kernel.has_workers))
-        return cls(schedule, num_workers, tuple(tables), tuple(more), counts, constants)
-
-
-class _Launch:
-    """A sweep by a kernel: one launch per tile, and one to merge what is partial."""
-
-    def __init__(self, shape: tune.Shape, sweep: Sweep, kernel: codegen.KernelSource, rows: EdgeOrder,
-                 tiles: Sequence[EdgeOrder], like: Tensor, exact: Container[Node],
-                 staging: EdgeOrder | None = None) -> None:
-        self.staging = staging
-        self.shape, self.sweep, self.kernel, self.rows, self.tiles = shape, sweep, kernel, rows, tiles
-        self.like, self.exact = like, exact
-        self.stat_dtype = chunks.compute_dtype(like.dtype)
-        self.sites = self._sites()
-        self.results = {b.node: self._result(b.node) for b in kernel.outputs if b.node.is_row}
-        self.totals: dict[Node, Tensor] = {}
-        self.is_begun = False
-        self.added: list[Tensor] = []
-        self.workspace: list[Tensor] = []
-        if kernel.has_merge:
-            assert self.sites[0].schedule is not None
-            self.merged = self.sites[0].schedule
-            self.workspace = [
-                _empty_rows(self.merged.num_slots, features, rows.id_dtype if integer else self.stat_dtype, like.device)
-                for features, integer in kernel.carries]
-        self.constants = _constants(self.stat_dtype, rows.id_dtype)
-
-    def _sites(self) -> list[_Site]:
-        """Where each tile is launched, with the pieces of its rows; none are needed where no rows are reduced."""
-        kernel, rows, tiles, block_e, max_piece = \
-            self.kernel, self.rows, self.tiles, self.shape.block_e, self.shape.max_piece
-        if len(tiles) == 1:  # all edges: known from the last time
-            tile = tiles[0]
-            return [tile._cached(("site", kernel, block_e, max_piece), lambda: _Site.of(
-                tile, (rows.blocks(block_e) if kernel.has_merge else None) if kernel.takes_blocks
-                else rows.schedule(max_piece), kernel, self.sweep, block_e))]
-        assert not (kernel.takes_blocks and kernel.has_merge)
-        schedules = [None] * len(tiles) if kernel.takes_blocks else schedule_tiles(rows, tiles, max_piece)
-        return [_Site.of(tile, schedule, kernel, self.sweep, block_e)
-                for tile, schedule in zip(tiles, schedules, strict=True)]
-
-    def _result(self, node: Node, num_workers: int = 0) -> Tensor:
-        rows = {Domain.EDGE: self.rows.num_edges, Domain.PARAM: num_workers}.get(node.domain, self.rows.num_rows)
-        kind = self.sweep.kinds.get(node)
-        is_statistic = kind == "lse" or not node.is_row or node in self.exact
-        dtype = self.rows.id_dtype if node.is_integer else self.stat_dtype if is_statistic else self.like.dtype
-        if self.kernel.takes_blocks and kind is not None and node.is_row:  # no block has the rows without edges
-            empty = {"argmax": -1, "mul": 1}.get(kind, 0)
-            return torch.full((rows, *node.shape), empty, dtype=dtype, device=self.like.device)
-        return torch.empty((rows, *node.shape), dtype=dtype, device=self.like.device)
-
-    def take(self, k: int, leaf: chunks.Leaf) -> None:
-        """Launch the kernel on tile ``k``."""
-        kernel, site = self.kernel, self.sites[k]
-        if site.num_workers == 0 and len(self.sites) > 1:
-            return
-        inputs: list[Any] = []
-        self.added = [leaf(b.node).contiguous() for b in kernel.added]
-        for buffer in kernel.inputs:
-            value = leaf(buffer.node)
-            if is_staged(buffer.node):
-                value = chunks.in_order(value, self.staging)
-            if buffer.has_stride:
-                value = _contiguous_rows(value, *buffer.run)
-                inputs += [value, value.stride(0)]
-            else:
-                inputs.append(value.contiguous())
-        tables, constants = site.tables, {**site.constants, **self.constants}
-        copies = [self.workspace[n].clone() if k else self.workspace[n] for n in kernel.apart]
-        if kernel.takes_tiles:
-            constants["ADDS"] = k > 0
-        if kernel.uses_places:
-            order = self.tiles[k]
-            places = order.eid if self.staging is None else order.places_in(self.staging)
-            tables = *tables, order.ptr if places is None else places
-            constants["HAS_PLACES"] = places is not None
-        parameters = {b.node: self._result(b.node, site.num_workers) for b in kernel.totals}
-        out = [parameters[b.node] if b.node in parameters else self.results[b.node] for b in kernel.outputs]
-        launch.launch(kernel.source, kernel.name, site.num_workers * kernel.num_tiles,
-                      [*tables, *site.more_tables, *site.counts, *inputs, *out, *self.added, *self.workspace, *copies],
-                      constants, self.shape.num_warps, self.like.device)
-        self.is_begun = True
-        # A parameter's gradient leaves the kernel as one row per program.
-        for node, value in parameters.items():
-            total = value.sum(0)
-            self.totals[node] = self.totals[node] + total if node in self.totals else total
-
-    def finish(self) -> dict[Node, Tensor]:
-        """Merge, and give the results."""
-        kernel = self.kernel
-        if kernel.has_merge and self.merged.num_split > 0:
-            merged = self.merged
-            launch.launch(kernel.source, kernel.merge_name, merged.num_split * kernel.num_tiles,
-                          [merged.split_row, merged.split_ptr, self.rows.ptr, merged.num_split,
-                           *(self.results[b.node] for b in kernel.rows), *self.added, *self.workspace],
-                          self.constants, self.shape.num_warps, self.like.device)
-        for buffer in kernel.totals:
-            total = self.totals.get(buffer.node)
-            self.results[buffer.node] = self.like.new_zeros(buffer.node.shape) if total is None else \
-                total.to(self.like.dtype)
-        return self.results
-
-
-def _empty_rows(count: int, features: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory for ``[count, features]``; the same each time where that is none."""
-    return torch.empty((count, features), dtype=dtype, device=device) if count else _no_rows(features, dtype, device)
-
-
-@lru_cache
-def _no_rows(features: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty((0, features), dtype=dtype, device=device)
-
-
-@lru_cache
-def _constants(dtype: torch.dtype, id_dtype: torch.dtype) -> Mapping[str, Any]:
-    """What every kernel is told of the dtypes of its arithmetic and of ids."""
-    return {"FLOAT": tl.float64 if dtype == torch.float64 else tl.float32,
-            "ID": tl.int32 if id_dtype == torch.int32 else tl.int64, "UNSET": torch.iinfo(id_dtype).max}
-
-
-def _num_workers(kernel: codegen.KernelSource, num_pieces: int) -> int:
-    """Programs per feature tile: one per piece, or fewer that take several."""
-    if not kernel.has_workers:
-        return num_pieces
-    if kernel.in_rounds:
-        return min(num_pieces, max(-(-num_pieces // ROUNDS), MIN_ROUND_PROGRAMS))
-    widest = max((b.node.numel for b in kernel.totals), default=1)
-    return min(num_pieces, max(min(MAX_WORKERS, WORKER_ELEMENTS // widest), 1))
-
-
-def _contiguous_rows(value: Tensor, run: int, pitch: int) -> Tensor:
-    """``value`` as ``[rows, features]`` with unit feature stride and runs of ``run`` features padded to ``pitch``.
-
-    A copy only where the layout asks for one.
-    """
-    if run == pitch and value.is_contiguous():
-        return value
-    features = value.numel() // max(value.shape[0], 1)
-    if run != pitch:
-        return torch.nn.functional.pad(value.reshape(value.shape[0], features // run, run), (0, pitch - run)).flatten(1)
-    flat = value.reshape(value.shape[0], features)
-    return flat if flat.shape[1] <= 1 or flat.stride(1) == 1 else flat.contiguous()
+def _launch_in(shape: tune.Shape | None, sweep: Sweep, kernel: codegen.KernelSource, order: EdgeOrder,
+               leaf: chunks.Leaf, like: Tensor, exact: Container[Node],
+               staging: EdgeOrder | None) -> dict[Node, Tensor]:
+    """Run ``kernel`` in ``shape``, the default one if it is None."""
+    prepared = order._cached(
+        ("launches", kernel, shape, like.dtype, *[b.node in exact for b in kernel.outputs]),
+        lambda: launches.Prepared(shape or _default_shape(kernel, order), sweep, kernel, order, [order], like, exact))
+    run = launches.Run(prepared, [order], staging)
+    run.take(0, leaf)
+    return run.finish()

@@ -278,7 +278,7 @@ def check_bytes(rank: int, size: int, way: str) -> list[float]:
     found = [num_bytes(part) / num_edges]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(execution, "interpreted", lambda: True)
-        patch.setattr(execution.launch, "launch", lambda *args: None)
+        patch.setattr(execution.launch.Launch, "run", lambda *args: None)
         patch.setattr(edge_order, "_MAX_CACHED_ROWS", 0)  # as of a large graph
         patch.setattr(execution, "MIN_PIECES", 1)  # the same
         for layer in (fused_nn.SAGEConv(4, 4), fused_nn.GCNConv(4, 4)):

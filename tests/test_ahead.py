@@ -61,17 +61,17 @@ def launches(monkeypatch):
     """Launches of steps without data, and of steps with data."""
     foreseen: list[Any] = []
     made: list[Any] = []
-    launch_run = launch.run
+    launch_run = launch.Launch.run
 
-    def note(kernel, programs, args, constants, num_warps, device):
-        if device.type != "meta" and kernel not in SCORES:
-            made.append(described(kernel, programs, args, constants, num_warps))
-        launch_run(kernel, programs, args, constants, num_warps, device)
+    def note(self, args, *looks):
+        if self.device.type != "meta" and self.kernel not in SCORES and self.programs > 0:
+            made.append(described(self.kernel, self.programs, [*self.fixed, *args], self.constants, self.num_warps))
+        launch_run(self, args, *looks)
 
     def without_data(*step):
         ahead.run_without_data(*step, taker=lambda *a: foreseen.append(described(*a)))
 
-    monkeypatch.setattr(launch, "run", note)
+    monkeypatch.setattr(launch.Launch, "run", note)
     monkeypatch.setattr(ahead, "begin", without_data)
     monkeypatch.setattr(segment, "may_wait", lambda device, num_edges: False)  # as on a GPU
     monkeypatch.setattr(execution, "MAX_PIECE", 8)
@@ -207,8 +207,15 @@ def variants(monkeypatch):
                             lambda **told: found.add((told["fn"].name, told["key"])) or True)
         kernel.warmup(*args, grid=(programs,), **constants, num_warps=num_warps)
 
-    launch_run = launch.run
-    monkeypatch.setattr(launch, "run", lambda *a: launch_run(*a) if a[-1].type == "meta" else ask(made, *a[:-1]))
+    launch_run = launch.Launch.run
+
+    def run(self, args, *looks):
+        if self.device.type == "meta":
+            launch_run(self, args, *looks)
+        elif self.programs > 0:
+            ask(made, self.kernel, self.programs, [*self.fixed, *args], self.constants, self.num_warps)
+
+    monkeypatch.setattr(launch.Launch, "run", run)
     monkeypatch.setattr(ahead, "begin", lambda *step: ahead.run_without_data(
         *step, taker=functools.partial(ask, foreseen)))
     monkeypatch.setattr(execution, "interpreted", lambda: True)

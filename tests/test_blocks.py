@@ -46,13 +46,13 @@ def in_blocks(monkeypatch):
 @pytest.fixture
 def launched(monkeypatch):
     """The names of the kernels of sweeps that ran."""
-    names, start = [], launch.launch
+    names, start = [], launch.Launch.run
 
-    def noted(source, name, *args):
-        names.extend([] if name.startswith("rows_of") else [name])
-        start(source, name, *args)
+    def noted(self, args, *looks):
+        names.extend([] if self.kernel.__name__.startswith("rows_of") else [self.kernel.__name__])
+        start(self, args, *looks)
 
-    monkeypatch.setattr(launch, "launch", noted)
+    monkeypatch.setattr(launch.Launch, "run", noted)
     return names
 
 
@@ -116,15 +116,15 @@ def test_rows_of_few_edges_and_large_products_go_in_blocks(device, launched, mon
 
 @pytest.mark.parametrize("device", [INTERPRETER])
 def test_what_is_refused_in_blocks_goes_by_rows(device, launched, monkeypatch):
-    start = launch.launch
+    start = launch.Launch.run
 
-    def refuse(source, name, *args):
-        if "blocks" in name:
+    def refuse(self, args, *looks):
+        if "blocks" in self.kernel.__name__:
             raise OutOfResources(300_000, 232_448, "shared memory")
-        start(source, name, *args)
+        start(self, args, *looks)
 
     monkeypatch.setattr(execution, "_TOO_LARGE", set())
-    monkeypatch.setattr(launch, "launch", refuse)
+    monkeypatch.setattr(launch.Launch, "run", refuse)
     with pytest.warns(UserWarning, match="does not fit the device .* runs by rows"):
         check(program_of("edge-mlp"), graph_for(device), torch.float32, device)
     assert any(n.startswith("outer") for n in launched)

@@ -222,13 +222,13 @@ def test_a_kernel_that_a_device_refuses_runs_in_chunks(monkeypatch):
     """More shared memory than there is: said once, and not tried again."""
     calls = []
 
-    def refuse(*args):
-        calls.append(args[1])
+    def refuse(self, args, *looks):
+        calls.append(self.kernel.__name__)
         raise OutOfResources(300_000, 232_448, "shared memory")
 
     monkeypatch.setattr(execution, "interpreted", lambda: True)
     monkeypatch.setattr(execution, "_TOO_LARGE", set())
-    monkeypatch.setattr(launch, "launch", refuse)
+    monkeypatch.setattr(launch.Launch, "run", refuse)
     with pytest.warns(UserWarning, match="does not fit the device"):
         check(program_of("gcn"), random_case(11, 9, 60))
     assert len(calls) == len(set(calls)) > 1
@@ -238,14 +238,14 @@ def test_a_kernel_that_is_refused_in_the_middle_is_an_error(monkeypatch):
     """The rows of earlier tiles are gone by then: an error, never a sum over the tiles that are left."""
     calls = []
 
-    def refuse_later(*args):
-        calls.append(args[1])
+    def refuse_later(self, args, *looks):
+        calls.append(self.kernel.__name__)
         if len(calls) > 1:
             raise OutOfResources(300_000, 232_448, "shared memory")
 
     monkeypatch.setattr(execution, "interpreted", lambda: True)
     monkeypatch.setattr(execution, "_TOO_LARGE", set())
-    monkeypatch.setattr(launch, "launch", refuse_later)
+    monkeypatch.setattr(launch.Launch, "run", refuse_later)
     case = random_case(11, 9, 60)
     with pytest.warns(UserWarning, match="does not fit the device"), \
             pytest.raises(errors.TileRefusedError, match=r"for all of 4 tiles .* a refusal at tile 1"):
@@ -277,11 +277,11 @@ def test_a_graph_of_another_size_compiles_nothing_anew(monkeypatch, name):
         compiled.setdefault(fn.name, set()).add(key)
         return True  # compiles nothing
 
-    def bind(kernel, programs, args, constants, num_warps, device):
-        kernel.warmup(*args, grid=(programs,), **constants, num_warps=num_warps)
+    def bind(self, args, *looks):
+        self.kernel.warmup(*self.fixed, *args, grid=(self.programs,), **self.constants, num_warps=self.num_warps)
 
     monkeypatch.setattr(execution, "interpreted", lambda: True)
-    monkeypatch.setattr(launch, "run", bind)
+    monkeypatch.setattr(launch.Launch, "run", bind)
     monkeypatch.setattr(driver, "_active", NoDevice())
     program = program_of(name)
     with knobs.runtime.scope():

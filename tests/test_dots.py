@@ -300,9 +300,9 @@ def test_scores_that_message_writes(name, device, taken):
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
 def test_kernels_of_a_step(device, monkeypatch):
     """One pass over the features for both scores, and one for all of their gradients."""
-    names, plain = [], kernels.launch.run
-    monkeypatch.setattr(kernels.launch, "run", lambda kernel, *args: (names.append(kernel.fn.__name__),
-                                                                      plain(kernel, *args)))
+    names, plain = [], kernels.launch.Launch.run
+    monkeypatch.setattr(kernels.launch.Launch, "run", lambda self, *args: (names.append(self.kernel.__name__),
+                                                                           plain(self, *args)))
     pygs, ours = pair_of()
     x = normal(23, 6).requires_grad_()
     want = step(pygs, x, edges())

@@ -20,7 +20,7 @@ from tiled import TiledOrder, run_in_tiles, ties
 import zoo
 from oracle import check, gradients, program_of, random_case
 from programs import CASES, DST, EDGE, MORE_CASES, SRC, make_tensors
-from pyg_fullgraph import chunks, execution
+from pyg_fullgraph import chunks, execution, launches
 from pyg_fullgraph.autograd import compile_program, run
 from pyg_fullgraph.edge_order import schedule_tiles
 from pyg_fullgraph.execution import interpreted
@@ -174,10 +174,10 @@ def test_tiles_share_the_slots_of_a_row():
 @pytest.mark.parametrize("name, runner", [("gcn", run), ("sage-max", run), ("gat", run), ("sage-max", run_in_tiles)])
 def test_programs_that_take_many_pieces(name, runner, device, only_kernels, monkeypatch):
     """As they do where rows are many and short; here the graph is small, and some rows are cut."""
-    monkeypatch.setattr(execution, "MIN_ROUND_PROGRAMS", 3)
+    monkeypatch.setattr(launches, "MIN_ROUND_PROGRAMS", 3)
     monkeypatch.setattr(execution, "MAX_PIECE", 8)
     programs = []
-    monkeypatch.setattr(execution, "_num_workers", lambda kernel, count, known=execution._num_workers: (
+    monkeypatch.setattr(launches, "_num_workers", lambda kernel, count, known=launches._num_workers: (
         programs.append((kernel.in_rounds, known(kernel, count), count)) or programs[-1][1]))
     check(program_of(name), zoo.hub(), torch.float64, device, runner=runner)
     assert any(in_rounds and few < count for in_rounds, few, count in programs)

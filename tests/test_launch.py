@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from triton import knobs
 from triton._C.libtriton import native_specialize_impl
 from triton.backends.nvidia.compiler import CUDABackend
+from triton.compiler import CompiledKernel
+from triton.runtime.driver import driver
 
 from triton_kernels import launch
 
@@ -34,17 +39,19 @@ def seen(arg):
 def test_what_is_alike_is_so_to_triton(args):
     found = {}
     for arg in args:
-        assert found.setdefault(launch._kind(arg), seen(arg)) == seen(arg)
+        assert found.setdefault(launch._kinds([arg]), seen(arg)) == seen(arg)
 
 
 class Compiled:
     """Stands for what Triton compiled."""
 
+    function, packed_metadata = "function", "metadata"
+
     def __init__(self, log):
         self.log = log
 
-    def __getitem__(self, grid):
-        return lambda *args: self.log.append(("known", grid, args))
+    def run(self, x, y, z, stream, function, metadata, told, enter, leave, *args):
+        self.log.append(("known", (x, y, z), args))
 
 
 class Kernel:
@@ -64,7 +71,8 @@ class Kernel:
 @pytest.fixture
 def log(monkeypatch):
     monkeypatch.setattr(launch, "CompiledKernel", Compiled)
-    monkeypatch.setattr(launch, "_known", {})
+    monkeypatch.setattr(launch, "_variants", {})
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(get_current_stream=lambda device: 7))
     return []
 
 
@@ -82,16 +90,80 @@ def test_a_launch_like_one_before(log):
 
 @pytest.mark.parametrize("other", ["address", "dtype", "one", "multiple", "size", "constant", "warps", "kernel",
                                    "option"])
-def test_a_launch_unlike_it(log, other):
+@pytest.mark.parametrize("num_fixed", [0, 1, 2])
+def test_a_launch_unlike_it(log, other, num_fixed):
+    def start(kernel, args, constants, warps):
+        launch.Launch(kernel, 5, constants, warps, torch.device("cpu"), args[:num_fixed]).run(args[num_fixed:])
+
     kernel, x, count, warps = Kernel(log), torch.ones(64), 48, 4
     constants = {"BLOCK": 32, "IS_EVEN": True, "num_stages": 3}
-    launch.run(kernel, 5, [x, count], constants, warps, torch.device("cpu"))
+    for _ in range(2):
+        start(kernel, [x, count], constants, warps)
     x = {"address": x[1:], "dtype": x.half()}.get(other, x)
     count = {"one": 1, "multiple": 47, "size": 48 << 32}.get(other, count)
     constants = {**constants, **{"constant": {"BLOCK": 64}, "option": {"num_stages": 2}}.get(other, {})}
     kernel = Kernel(log) if other == "kernel" else kernel
-    launch.run(kernel, 5, [x, count], constants, 8 if other == "warps" else warps, torch.device("cpu"))
-    assert [entry[0] for entry in log] == ["first", "first"]
+    start(kernel, [x, count], constants, 8 if other == "warps" else warps)
+    assert [entry[0] for entry in log] == ["first", "known", "first"]
+    assert log[-1][2][0] is x and log[-1][2][1] == count
+
+
+def test_what_is_fixed_comes_first(log):
+    kernel, x = Kernel(log), torch.ones(64)
+    prepared = launch.Launch(kernel, 3, {"BLOCK": 32, "IS_EVEN": True}, 4, torch.device("cpu"), [x])
+    for count in (48, 64, 1, 80):
+        prepared.run([count])
+    assert [entry[0] for entry in log] == ["first", "known", "first", "known"]
+    assert all(entry[2][0] is x for entry in log) and [entry[2][1] for entry in log] == [48, 64, 1, 80]
+    launch.Launch(kernel, 0, {"BLOCK": 32, "IS_EVEN": True}, 4, torch.device("cpu"), [x]).run([48])
+    assert len(log) == 4
+
+
+def test_new_tensors_are_not_looked_at(log):
+    """But their dtypes tell launches apart."""
+    kernel, x, constants = Kernel(log), torch.ones(64), {"BLOCK": 32, "IS_EVEN": True}
+    for dtype in (torch.float32, torch.float16, torch.float32):
+        launch.Launch(kernel, 3, constants, 4, torch.device("cpu"), (), [dtype]).run([x.to(dtype), 48], [48])
+    assert [entry[0] for entry in log] == ["first", "first", "known"]
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Something like a kernel that Triton has loaded, which notes what it is launched with."""
+    made = CompiledKernel.__new__(CompiledKernel)
+    made.module, made._module_pid, made.function, made.packed_metadata = None, None, 5, ("packed",)
+    made.name, made.src, made.calls = "kernel", None, []
+    made._init_handles = lambda: None
+    made._run = lambda *args: made.calls.append(args)
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(get_current_stream=lambda device: 7 + device,
+                                                           get_current_device=lambda: 1))
+    return made
+
+
+@pytest.mark.parametrize("hooks", ["chains", "none", "functions", "hooked chains"])
+def test_known_launches_are_those_of_triton(compiled, hooks):
+    """In what the kernel is given, and in what hooks are told."""
+    args, rest = (torch.ones(3), 4), (32, True)
+    with knobs.runtime.scope():
+        if hooks == "none":
+            knobs.runtime.launch_enter_hook = knobs.runtime.launch_exit_hook = None
+        elif hooks == "functions":
+            knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook = print, repr
+        elif hooks == "hooked chains":
+            knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook = knobs.HookChain(), knobs.HookChain()
+            knobs.runtime.launch_enter_hook.add(print)
+            knobs.runtime.launch_exit_hook.add(repr)
+        compiled[5, 1, 1](*args, *rest)
+        launch._Known(compiled, rest, driver.active.get_current_stream).launch(5, args, 1)
+    want, got = map(list, compiled.calls)
+    if want[6] is not None and hooks != "chains":
+        want[6], got[6] = want[6].get(), got[6].get()
+        assert got[6]["name"] == "kernel"
+    if hooks == "chains":  # which are empty
+        assert want[7].calls == want[8].calls == []
+        want[6:9] = [None] * 3
+    assert got == want
+    assert got[3] == 8  # the stream of the device
 
 
 @pytest.mark.gpu
@@ -104,4 +176,4 @@ def test_known_launches_have_the_results_of_the_first():
             found = [column_sum(x) for _ in range(3)]
             torch.testing.assert_close(found[0], x.sum(0), rtol=1e-4, atol=1e-4)
             assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
-    assert launch._known
+    assert any(v.known for v in launch._variants.values())

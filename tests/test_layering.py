@@ -62,6 +62,7 @@ LAYERS = (
     "pyg_fullgraph.events",
     "pyg_fullgraph.recipe",
     "pyg_fullgraph.chunks",
+    "pyg_fullgraph.launches",
     "pyg_fullgraph.execution",
     "pyg_fullgraph.dots",
     "pyg_fullgraph.reuse",

@@ -51,8 +51,8 @@ def compare(steps, num_rows, dtype, device, layout="plain", widen=True, monkeypa
     """All steps leave one kernel as torch computes them in the same dtype, closer to what they are in float64."""
     given = tensors_of(steps, num_rows, dtype, device, layout)
     like = torch.empty((), dtype=compute_dtype(dtype) if widen else dtype, device=device)
-    launched, plain = [], launch.launch
-    monkeypatch.setattr(launch, "launch", lambda *args: (launched.append(args[1]), plain(*args)))
+    launched, plain = [], launch.Launch.run
+    monkeypatch.setattr(launch.Launch, "run", lambda *args: (launched.append(args[0]), plain(*args)))
     got = execution.run_rows(steps, given.__getitem__, like, widen)
     assert len(launched) == 1
     monkeypatch.setattr(execution, "row_kernels", lambda *args: ())
@@ -132,13 +132,13 @@ def test_a_kernel_that_a_device_refuses_is_left_to_torch(monkeypatch):
     """Said once, and not tried again."""
     calls = []
 
-    def refuse(*args):
-        calls.append(args[1])
+    def refuse(self, args, *looks):
+        calls.append(self)
         raise OutOfResources(300_000, 232_448, "shared memory")
 
     monkeypatch.setattr(execution, "interpreted", lambda: True)
     monkeypatch.setattr(execution, "_TOO_LARGE", set())
-    monkeypatch.setattr(launch, "launch", refuse)
+    monkeypatch.setattr(launch.Launch, "run", refuse)
     steps = ROW_CASES["dots"]()
     given = tensors_of(steps, 9, torch.float32, "cpu")
     with pytest.warns(UserWarning, match="does not fit the device .* runs by torch"):

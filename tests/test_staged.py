@@ -53,14 +53,14 @@ def test_the_order_is_that_of_most_sweeps():
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
 @pytest.mark.parametrize("name", NAMES)
 def test_only_sweeps_of_the_other_side_look_places_up(name, device, monkeypatch):
-    looks_up, plain = [], launch.launch
+    looks_up, plain = [], launch.Launch.run
 
-    def launched(source, kernel, programs, args, constants, *rest):
-        if "HAS_PLACES" in constants:
-            looks_up.append(("by_src" in kernel, constants["HAS_PLACES"]))
-        return plain(source, kernel, programs, args, constants, *rest)
+    def launched(self, args, *looks):
+        if "HAS_PLACES" in self.constants:
+            looks_up.append(("by_src" in self.kernel.__name__, self.constants["HAS_PLACES"]))
+        plain(self, args, *looks)
 
-    monkeypatch.setattr(launch, "launch", launched)
+    monkeypatch.setattr(launch.Launch, "run", launched)
     case = random_case(37, 29, 150)
     step(name, Graph.from_edge_index(case.edge_index.to(device), case.size), case, device=device)
     assert len(looks_up) > 1

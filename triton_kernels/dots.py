@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
@@ -47,7 +48,7 @@ def _places(block, group, num_rows, HEADS: tl.constexpr, FEATURES: tl.constexpr,
 
 
 @triton.jit(do_not_specialize=("num_blocks",))
-def row_dots_kernel(x_ptr, first_ptr, second_ptr, a_ptr, b_ptr, num_rows, num_blocks, x_stride, HEADS: tl.constexpr,
+def row_dots_kernel(num_rows, num_blocks, x_ptr, x_stride, first_ptr, second_ptr, a_ptr, b_ptr, HEADS: tl.constexpr,
                     FEATURES: tl.constexpr, IS_PAIR: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
                     BLOCK_C: tl.constexpr, FLOAT: tl.constexpr):
     pid = tl.program_id(0).to(tl.int64)
@@ -63,8 +64,8 @@ def row_dots_kernel(x_ptr, first_ptr, second_ptr, a_ptr, b_ptr, num_rows, num_bl
 
 
 @triton.jit(do_not_specialize=("num_blocks", "num_workers"))
-def row_dots_backward_kernel(x_ptr, first_ptr, second_ptr, a_ptr, b_ptr, g_ptr, out_ptr, part_ptr, num_rows,
-                             num_blocks, num_workers, x_stride, g_stride, HEADS: tl.constexpr, FEATURES: tl.constexpr,
+def row_dots_backward_kernel(num_rows, num_blocks, num_workers, x_ptr, x_stride, first_ptr, second_ptr, a_ptr, b_ptr,
+                             g_ptr, g_stride, out_ptr, part_ptr, HEADS: tl.constexpr, FEATURES: tl.constexpr,
                              IS_PAIR: tl.constexpr, HAS_G: tl.constexpr, NEEDS_X: tl.constexpr,
                              NEEDS_WEIGHT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
                              BLOCK_C: tl.constexpr, FLOAT: tl.constexpr):
@@ -127,16 +128,23 @@ def row_dots(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     Numerics: accumulates in float32 (float64 for float64) and rounds once; bit-identical from run to run.
     Cost: reads ``x`` once.
     """
-    num_rows, num_heads, num_features = x.shape
     x, weights = _rows(x), [w.contiguous() for w in weights]
-    made = [torch.empty((num_rows, num_heads), dtype=x.dtype, device=x.device) for _ in weights]
-    tile = tile_of(num_heads, num_features, FORWARD_VALUES)
-    num_blocks = -(-num_rows // tile.rows)
-    if num_blocks:
-        launch.run(row_dots_kernel, num_blocks * -(-num_heads // tile.heads),
-                   [x, weights[0], weights[-1], made[0], made[-1], num_rows, num_blocks, x.stride(0)],
-                   _constants(x, tile, weights), NUM_WARPS, x.device)
+    made = [torch.empty(x.shape[:2], dtype=x.dtype, device=x.device) for _ in weights]
+    given = [x, x.stride(0), weights[0], weights[-1]]
+    _forward(x.shape, x.dtype, x.device, len(weights) == 2, FORWARD_VALUES).run([*given, made[0], made[-1]], given)
     return made
+
+
+@lru_cache(maxsize=1024)
+def _forward(shape: torch.Size, dtype: torch.dtype, device: torch.device, is_pair: bool,
+             values: int) -> launch.Launch:
+    """The launch of :func:`row_dots`, for rows of this shape."""
+    num_rows, num_heads, num_features = shape
+    tile = tile_of(num_heads, num_features, values)
+    num_blocks = -(-num_rows // tile.rows)
+    return launch.Launch(row_dots_kernel, num_blocks * -(-num_heads // tile.heads),
+                         _constants(num_heads, num_features, dtype, tile, is_pair), NUM_WARPS, device,
+                         [num_rows, num_blocks], [dtype] * 2)
 
 
 def row_dots_backward(x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor], g: Tensor | None,
@@ -153,25 +161,37 @@ def row_dots_backward(x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tens
     Numerics: sums over rows in float32 (float64 for float64) and in a fixed order; bit-identical from run to run.
     Cost: reads ``g`` and ``x`` once, writes the gradient of ``x`` once, and one row per program for each weight.
     """
-    num_rows, num_heads, num_features = x.shape
-    if num_rows == 0:
+    if x.shape[0] == 0:
         return torch.zeros_like(x) if needs_x else None, [torch.zeros_like(w) for w in weights if needs_weight]
     x, weights, grads = _rows(x), [w.contiguous() for w in weights], [d.contiguous() for d in grads]
     g = x if g is None else _rows(g)
-    tile = tile_of(num_heads, num_features, BACKWARD_VALUES)
-    num_blocks = -(-num_rows // tile.rows)
-    num_workers = min(num_blocks, MAX_WORKERS) if needs_weight else num_blocks
+    start, num_workers = _backward(x.shape, x.dtype, x.device, len(weights) == 2, g is not x, needs_x, needs_weight,
+                                   BACKWARD_VALUES, MAX_WORKERS)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_x else x
-    parts = torch.empty((num_workers, len(weights), 1, num_heads, num_features), dtype=wide, device=x.device) \
+    parts = torch.empty((num_workers, len(weights), 1, *x.shape[1:]), dtype=wide, device=x.device) \
         if needs_weight else x
-    constants = {**_constants(x, tile, weights), "HAS_G": g is not x, "NEEDS_X": needs_x, "NEEDS_WEIGHT": needs_weight}
-    launch.run(row_dots_backward_kernel, num_workers * -(-num_heads // tile.heads),
-               [x, weights[0], weights[-1], grads[0], grads[-1], g, out, parts, num_rows, num_blocks, num_workers,
-                x.stride(0), g.stride(0)], constants, NUM_WARPS, x.device)
+    given = [x, x.stride(0), weights[0], weights[-1], grads[0], grads[-1], g, g.stride(0)]
+    start.run([*given, out, parts], given)
     totals = parts.sum(0).to(x.dtype).unbind(0) if needs_weight else ()
     # Not views: each is a gradient of its own.
     return out if needs_x else None, [torch.ops.aten._unsafe_view(t, t.shape) for t in totals]
+
+
+@lru_cache(maxsize=1024)
+def _backward(shape: torch.Size, dtype: torch.dtype, device: torch.device, is_pair: bool, has_g: bool, needs_x: bool,
+              needs_weight: bool, values: int, max_workers: int) -> tuple[launch.Launch, int]:
+    """The launch of :func:`row_dots_backward`, for rows of this shape, and its programs per group of heads."""
+    num_rows, num_heads, num_features = shape
+    tile = tile_of(num_heads, num_features, values)
+    num_blocks = -(-num_rows // tile.rows)
+    num_workers = min(num_blocks, max_workers) if needs_weight else num_blocks
+    constants = {**_constants(num_heads, num_features, dtype, tile, is_pair), "HAS_G": has_g, "NEEDS_X": needs_x,
+                 "NEEDS_WEIGHT": needs_weight}
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    start = launch.Launch(row_dots_backward_kernel, num_workers * -(-num_heads // tile.heads), constants, NUM_WARPS,
+                          device, [num_rows, num_blocks, num_workers], [dtype, wide if needs_weight else dtype])
+    return start, num_workers
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -181,7 +201,7 @@ def _rows(x: Tensor) -> Tensor:
     return x if is_dense else x.contiguous()
 
 
-def _constants(x: Tensor, tile: Tile, weights: Sequence[Tensor]) -> dict[str, object]:
-    return {"HEADS": x.shape[1], "FEATURES": x.shape[2], "IS_PAIR": len(weights) == 2, "BLOCK_R": tile.rows,
+def _constants(num_heads: int, num_features: int, dtype: torch.dtype, tile: Tile, is_pair: bool) -> dict[str, object]:
+    return {"HEADS": num_heads, "FEATURES": num_features, "IS_PAIR": is_pair, "BLOCK_R": tile.rows,
             "BLOCK_H": tile.heads, "BLOCK_C": tile.features,
-            "FLOAT": tl.float64 if x.dtype == torch.float64 else tl.float32}
+            "FLOAT": tl.float64 if dtype == torch.float64 else tl.float32}

@@ -200,6 +200,8 @@ def _num_nodes(edge_index: Tensor, num_nodes: int | None) -> int:
 def _is_known(edge_index: Any, edge_attr: Any = None) -> bool:
     if torch.jit.is_tracing() or torch.compiler.is_compiling() or not isinstance(edge_index, Tensor):
         return False
+    if type(edge_index) is Graph:
+        return edge_attr is None or isinstance(edge_attr, Tensor)
     if edge_index.layout == torch.strided and edge_index.is_floating_point():
         raise DtypeError("edge_index", "an integer dtype", edge_index.dtype)
     is_index = edge_index.layout == torch.strided and edge_index.dtype in _INTEGERS and edge_index.dim() == 2
@@ -337,6 +339,9 @@ def prepared_graph(edge_index: Tensor, size: tuple[int | None, int | None]) -> G
     Raises:
         As :func:`pyg_fullgraph.graph.graph_of`.
     """
+    if isinstance(edge_index, Graph) and size[0] in (None, edge_index.num_src) and \
+            size[1] in (None, edge_index.num_dst):
+        return edge_index
     if isinstance(edge_index, WithoutLoops):
         return _without_loops(edge_index.origin, size)
     if type(edge_index) is Tensor:
@@ -346,8 +351,7 @@ def prepared_graph(edge_index: Tensor, size: tuple[int | None, int | None]) -> G
         origin = known.get(_REVERSE_OF)
         if origin is not None and origin.tensor is not None:
             return prepared_graph(origin.tensor, size[::-1]).reverse()
-    if is_derived(edge_index) and any(s not in (None, k) for s, k in
-                                      zip(size, (edge_index.num_src, edge_index.num_dst), strict=True)):
+    if is_derived(edge_index):
         return _once(edge_index.memo, ("resized", size),
                      lambda: Graph.from_edge_index(edge_index.to_edge_index(), size))
     return graph_of(edge_index, size)

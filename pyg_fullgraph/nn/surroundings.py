@@ -82,9 +82,13 @@ class Reached:
         if None in functions:
             return False
         spaces = [f.__globals__ for f in functions]
-        return all(spaces[i].get(name) is functions[j] for i, name, j in self.links) and \
-            all(spaces[i].get(name) is value for i, name, value in self.code) and \
-            all(getattr(kind, name, None) is ref() for name, ref in self.members)
+        for i, name, j in self.links:
+            if spaces[i].get(name) is not functions[j]:
+                return False
+        for i, name, value in self.code:
+            if spaces[i].get(name) is not value:
+                return False
+        return all(getattr(kind, name, None) is ref() for name, ref in self.members)
 
 
 _reached_by: weakref.WeakKeyDictionary[type, dict[tuple[Any, ...], Reached]] = weakref.WeakKeyDictionary()
@@ -418,14 +422,22 @@ class Watch:
         """Whether everything is as it was."""
         if type(conv) is not self.kind or reached(self.kind, self.methods) is not self.found:
             return False
-        return all(view.holds(conv) for view in self._views) and \
-            all((t := ref()) is not None and t.shape == shape and t.dtype is dtype and t.device == device
-                for ref, shape, dtype, device in self._looks) and \
-            all(f.__code__ is code and f.__defaults__ is defaults and f.__kwdefaults__ is named and
-                (not cells or all(map(operator.is_, _cells(f), cells)))
-                for f, code, defaults, named, cells in self._functions) and \
-            all(getattr(self.kind, n, _ABSENT) is v for n, v in self._class) and \
-            all(space.get(n) is v for space, n, v in self._globals)
+        # Loops, as this is asked in every call of a layer, and generators take twice the time.
+        for view in self._views:
+            if not view.holds(conv):
+                return False
+        for ref, shape, dtype, device in self._looks:
+            t = ref()
+            if t is None or t.shape != shape or t.dtype is not dtype or t.device != device:
+                return False
+        for f, code, defaults, named, cells in self._functions:
+            if f.__code__ is not code or f.__defaults__ is not defaults or f.__kwdefaults__ is not named or \
+                    (cells and not all(map(operator.is_, _cells(f), cells))):
+                return False
+        for name, value in self._class:
+            if getattr(self.kind, name, _ABSENT) is not value:
+                return False
+        return all(space.get(name) is value for space, name, value in self._globals)
 
 
 class _View:

@@ -229,21 +229,21 @@ class _Generator:
         """The kernel whose programs take pieces of rows, or blocks of edges."""
         emitter, tile = self.emitter, self.tile
         body = self._blocks() if self.takes_blocks else self._piece()
-        ids = ["ids_ptr"] * emitter.uses_ids + ["places_ptr"] * emitter.uses_places
         pieces = ["piece_row_ptr", "piece_start_ptr", "piece_end_ptr", "piece_slot_ptr"]
-        tables = ["other_ptr", "eid_ptr", *ids]
+        tables = ["other_ptr", "eid_ptr", *["ids_ptr"] * emitter.uses_ids]
         if self.takes_blocks:
             tables += ["rows_ptr", *(["block_ptr_ptr", *pieces] if self.carries else []), "num_edges"]
         else:
             tables += [*pieces, "num_pieces"]
-        workers = ["num_workers"] * self.has_workers
+        counts = ["num_workers"] * self.has_workers
+        places = ["places_ptr"] * emitter.uses_places
         ins = pointers(emitter.inputs.values())
         outs = [f"{b.name}_ptr" for b in (*self.outputs.values(), *self.added.values())]
         has_ids = ["HAS_IDS: tl.constexpr"] * emitter.uses_ids + ["HAS_PLACES: tl.constexpr"] * emitter.uses_places
         adds = ["ADDS: tl.constexpr"] * self.takes_tiles
         copies = [f"old{k}_ptr" for k in self.apart]
-        params = ", ".join([*tables, *workers, *ins, *outs, *self._workspaces(), *copies, *_EDGE_CONSTANTS, *_CONSTANTS,
-                            *has_ids, *adds])
+        params = ", ".join([*tables, *counts, *places, *ins, *outs, *self._workspaces(), *copies, *_EDGE_CONSTANTS,
+                            *_CONSTANTS, *has_ids, *adds])
         totals = self._totals() if self.has_workers else []
         programs, once = "num_pieces", emitter.once_lines
         if self.has_workers:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.saga import ir
@@ -29,7 +30,7 @@ PROGRAM_VALUES, MAX_ROWS, NUM_WARPS = 4096, 1024, 4
 ROW_FEATURES = 1024
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RowsSource:
     """Generated source with what a launch has to know.
 
@@ -50,6 +51,11 @@ class RowsSource:
     num_tiles: int
     block_r: int
     num_warps: int
+
+    @cached_property
+    def nodes(self) -> tuple[Node, ...]:
+        """What is in the input buffers."""
+        return tuple(b.node for b in self.inputs)
 
 
 def num_passes(roots: Sequence[Node], is_narrow: bool) -> int:

@@ -1,0 +1,273 @@
+"""Sweeps as launches of their kernels: what is the same in every run is prepared once, and kept with the edges."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from pyg_fullgraph import chunks
+from pyg_fullgraph.edge_order import EdgeOrder, schedule_tiles
+from pyg_fullgraph.saga import codegen
+from pyg_fullgraph.saga.ir import Domain, Node
+from pyg_fullgraph.saga.plans import Sweep, is_staged
+from triton_kernels import launch, segment, tune
+
+__all__ = ["Prepared", "Run", "contiguous_rows"]
+
+#: Most programs that hold weights or sums over edges, and most elements that they write for one parameter together.
+MAX_WORKERS, WORKER_ELEMENTS = 8448, 1 << 23
+#: Most pieces that a program takes in rounds, as long as there are so many programs, four times what an H200 holds.
+ROUNDS, MIN_ROUND_PROGRAMS = 8, 16384
+
+
+class _Site:
+    """A kernel in a shape on the edges of one order, or of one tile of it.
+
+    Attributes:
+        num_workers: Programs per feature tile.
+    """
+
+    def __init__(self, kernel: codegen.KernelSource, shape: tune.Shape, order: EdgeOrder,
+                 schedule: segment.RowSchedule | None, needs_ids: bool, constants: Mapping[str, Any],
+                 made: Sequence[torch.dtype]) -> None:
+        """Args:
+            kernel, shape: What is launched.
+            order: The edges.
+            schedule: Pieces of their rows; None where no rows are reduced.
+            needs_ids: Whether results depend on edge ids.
+            constants: Of the kernel, beside those that follow from the edges.
+            made: Dtypes of what it writes.
+        """
+        num_pieces = -(-order.num_edges // shape.block_e) if schedule is None or kernel.takes_blocks else \
+            schedule.num_pieces
+        self.num_workers = _num_workers(kernel, num_pieces)
+        # Ids stand in the place of places where a kernel needs no places.
+        # Parts of a graph work out both on first use: what the kernel does not read is not asked for.
+        ids = order.ids if needs_ids else None
+        eid = None if not kernel.uses_eid else order.eid if ids is None or kernel.uses_ids else ids
+        fixed: list[Any] = [order.other, order.ptr if eid is None else eid]
+        self._constants: dict[str, Any] = {**constants, "BLOCK_E": shape.block_e, "HAS_EID": eid is not None}
+        if kernel.uses_ids:
+            fixed.append(order.ptr if ids is None else ids)
+            self._constants["HAS_IDS"] = ids is not None
+        fixed += [order.kept_row] if kernel.takes_blocks else []
+        if schedule is not None:
+            fixed += [] if schedule.block_ptr is None else [schedule.block_ptr]
+            fixed += [schedule.piece_row, schedule.piece_start, schedule.piece_end, schedule.piece_slot]
+        fixed += [order.num_edges if kernel.takes_blocks else num_pieces, *([self.num_workers] * kernel.has_workers)]
+        self._kernel, self._num_warps, self._device = kernel, shape.num_warps, order.ptr.device
+        self._fixed, self._made = fixed, made
+        self._launches: dict[tuple[bool, bool], launch.Launch] = {}
+
+    def launch(self, has_places: bool, adds: bool) -> launch.Launch:
+        """The launch of the kernel, which takes the arguments from places on.
+
+        Args:
+            has_places: Whether edges have places of their own among values on their way between sweeps.
+            adds: Whether the kernel adds to what tiles before left.
+        """
+        known = self._launches.get((has_places, adds))
+        if known is None:
+            kernel, constants = self._kernel, dict(self._constants)
+            if kernel.takes_tiles:
+                constants["ADDS"] = adds
+            if kernel.uses_places:
+                constants["HAS_PLACES"] = has_places
+            known = self._launches[has_places, adds] = launch.Launch.of(
+                kernel.source, kernel.name, self.num_workers * kernel.num_tiles, constants, self._num_warps,
+                self._device, self._fixed, self._made)
+        return known
+
+
+class _Input(NamedTuple):
+    """An input: whether it is on its way from another sweep, whether its stride is passed, and its runs of features."""
+
+    node: Node
+    is_staged: bool
+    has_stride: bool
+    run: tuple[int, int]
+
+
+class _Made(NamedTuple):
+    """A result: its tensor, and what rows have in it that no program writes; None where all are written."""
+
+    node: Node
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    fill: int | None
+
+    def empty(self, device: torch.device) -> Tensor:
+        if self.fill is None:
+            return torch.empty(self.shape, dtype=self.dtype, device=device)
+        return torch.full(self.shape, self.fill, dtype=self.dtype, device=device)
+
+
+class Prepared:
+    """A sweep by a kernel in one shape, over all edges or over tiles of them: what its runs have in common.
+
+    It holds index tensors, and no :class:`EdgeOrder`, with which it may be kept.
+    """
+
+    def __init__(self, shape: tune.Shape, sweep: Sweep, kernel: codegen.KernelSource, rows: EdgeOrder,
+                 tiles: Sequence[EdgeOrder], like: Tensor, exact: Container[Node]) -> None:
+        self.kernel, self.device, self.dtype = kernel, like.device, like.dtype
+        stat_dtype = chunks.compute_dtype(like.dtype)
+        constants = _constants(stat_dtype, rows.id_dtype)
+        schedules = _schedules(kernel, shape, rows, tiles)
+        self.inputs = [_Input(b.node, is_staged(b.node), b.has_stride, b.run) for b in kernel.inputs]
+        self.added = [b.node for b in kernel.added]
+        self.totals = [(b.node, rows.id_dtype if b.node.is_integer else stat_dtype) for b in kernel.totals]
+        self.results = []
+        for node in (b.node for b in kernel.outputs if b.node.is_row):
+            kind = sweep.kinds.get(node)
+            is_exact = kind == "lse" or node in exact
+            # No block has the rows without edges.
+            fill = {"argmax": -1, "mul": 1}.get(kind, 0) if kernel.takes_blocks and kind is not None else None
+            self.results.append(_Made(
+                node, (rows.num_edges if node.domain == Domain.EDGE else rows.num_rows, *node.shape),
+                rows.id_dtype if node.is_integer else stat_dtype if is_exact else like.dtype, fill))
+        self.written = [b.node for b in kernel.outputs]
+        self.merged = [b.node for b in kernel.rows]
+        self.workspace: list[tuple[tuple[int, int], torch.dtype]] = []
+        self.merge: launch.Launch | None = None
+        dtypes = {**{made.node: made.dtype for made in self.results}, **dict(self.totals)}
+        schedule = schedules[0]
+        if kernel.has_merge:
+            assert schedule is not None
+            self.workspace = [((schedule.num_slots, features), rows.id_dtype if integer else stat_dtype)
+                              for features, integer in kernel.carries]
+            if schedule.num_split > 0:
+                self.merge = launch.Launch.of(
+                    kernel.source, kernel.merge_name, schedule.num_split * kernel.num_tiles, constants, shape.num_warps,
+                    like.device, [schedule.split_row, schedule.split_ptr, rows.ptr, schedule.num_split],
+                    [*(dtypes[node] for node in self.merged), *(dtype for _, dtype in self.workspace)])
+        made = [*(dtypes[node] for node in self.written), *(dtype for _, dtype in self.workspace)]
+        self.sites = [_Site(kernel, shape, tile, schedule, sweep.needs_ids, constants, made)
+                      for tile, schedule in zip(tiles, schedules, strict=True)]
+
+
+def _schedules(kernel: codegen.KernelSource, shape: tune.Shape, rows: EdgeOrder,
+               tiles: Sequence[EdgeOrder]) -> Sequence[segment.RowSchedule | None]:
+    """The pieces of rows of each tile; none are needed where no rows are reduced."""
+    if kernel.takes_blocks and not kernel.has_merge:
+        return [None] * len(tiles)
+    if len(tiles) > 1:
+        assert not kernel.takes_blocks
+        return schedule_tiles(rows, tiles, shape.max_piece)
+    return [rows.blocks(shape.block_e) if kernel.takes_blocks else rows.schedule(shape.max_piece)]
+
+
+class Run:
+    """A run of what is prepared: one launch per tile, and one to merge what is partial.
+
+    Args:
+        prepared: What runs.
+        tiles: Its edges.
+        staging: As for :func:`execution.run_sweep`.
+
+    Attributes:
+        is_begun: Whether a tile was taken.
+    """
+
+    def __init__(self, prepared: Prepared, tiles: Sequence[EdgeOrder], staging: EdgeOrder | None = None) -> None:
+        self.prepared, self.tiles, self.staging = prepared, tiles, staging
+        device = prepared.device
+        self.results = {made.node: made.empty(device) for made in prepared.results}
+        self.workspace = [_empty_rows(shape, dtype, device) for shape, dtype in prepared.workspace]
+        self.totals: dict[Node, Tensor] = {}
+        self.added: list[Tensor] = []
+        self.is_begun = False
+
+    def take(self, k: int, leaf: chunks.Leaf) -> None:
+        """Launch the kernel on tile ``k``."""
+        prepared = self.prepared
+        kernel, site = prepared.kernel, prepared.sites[k]
+        if site.num_workers == 0 and len(self.tiles) > 1:
+            return
+        args: list[Any] = []
+        has_places = False
+        if kernel.uses_places:
+            order = self.tiles[k]
+            places = order.eid if self.staging is None else order.places_in(self.staging)
+            has_places = places is not None
+            args.append(order.ptr if places is None else places)
+        for node, is_handed, has_stride, run in prepared.inputs:
+            value = leaf(node)
+            if is_handed:
+                value = chunks.in_order(value, self.staging)
+            if has_stride:
+                value = contiguous_rows(value, *run)
+                args += value, value.stride(0)
+            else:
+                args.append(value.contiguous())
+        totals = {node: torch.empty((site.num_workers, *node.shape), dtype=dtype, device=prepared.device)
+                  for node, dtype in prepared.totals}
+        made = {**self.results, **totals} if totals else self.results
+        self.added = [leaf(node).contiguous() for node in prepared.added]
+        copies = [self.workspace[n].clone() if k else self.workspace[n] for n in kernel.apart]
+        written = [made[node] for node in prepared.written]
+        site.launch(has_places, k > 0).run([*args, *written, *self.added, *self.workspace, *copies],
+                                           [*args, *self.added])
+        self.is_begun = True
+        # A parameter's gradient leaves the kernel as one row per program.
+        for node, value in totals.items():
+            total = value.sum(0)
+            self.totals[node] = self.totals[node] + total if node in self.totals else total
+
+    def finish(self) -> dict[Node, Tensor]:
+        """Merge, and give the results."""
+        prepared = self.prepared
+        if prepared.merge is not None:
+            merged = [self.results[node] for node in prepared.merged]
+            prepared.merge.run([*merged, *self.added, *self.workspace], self.added)
+        for node, _ in prepared.totals:
+            total = self.totals.get(node)
+            self.results[node] = torch.zeros(node.shape, dtype=prepared.dtype, device=prepared.device) \
+                if total is None else total.to(prepared.dtype)
+        return self.results
+
+
+def _empty_rows(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory for rows; the same each time where there are none."""
+    return torch.empty(shape, dtype=dtype, device=device) if shape[0] else _no_rows(shape, dtype, device)
+
+
+@lru_cache
+def _no_rows(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+@lru_cache
+def _constants(dtype: torch.dtype, id_dtype: torch.dtype) -> Mapping[str, Any]:
+    """What every kernel is told of the dtypes of its arithmetic and of ids."""
+    return {"FLOAT": tl.float64 if dtype == torch.float64 else tl.float32,
+            "ID": tl.int32 if id_dtype == torch.int32 else tl.int64, "UNSET": torch.iinfo(id_dtype).max}
+
+
+def _num_workers(kernel: codegen.KernelSource, num_pieces: int) -> int:
+    """Programs per feature tile: one per piece, or fewer that take several."""
+    if not kernel.has_workers:
+        return num_pieces
+    if kernel.in_rounds:
+        return min(num_pieces, max(-(-num_pieces // ROUNDS), MIN_ROUND_PROGRAMS))
+    widest = max((b.node.numel for b in kernel.totals), default=1)
+    return min(num_pieces, max(min(MAX_WORKERS, WORKER_ELEMENTS // widest), 1))
+
+
+def contiguous_rows(value: Tensor, run: int = 1, pitch: int = 1) -> Tensor:
+    """``value`` as ``[rows, features]`` with unit feature stride and runs of ``run`` features padded to ``pitch``.
+
+    A copy only where the layout asks for one.
+    """
+    if run == pitch and value.is_contiguous():
+        return value
+    features = value.numel() // max(value.shape[0], 1)
+    if run != pitch:
+        return torch.nn.functional.pad(value.reshape(value.shape[0], features // run, run), (0, pitch - run)).flatten(1)
+    flat = value.reshape(value.shape[0], features)
+    return flat if flat.shape[1] <= 1 or flat.stride(1) == 1 else flat.contiguous()
