@@ -64,9 +64,11 @@ class Graph(Tensor):
         )
         self._incoming, self._outgoing, self.memo = incoming, outgoing, {}
         if self.device.type == "cuda":
-            from triton_kernels import launch  # Triton, which is not needed on a CPU
+            from triton_kernels import launch, pieces  # Triton, which is not needed on a CPU
 
             launch.start(self.device)
+            if not segment.may_wait(self.device, self.num_edges):
+                pieces.start(self.device)
         return self
 
     def __init__(self, incoming: EdgeOrder, outgoing: EdgeOrder | None = None) -> None:
