@@ -21,6 +21,7 @@ import hashlib
 import importlib.util
 import logging
 import os
+import py_compile
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +36,7 @@ import triton
 from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
+import triton_kernels.device  # noqa: F401  # generated kernels import it: here, not in the first step of a process
 from triton_kernels import disk
 
 _logger = logging.getLogger(__name__)
@@ -59,6 +61,9 @@ def _write_once(source: str, folder: Path, name: str) -> Path:
     path = folder / name
     if not path.exists():
         disk.write(path, source)
+        # Kept where Python is told to keep none as well: 2 ms per module in each process.
+        with contextlib.suppress(OSError):
+            py_compile.compile(str(path))
     return path
 
 
