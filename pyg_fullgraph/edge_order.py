@@ -72,7 +72,9 @@ class EdgeOrder:
 
     def inv_degree(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """[num_rows] ``1 / max(degree, 1)`` in a floating dtype, cached: the factor of a mean."""
-        return self._cached(("inv_degree", dtype), lambda: self.degree.clamp(min=1).to(dtype).reciprocal())
+        # Layers that scale by degrees divide, and torch loads a kernel when it first uses it: none for a reciprocal.
+        return self._cached(("inv_degree", dtype), lambda: torch.ones((), dtype=dtype, device=self.ptr.device)
+                            / self.degree.clamp(min=1).to(dtype))
 
     def schedule(self, max_piece: int = 1024) -> RowSchedule:
         """Rows cut into pieces of at most ``max_piece`` edges, long ones first; cached per bound."""
