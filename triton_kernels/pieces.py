@@ -42,7 +42,7 @@ def count_pieces_kernel(ptr, count_ptr, num_rows, max_piece, longest, BLOCK: tl.
 
 
 @triton.jit(do_not_specialize=("num_rows", "max_piece", "longest", "num_pieces", "num_slots", "num_split", "num_steps"),
-            do_not_specialize_on_alignment=("piece_row_ptr", "piece_start_ptr", "piece_end_ptr"))
+            do_not_specialize_on_alignment=("piece_row_ptr", "piece_start_ptr", "piece_end_ptr", "piece_slot_ptr"))
 def place_pieces_kernel(ptr, sum_ptr, piece_row_ptr, piece_start_ptr, piece_end_ptr, piece_slot_ptr, split_row_ptr,
                         split_ptr_ptr, num_rows, max_piece, longest, num_pieces, num_slots, num_split, num_steps,
                         BLOCK: tl.constexpr):
@@ -97,7 +97,8 @@ def schedule_rows(ptr: Tensor, max_piece: int, num_edges: int) -> RowSchedule:
     if num_rows == 0:
         return segment.schedule_rows(ptr, max_piece, num_edges)
     made = segment.bounded_schedule(ptr, max_piece, num_edges)
-    count, total = torch.empty((2, 3, num_rows), dtype=torch.int64, device=device).unbind()
+    count = torch.empty((3, num_rows), dtype=torch.int64, device=device)
+    total = torch.empty_like(count)
     bounds, longest = {"BLOCK": BLOCK}, min(max_piece, num_edges)
     launch.run(count_pieces_kernel, -(-num_rows // BLOCK), [ptr, count, num_rows, max_piece, longest], bounds,
                NUM_WARPS, device)

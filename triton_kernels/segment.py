@@ -187,10 +187,10 @@ def bounded_schedule(ptr: Tensor, max_piece: int, num_edges: int) -> RowSchedule
     """The schedule of :func:`schedule_rows` where the host does not wait, with counts but without what is in it."""
     num_pieces, num_slots, num_split = _bounds(ptr.numel() - 1, max_piece, num_edges)
     dtype, device = ptr.dtype, ptr.device
-    row, start, end = torch.empty((3, num_pieces), dtype=dtype, device=device).unbind()
-    slot = torch.empty(num_pieces, dtype=torch.int32, device=device)
+    row, start, end, slot = torch.empty((4, num_pieces), dtype=dtype, device=device).unbind()
     split_row, split_ptr = (torch.empty(num_split + k, dtype=dtype, device=device) for k in (0, 1))
-    return RowSchedule(row, start, end, slot, split_row, split_ptr, max_piece, num_pieces, num_slots, num_split)
+    return RowSchedule(row, start, end, slot.to(torch.int32), split_row, split_ptr, max_piece, num_pieces, num_slots,
+                       num_split)
 
 
 def _bounds(num_rows: int, max_piece: int, num_edges: int) -> tuple[int, int, int]:
