@@ -72,11 +72,21 @@ class EdgeOrder:
 
     def inv_degree(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """[num_rows] ``1 / max(degree, 1)`` in a floating dtype, cached: the factor of a mean."""
-        return self._cached(("inv_degree", dtype), lambda: self.degree.clamp(min=1).to(dtype).reciprocal())
+        # Layers that scale by degrees divide, and torch loads a kernel when it first uses it: none for a reciprocal.
+        return self._cached(("inv_degree", dtype), lambda: torch.ones((), dtype=dtype, device=self.ptr.device)
+                            / self.degree.clamp(min=1).to(dtype))
 
     def schedule(self, max_piece: int = 1024) -> RowSchedule:
         """Rows cut into pieces of at most ``max_piece`` edges, long ones first; cached per bound."""
-        return self._cached(("schedule", max_piece), lambda: segment.schedule_rows(self.ptr, max_piece, self.num_edges))
+        return self._cached(("schedule", max_piece), lambda: self._schedule(max_piece))
+
+    def _schedule(self, max_piece: int) -> RowSchedule:
+        cut = segment.schedule_rows
+        if self.ptr.is_cuda and not segment.may_wait(self.ptr.device, self.num_edges):
+            from triton_kernels import pieces  # Triton, which is not needed on a CPU
+
+            cut = pieces.schedule_rows
+        return cut(self.ptr, max_piece, self.num_edges)
 
     def blocks(self, size: int) -> RowSchedule:
         """The pieces of rows in each block of ``size`` consecutive edges; cached per size."""

@@ -64,9 +64,11 @@ class Graph(Tensor):
         )
         self._incoming, self._outgoing, self.memo = incoming, outgoing, {}
         if self.device.type == "cuda":
-            from triton_kernels import launch  # Triton, which is not needed on a CPU
+            from triton_kernels import launch, pieces  # Triton, which is not needed on a CPU
 
             launch.start(self.device)
+            if not segment.may_wait(self.device, self.num_edges):
+                pieces.start(self.device)
         return self
 
     def __init__(self, incoming: EdgeOrder, outgoing: EdgeOrder | None = None) -> None:
@@ -246,16 +248,25 @@ class Graph(Tensor):
 
     def to_edge_index(self) -> Tensor:
         """The plain int64 ``edge_index`` [2, E] in the user's order; a new tensor on every call."""
-        by_src = self._outgoing
-        if self._incoming.eid is not None and by_src is not None and by_src.eid is None:
-            order, row_of_rows, row_of_others = by_src, 0, 1
-        else:
-            order, row_of_rows, row_of_others = self._incoming, 1, 0
+        order, row_of_rows = self._handy_order()
         out = torch.empty(2, self.num_edges, dtype=torch.int64, device=order.ptr.device)
         index: Any = slice(None) if order.eid is None else order.eid.long()
         out[row_of_rows][index] = order.row.long()
-        out[row_of_others][index] = order.other.long()
+        out[1 - row_of_rows][index] = order.other.long()
         return out
+
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """Source and destination [E] of each edge in the user's order, in the dtype of indices; to be read only."""
+        order, row_of_rows = self._handy_order()
+        rows, others = (segment.scatter_by(t, order.eid) for t in (order.row, order.other))
+        return (others, rows) if row_of_rows else (rows, others)
+
+    def _handy_order(self) -> tuple[EdgeOrder, int]:
+        """The order that is the user's, if one is; and the row of the ``edge_index`` that it goes by."""
+        by_src = self._outgoing
+        if self._incoming.eid is not None and by_src is not None and by_src.eid is None:
+            return by_src, 0
+        return self._incoming, 1
 
     def reverse(self) -> Graph:
         """The same edges with the roles of source and destination exchanged (``flow="target_to_source"``).
@@ -273,11 +284,11 @@ class Graph(Tensor):
 
         Returns: a Graph of the same nodes; an ``edge_index`` where there are not as many nodes as loops.
         """
-        plain = self.to_edge_index() if kept is None else self.to_edge_index().index_select(1, kept)
-        loop = torch.arange(num_loops, device=plain.device).expand(2, -1)
-        full = torch.cat([plain, loop], dim=1)
-        return full if num_loops > min(self.num_src, self.num_dst) else \
-            Graph.from_edge_index(full, (self.num_src, self.num_dst))
+        src, dst = self.ends() if kept is None else (t.index_select(0, kept) for t in self.ends())
+        loop = torch.arange(num_loops, dtype=src.dtype, device=src.device)
+        src, dst = torch.cat([src, loop]), torch.cat([dst, loop])
+        return torch.stack([src, dst]).long() if num_loops > min(self.num_src, self.num_dst) else \
+            Graph._from_coo(src, dst, self.num_src, self.num_dst)  # ids are known to be right
 
     # What concerns the whole graph, where this is a part of one; parts have to decide alike
 

@@ -17,6 +17,7 @@ LAYERS = (
     "triton_kernels.reference",
     "triton_kernels.disk",
     "triton_kernels.launch",
+    "triton_kernels.pieces",
     "triton_kernels.dense_hopper",
     "triton_kernels.dense",
     "triton_kernels.dots",

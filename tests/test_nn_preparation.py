@@ -136,7 +136,7 @@ class Counted:
 def test_two_layers_and_two_epochs_build_one_graph(monkeypatch, name, is_graph):
     edge_index = forms(LOOPS)[is_graph]
     first, second = (getattr(fused_nn, name)(4, 4) for _ in range(2))
-    built = Counted(monkeypatch, Graph, "from_edge_index")
+    built = Counted(monkeypatch, Graph, "_from_coo")
     searched = Counted(monkeypatch, preparation, "_Loops")
     x = torch.randn(5, 4)
     for _ in range(2):
@@ -149,7 +149,7 @@ def test_relations_and_laplacians_build_their_graphs_once(monkeypatch, is_graph)
     edge_index = forms(LOOPS)[is_graph]
     edge_type = torch.arange(LOOPS.num_edges) % 3
     relations, powers = fused_nn.RGCNConv(4, 4, num_relations=3), fused_nn.ChebConv(4, 4, K=3)
-    built = Counted(monkeypatch, Graph, "from_edge_index")
+    built = Counted(monkeypatch, Graph, "_from_coo")
     x = torch.randn(5, 4)
     for _ in range(3):
         relations(x, edge_index, edge_type % 3).sum().backward()

@@ -22,6 +22,7 @@ import hashlib
 import importlib.util
 import logging
 import os
+import py_compile
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,6 +38,7 @@ from triton.compiler import CompiledKernel
 from triton.knobs import HookChain
 from triton.runtime.driver import driver
 
+import triton_kernels.device  # noqa: F401  # generated kernels import it: here, not in the first step of a process
 from triton_kernels import disk
 
 _logger = logging.getLogger(__name__)
@@ -61,6 +63,9 @@ def _write_once(source: str, folder: Path, name: str) -> Path:
     path = folder / name
     if not path.exists():
         disk.write(path, source)
+        # Kept where Python is told to keep none as well: 2 ms per module in each process.
+        with contextlib.suppress(OSError):
+            py_compile.compile(str(path))
     return path
 
 

@@ -159,20 +159,18 @@ def schedule_rows(ptr: Tensor, max_piece: int, num_edges: int) -> RowSchedule:
     if max_piece < 1:
         raise ValueError(f"Expected 'max_piece' to be positive (got {max_piece})")
     num_rows, device, dtype = ptr.numel() - 1, ptr.device, ptr.dtype
+    if device.type == "meta":
+        return bounded_schedule(ptr, max_piece, num_edges)
     ptr = ptr.long()
     degree = degrees(ptr)
     num_parts = torch.div(degree + (max_piece - 1), max_piece, rounding_mode="floor").clamp_(min=1)
     waits = may_wait(device, num_edges)
-    if num_rows == 0:
-        num_pieces = num_slots = num_split = 0
-    elif waits:
+    if waits and num_rows > 0:
         is_cut = num_parts > 1
         num_pieces, num_slots, num_split = torch.stack([num_parts.sum(), (num_parts * is_cut).sum(),
                                                         is_cut.sum()]).tolist()
     else:
-        # A row of d entries is cut into at most 1 + (d - 1) // M parts.
-        num_split = num_edges // (max_piece + 1)
-        num_pieces, num_slots = num_rows + num_edges // max_piece, num_edges // max_piece + num_split + 1
+        num_pieces, num_slots, num_split = _bounds(num_rows, max_piece, num_edges)
 
     row, part, parts, slot, split_row, split_ptr = _cut(num_parts, num_pieces, num_slots, num_split)
     row_start, row_degree = torch.stack([ptr[:-1], degree]).index_select(1, row).unbind()
@@ -183,6 +181,25 @@ def schedule_rows(ptr: Tensor, max_piece: int, num_edges: int) -> RowSchedule:
     pieces = torch.stack([row, start, end, slot]).index_select(1, order).to(dtype)
     return RowSchedule(pieces[0], pieces[1], pieces[2], pieces[3].to(torch.int32), split_row.to(dtype),
                        split_ptr.to(dtype), max_piece, num_pieces, num_slots, num_split)
+
+
+def bounded_schedule(ptr: Tensor, max_piece: int, num_edges: int) -> RowSchedule:
+    """The schedule of :func:`schedule_rows` where the host does not wait, with counts but without what is in it."""
+    num_pieces, num_slots, num_split = _bounds(ptr.numel() - 1, max_piece, num_edges)
+    dtype, device = ptr.dtype, ptr.device
+    row, start, end, slot = torch.empty((4, num_pieces), dtype=dtype, device=device).unbind()
+    split_row, split_ptr = (torch.empty(num_split + k, dtype=dtype, device=device) for k in (0, 1))
+    return RowSchedule(row, start, end, slot.to(torch.int32), split_row, split_ptr, max_piece, num_pieces, num_slots,
+                       num_split)
+
+
+def _bounds(num_rows: int, max_piece: int, num_edges: int) -> tuple[int, int, int]:
+    """Most pieces, slots and cut rows that there may be."""
+    if num_rows == 0:
+        return 0, 0, 0
+    # A row of d entries is cut into at most 1 + (d - 1) // M parts.
+    num_split = num_edges // (max_piece + 1)
+    return num_rows + num_edges // max_piece, num_edges // max_piece + num_split + 1, num_split
 
 
 def schedule_blocks(ptr: Tensor, block: int, num_edges: int) -> RowSchedule:

@@ -107,58 +107,64 @@ def _is_unchanged(tensor: Tensor, state: tuple[Any, ...]) -> bool:
 # --- self-loops -------------------------------------------------------------------------------------------------
 
 
+def _others(edge_index: Tensor) -> Tensor:
+    """Positions of the edges that are no self-loops."""
+    src, dst = edge_index.ends() if type(edge_index) is Graph else _to_plain(edge_index)
+    return (src - dst).nonzero().view(-1)  # torch loads a kernel when it first uses it, for a comparison 15 ms
+
+
 class _Loops:
     """Which edges of an ``edge_index`` are self-loops; found once.
 
     Attributes:
         num_kept: number of the other edges.
         has_loops: whether there are self-loops, in any part of a graph.
-        loops, nodes: positions and nodes of the self-loops.
-        last: which of the self-loops is the last one of its node; None if all are.
     """
 
-    def __init__(self, given: Tensor) -> None:
-        edge_index = _to_plain(given)
-        mask = edge_index[0] == edge_index[1]
-        self.loops = self.nodes = mask.nonzero().view(-1)
-        self.num_kept = edge_index.size(1) - self.loops.numel()
-        has_loops = self.loops.numel() > 0
-        self.has_loops = given.holds_anywhere(has_loops) if is_part(given) else has_loops
-        self.last: Tensor | None = None
-        self._cache: dict[str, Tensor | None] = {}
-        if not has_loops:  # as in most graphs; the first call of each of torch's kernels takes 5 to 20 ms
-            return
-        self.nodes = edge_index[0].index_select(0, self.loops).long()
-        low, high = torch.stack(self.nodes.aminmax()).tolist()
-        if low < 0:
-            at = int(self.nodes.argmin())
-            raise IndexRangeError("edge_index", "node", int(edge_index.max()) + 1, low, int(self.loops[at]))
-        order = torch.arange(self.loops.numel(), device=self.nodes.device)
-        latest = order.new_full((high + 1,), -1).scatter_reduce(0, self.nodes, order, "amax")
-        last = latest[self.nodes] == order
-        self.last = None if bool(last.all()) else last
+    def __init__(self, edge_index: Tensor) -> None:
+        self.num_kept = _others(edge_index).numel()
+        has_loops = self.num_kept < edge_index.size(1)
+        self.has_loops = edge_index.holds_anywhere(has_loops) if is_part(edge_index) else has_loops
+        self._cache: dict[str, Any] = {}
 
-    def kept(self) -> Tensor | None:
+    def places(self, edge_index: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Positions and nodes of the self-loops, and which of them is the last one of its node; None if all are."""
+        if "places" in self._cache:
+            return taken(self._cache["places"])
+        with torch.inference_mode(False), torch.no_grad():  # it outlives this call
+            return keep(self._cache, "places", _places_of_loops(_to_plain(edge_index)))
+
+    def kept(self, edge_index: Tensor) -> Tensor | None:
         """Positions of the edges that are no self-loops, made anew: one per edge; None if there is no self-loop."""
-        if not self.has_loops:
-            return None
-        count = self.num_kept + self.loops.numel()
-        mask = torch.ones(count, dtype=torch.bool, device=self.loops.device).index_fill_(0, self.loops, False)
-        return mask.nonzero().view(-1)
+        return _others(edge_index) if self.has_loops else None
 
-    def drop(self, values: Tensor) -> Tensor:
+    def drop(self, values: Tensor, edge_index: Tensor) -> Tensor:
         """``values`` [E, ...] of the edges that are no self-loops, whose positions are kept from then on."""
         if "kept" in self._cache:
             kept = taken(self._cache["kept"])
         else:
             with torch.inference_mode(False):  # it outlives this call
-                kept = keep(self._cache, "kept", self.kept())
+                kept = keep(self._cache, "kept", self.kept(edge_index))
         return values if kept is None else values.index_select(0, kept)
 
     def others(self, edge_index: Tensor) -> Tensor:
         """The plain ``edge_index`` without the self-loops."""
-        kept = self.kept()
+        kept = self.kept(edge_index)
         return edge_index if kept is None else edge_index.index_select(1, kept)
+
+
+def _places_of_loops(edge_index: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    loops = (edge_index[0] == edge_index[1]).nonzero().view(-1)
+    nodes = edge_index[0].index_select(0, loops).long()
+    if nodes.numel() == 0:
+        return loops, nodes, None
+    low, high = torch.stack(nodes.aminmax()).tolist()
+    if low < 0:
+        raise IndexRangeError("edge_index", "node", int(edge_index.max()) + 1, low, int(loops[int(nodes.argmin())]))
+    order = torch.arange(loops.numel(), device=nodes.device)
+    latest = order.new_full((high + 1,), -1).scatter_reduce(0, nodes, order, "amax")
+    last = latest[nodes] == order
+    return loops, nodes, None if bool(last.all()) else last
 
 
 class WithoutLoops(LazyTensor):
@@ -232,7 +238,7 @@ def remove_self_loops(edge_index: Tensor, edge_attr: Tensor | None = None) -> tu
         return edge_index, edge_attr
     if edge_attr is not None:
         values = edge_attr
-        edge_attr = _of_values(memo, "kept", values, lambda: found.drop(values))
+        edge_attr = _of_values(memo, "kept", values, lambda: found.drop(values, edge_index))
     return WithoutLoops(edge_index, found), edge_attr
 
 
@@ -278,16 +284,17 @@ def add_remaining_self_loops(edge_index: Tensor, edge_attr: Tensor | None = None
         if not found.has_loops:
             return torch.cat([edge_attr, loop_attr])
         # Out of place, because the gradient of a maximum needs what was there.
-        values, nodes = edge_attr.index_select(0, found.loops), found.nodes
-        if found.last is not None:
+        loops, nodes, last = found.places(edge_index)
+        values = edge_attr.index_select(0, loops)
+        if last is not None:
             # PyG writes all loops of a node over one another, which on a GPU leaves any of them; on a CPU it is the
             # last. Its gradient goes to all of them, as if each had been the one.
-            others, spare = nodes[~found.last], values[~found.last]
-            loop_attr = loop_attr.index_put((nodes[found.last],), values[found.last])
+            others, spare = nodes[~last], values[~last]
+            loop_attr = loop_attr.index_put((nodes[last],), values[last])
             loop_attr = loop_attr.index_add(0, others, spare - spare.detach())
         else:
             loop_attr = loop_attr.index_put((nodes,), values)
-        return torch.cat([found.drop(edge_attr), loop_attr])
+        return torch.cat([found.drop(edge_attr, edge_index), loop_attr])
 
     if isinstance(fill_value, Tensor):
         return full, fill()
@@ -301,7 +308,7 @@ def _with_loops(origin: Tensor, num_loops: int, removed: bool) -> Tensor:
     def build() -> Tensor:
         found = _once(memo, "loops", lambda: _Loops(origin)) if removed else None
         if isinstance(origin, Graph):
-            return origin.rewired(None if found is None else found.kept(), num_loops)
+            return origin.rewired(None if found is None else found.kept(origin), num_loops)
         plain = _to_plain(origin)
         if found is not None:
             plain = found.others(plain)
@@ -362,7 +369,7 @@ def _without_loops(origin: Tensor, size: tuple[int | None, int | None]) -> Graph
 
     def build() -> Tensor:
         found = _once(memo, "loops", lambda: _Loops(origin))
-        return origin.rewired(found.kept(), 0) if isinstance(origin, Graph) else \
+        return origin.rewired(found.kept(origin), 0) if isinstance(origin, Graph) else \
             Graph.from_edge_index(found.others(_to_plain(origin)), size)
 
     return graph_of(_once(memo, ("without_loops", None if isinstance(origin, Graph) else size), build), size)
@@ -489,7 +496,8 @@ def _gcn_norm_of_matrix(matrix: Any, options: tuple[Any, ...]) -> Any:
 
 def _inverse_sqrt(degree: Tensor) -> Tensor:
     out = degree.pow(-0.5)
-    return out.masked_fill(out == float("inf"), 0.0)
+    # Infinity; graphs that check their ids have loaded the comparison, which another would take 15 ms for.
+    return out.masked_fill(out > torch.finfo(out.dtype).max, 0.0)
 
 
 def degree(index: Tensor, num_nodes: int | None = None, dtype: torch.dtype | None = None) -> Tensor:

@@ -34,8 +34,9 @@ from pyg_fullgraph.saga.refusal import at
 from pyg_fullgraph.saga.rules import DECOMPOSITIONS, IMPORTS, ROW_NUMBER, refusal_of
 
 # What torch and sympy import in the middle of the first trace of a process, which is in the first call of a layer.
-for _name in ("sympy.tensor.tensor", "torch.fx.experimental.validator", "torch._inductor.compiler_bisector",
-              "torch._inductor.fx_passes.dedupe_symint_uses"):
+for _name in ("sympy.tensor.tensor", "sympy.assumptions.wrapper", "torch.fx.experimental.validator",
+              "torch._inductor.compiler_bisector", "torch._inductor.fx_passes.dedupe_symint_uses",
+              "torch._subclasses.schema_check_mode"):
     with contextlib.suppress(ImportError):  # where another version has it elsewhere
         importlib.import_module(_name)
 

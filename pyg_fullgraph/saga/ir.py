@@ -192,7 +192,7 @@ class Node:
     def rebuild(self, args: Iterable[Node]) -> Node:
         """This node over other operands; the domain follows them, the shape stays."""
         args = tuple(args)
-        if all(a is b for a, b in zip(args, self.args, strict=True)):
+        if args == self.args:
             return self
         domain = self.domain if OPS[self.op].kind in ("leaf", "gather") or self.op == "lift" else join(*args)
         return Node(self.op, args, self.shape, domain, **dict(self.attrs))
@@ -391,32 +391,47 @@ def arithmetic(node: Node) -> int:
 
 def walk(*roots: Node) -> Iterator[Node]:
     """Every node under ``roots`` once, operands first."""
-    seen: set[Node] = set()
-    stack: list[tuple[Node, bool]] = [(r, False) for r in reversed(roots)]
+    entered: set[Node] = set()
+    left: set[Node] = set()
+    stack = list(reversed(roots))
     while stack:
-        node, ready = stack.pop()
-        if ready:
+        node = stack[-1]
+        if node.args and node not in entered:
+            entered.add(node)
+            stack += [a for a in reversed(node.args) if a not in entered]
+            continue
+        stack.pop()
+        if node not in left:
+            left.add(node)
             yield node
-        elif node not in seen:
-            seen.add(node)
-            stack.append((node, True))
-            stack.extend((a, False) for a in reversed(node.args) if a not in seen)
 
 
 def rewrite(roots: Iterable[Node], rule: Callable[[Node], Node | None],
             known: Mapping[Node, Node] | None = None) -> tuple[Node, ...]:
-    """Rebuild ``roots`` bottom up; ``rule`` sees each node over rewritten operands and may return another."""
+    """Rebuild ``roots`` bottom up; ``rule`` sees each node over rewritten operands and may return another.
+
+    Nodes in ``known`` become what it says, and what only they are made of is not looked at.
+    """
     roots = tuple(roots)
     done: dict[Node, Node] = dict(known or {})
-    for node in walk(*roots):
+    stack = list(reversed(roots))
+    while stack:
+        node = stack[-1]
         if node not in done:
-            fresh = node.rebuild(done[a] for a in node.args)
+            missing = [a for a in reversed(node.args) if a not in done]
+            if missing:
+                stack += missing
+                continue
+            fresh = node.rebuild([done[a] for a in node.args])
             done[node] = rule(fresh) or fresh
-    return tuple(done[r] for r in roots)
+        stack.pop()
+    return tuple([done[r] for r in roots])
 
 
 def substitute(target: Any, known: Mapping[Node, Node]) -> Any:
     """Replace nodes by others in a node, a sequence of nodes or an :class:`EdgeProgram`."""
+    if not known:
+        return target if isinstance(target, EdgeProgram | Node) else tuple(target)
     if isinstance(target, EdgeProgram):
         values = rewrite((o.value for o in target.outputs), lambda n: None, known)
         return EdgeProgram(tuple(Output(o.kind, v, o.name) for o, v in zip(target.outputs, values, strict=True)))

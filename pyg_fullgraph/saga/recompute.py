@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import TypeVar
 
 from pyg_fullgraph.saga import ir
@@ -44,6 +45,7 @@ def price(steps: Steps, target: Target) -> float:
     return sum(_price_of(s, target) for s in steps if isinstance(s, Sweep))
 
 
+@lru_cache(maxsize=1024)  # orders of the same sweeps are compared, and what is handed on changes one or two of them
 def _price_of(sweep: Sweep, target: Target) -> float:
     moved: float = sum(target.row_bytes(n) for n in sweep.inputs if n.domain not in (Domain.PARAM, sweep.rows))
     moved += sum(target.write * target.row_bytes(r) for r, _ in sweep.edges)

@@ -91,21 +91,30 @@ class Recorder(TorchDispatchMode):
         self._literals = torch.nn.Module()
         self.graph = torch.fx.Graph(cast(Any, self._literals))
         self.mode = fake_mode()
-        symbols: list[Any] = [fake_rows(self.mode, f"rows{k}", (), EDGE_HINT + 2 * k).shape[0]
-                              for k in range(len(_PRIMES))]
-        self._symbols: dict[int, Any] = dict(zip(_PRIMES, symbols, strict=True))
-        self.edges, self.targets, _ = (s.node.expr for s in symbols)
-        self._primes = {s.node.expr: p for s, p in zip(symbols, _PRIMES, strict=True)}
+        self._symbols: dict[int, Any] = {}
+        self._primes: dict[Any, int] = {}
+        self.edges, self.targets = (self._symbol(k).node.expr for k in range(2))
         self._sizes: dict[tuple[int, bool], Any] = {}  # found before
+        self._bytes: dict[tuple[Any, ...], Any] = {}  # of a tensor's memory, by sizes, strides and dtype
         self._count = self._before = 0  # tensors made, and before the function that runs now
         self._is_sure = True
         self._depth = 0  # of transformations of torch.func
+
+    def _symbol(self, k: int) -> Any:
+        """The size that prime ``k`` stands for; each costs sympy some ms."""
+        prime = _PRIMES[k]
+        if prime not in self._symbols:
+            size: Any = fake_rows(self.mode, f"rows{k}", (), EDGE_HINT + 2 * k).shape[0]
+            self._symbols[prime], self._primes[size.node.expr] = size, prime
+        return self._symbols[prime]
 
     def tensor(self, name: str, shape: Sequence[int], dtype: torch.dtype, rows: int | None = None) -> Tensor:
         """An argument ``[*shape]``, or ``[rows, *shape]`` where ``rows`` is the hint of a number of rows."""
         if any(size >= _MAX_FEATURES for size in shape):
             raise UnsureError("more features than the recorder tells from rows")
-        sizes = shape if rows is None else (_PRIMES[(rows - EDGE_HINT) // 2], *shape)
+        if rows is not None:
+            self._symbol(k := (rows - EDGE_HINT) // 2)
+        sizes = shape if rows is None else (_PRIMES[k], *shape)
         with torch._C._DisableTorchDispatch():  # modes of the caller
             blank = torch.empty(sizes, dtype=dtype, device="meta")
         return self._made(blank, self.graph.placeholder("argument"), has_others=True)
@@ -280,8 +289,12 @@ class Recorder(TorchDispatchMode):
     def _made(self, blank: Tensor, fx: FxNode, has_others: bool) -> Tensor:
         sizes = [self._size(n) for n in blank.shape]
         strides = [self._size(n, is_stride=True) for n in blank.stride()]
-        made: Any = Tensor._make_wrapper_subclass(_Symbolic, sizes, strides, dtype=blank.dtype, device=_CPU)
+        layout = blank.shape, blank.stride(), blank.dtype
+        made: Any = Tensor._make_wrapper_subclass(_Symbolic, sizes, strides, dtype=blank.dtype, device=_CPU,
+                                                  storage_size=self._bytes.get(layout))
         made.__class__ = Tensor
+        if layout not in self._bytes:  # ten symbolic operations in 0.3 ms
+            self._bytes[layout] = made.untyped_storage().nbytes()
         made._record = _Record(blank, fx, has_others, any(type(n) is SymInt for n in sizes), self._count)
         self._count += 1
         fx.meta["val"] = made

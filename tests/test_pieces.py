@@ -1,0 +1,79 @@
+"""Row schedules by kernels: the numbers of their twin at the same places."""
+
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_kernels import GPU, INTERPRETER, PoisonedTorch
+from test_segment import check_schedule
+
+import pyg_fullgraph as pfg
+from triton_kernels import launch, pieces, segment
+
+FIELDS = ("piece_row", "piece_start", "piece_end", "piece_slot", "split_row", "split_ptr", "max_piece", "num_pieces",
+          "num_slots", "num_split", "block_ptr")
+#: Rows of several programs, a row of several programs' pieces, one row, rows cut or not, rows without edges.
+DEGREES = ([0], [5], [4], [0, 0, 0], [1, 0, 9, 4, 0], [0, 12, 12, 3, 8, 1, 0], [3] * 700, [900, 0, 7], [0] * 300 + [70],
+           [1, 2, 3] * 99, [])
+
+
+def check(degree, max_piece, device, dtype=torch.int32):
+    """The kernels against the twin, which is checked by the definition of a schedule."""
+    ptr = torch.tensor([0, *torch.tensor(degree, dtype=torch.int64).cumsum(0).tolist()], dtype=dtype, device=device)
+    with mock.patch.object(segment, "may_wait", return_value=False):
+        want = segment.schedule_rows(ptr, max_piece, sum(degree))
+        made = pieces.schedule_rows(ptr, max_piece, sum(degree))
+    for name in FIELDS:
+        a, b = getattr(made, name), getattr(want, name)
+        assert (torch.equal(a, b) and a.dtype == b.dtype) if isinstance(b, torch.Tensor) else a == b, name
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Every number of every result is written: what is not stays an id that is nowhere valid."""
+    monkeypatch.setattr(pieces, "torch", PoisonedTorch())
+    monkeypatch.setattr(segment, "torch", PoisonedTorch())
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@pytest.mark.parametrize("max_piece", [1, 2, 4, 1000, 2**31 - 1])
+def test_kernels_are_their_twin(max_piece, device, poisoned):
+    for degree in DEGREES:
+        for dtype in (torch.int32, torch.int64):
+            check(degree, max_piece, device, dtype)
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(degree=st.lists(st.integers(0, 30), min_size=1, max_size=20), max_piece=st.integers(1, 35))
+def test_on_random_degrees(degree, max_piece, device):
+    check(degree, max_piece, device)
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+def test_schedules_of_small_graphs_by_definition(device, monkeypatch):
+    monkeypatch.setattr(segment, "schedule_rows", pieces.schedule_rows)
+    check_schedule([0, 12, 12, 3, 8, 1, 0], 4, False, device)
+
+
+def test_without_data_there_are_counts_only():
+    ptr = torch.tensor([0, 5, 6], device="meta")
+    with mock.patch.object(segment, "may_wait", return_value=False):
+        want = segment.schedule_rows(torch.tensor([0, 5, 6]), 2, 6)
+        made = segment.schedule_rows(ptr, 2, 6)
+    for name in FIELDS:
+        a, b = getattr(made, name), getattr(want, name)
+        assert (a.shape == b.shape and a.dtype == b.dtype) if isinstance(b, torch.Tensor) else a == b, name
+
+
+@pytest.mark.gpu
+def test_small_graphs_on_a_gpu_take_the_kernels(monkeypatch):
+    taken = []
+    run = launch.run
+    monkeypatch.setattr(launch, "run", lambda kernel, *rest: (taken.append(kernel), run(kernel, *rest))[1])
+    index = torch.randint(50, (2, 400), device="cuda")
+    schedule = pfg.Graph.from_edge_index(index, 50).incoming.schedule(4)
+    assert pieces.place_pieces_kernel in taken and pieces.count_pieces_kernel in taken
+    assert schedule.piece_row.is_cuda
