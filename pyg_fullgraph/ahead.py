@@ -37,7 +37,7 @@ Step = tuple[tuple[Node, ...], tuple[int, ...]]
 
 
 class Phase(Protocol):
-    """What an :class:`autograd.EdgePhase` is asked for."""
+    """What a :class:`phases.EdgePhase` is asked for."""
 
     def forward(self, graph: Graph, tensors: Sequence[Tensor], like: Tensor,
                 save: bool) -> tuple[list[Tensor], list[Tensor]]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,206 +21,19 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from pyg_fullgraph import ahead, columns, dense, dots, reuse
+from pyg_fullgraph import ahead, dense, dots, reuse
 from pyg_fullgraph.chunks import compute_dtype
 from pyg_fullgraph.edge_order import EdgeOrder
 from pyg_fullgraph.errors import DoubleBackwardError, ForwardModeError, FunctionTransformError, InputError
-from pyg_fullgraph.execution import run_plan, target_of
+from pyg_fullgraph.execution import target_of
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.memo import taken
+from pyg_fullgraph.phases import CompiledProgram, EdgePhase, Orders, compile_program, stores_half
 from pyg_fullgraph.saga import interpret, ir
-from pyg_fullgraph.saga.adjoint import Adjoint, grad_input
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node
-from pyg_fullgraph.saga.passes import Split, Stage, plan, reduction, split
-from pyg_fullgraph.saga.plans import Plan, Target, addend
-from pyg_fullgraph.saga.stored import adjoint_of
-
-Needs = tuple[bool, ...]
-
-
-class EdgePhase:
-    """The core of a stage with its plans, made once per content and found by the operators through its key.
-
-    Args:
-        core: Outputs that one level of gathers makes.
-        is_exact: Whether results keep the dtype of the arithmetic.
-        added: Terms that are added to the one result, see :class:`Stage`.
-        same: Rows among these, and the input of the core with the same tensor, whose sweep makes the gradient of both.
-
-    Attributes:
-        steps: What :meth:`kept` says of each kind of step that was begun.
-        forwards: Dtypes and devices of results that were computed without gradients.
-    """
-
-    def __init__(self, core: EdgeProgram, is_exact: bool = False, added: tuple[Node, ...] = (),
-                 same: tuple[tuple[Node, Node], ...] = ()) -> None:
-        self.core, self.is_exact, self.added, self.same = core, is_exact, added, dict(same)
-        more = [*(t.digest for t in added), *(f"{a.name}={b.name}" for a, b in same)]
-        self.key = "-".join([core.digest, *["exact"] * is_exact, *more])
-        self._added_inputs = ir.inputs_of(*added)
-        self.inputs: tuple[Node, ...] = (*core.inputs, *self._added_inputs)
-        self.results = tuple(ir.input(f"out.{o.name}", o.domain, o.value.shape) for o in core.outputs)
-        self.steps: dict[ahead.Kind, ahead.Step] = {}
-        self.forwards: set[tuple[torch.dtype, torch.device]] = set()
-        self._plans: dict[object, Plan] = {}
-        self._kept: dict[object, ahead.Step] = {}
-
-    @cached_property
-    def adjoint(self) -> Adjoint:
-        return adjoint_of(self.core)
-
-    @cached_property
-    def grads_of_added(self) -> dict[Node, Node]:
-        """Rows and factors among what is added -> gradient, of a factor the part of each row.
-
-        Parameters that are added are missing: theirs is the sum of the rows of the result's.
-        """
-        found: dict[Node, Node] = {}
-        grad = grad_input(self.core.outputs[0])
-        for factor, value in map(addend, self.added):
-            if factor is not None:
-                found[factor] = ir.reduce_features("sum", ir.pointwise("mul", value, grad), (0,))
-                found[value] = ir.pointwise("mul", factor, grad)
-            elif value.is_row:
-                found[value] = grad
-        return found
-
-    @cached_property
-    def _across(self) -> dict[Node, Node]:
-        """The gradient of the result -> the same as rows of the sources, where those are the destinations."""
-        grads = map(grad_input, self.core.outputs)
-        return {g: ir.input(g.name, Domain.SRC, g.shape) for g in grads} if self.same else {}
-
-    def saved(self, is_half: bool = False) -> dict[str, tuple[Node, Node]]:
-        """What backward needs beside inputs and results: name -> (stand-in, forward expression).
-
-        With half-precision storage the results that gradients are taken from are saved as well, in float32: rounded
-        ones would shift all gradients of a row the same way, and sums over the row would add that up.
-        """
-        with_results = is_half and not self.is_exact
-        return {k: v for k, v in self.adjoint.saved.items() if with_results or not k.startswith("out.")}
-
-    def forward_plan(self, target: Target, save: bool, is_half: bool = False) -> Plan:
-        """The plan of the results; with ``save``, what :meth:`saved` names follows them."""
-        key = (target, save, is_half)
-        if key not in self._plans:
-            results = {o.name: reduction(o) for o in self.core.outputs}
-            kept = {f"saved.{k}": node for k, (_, node) in self.saved(is_half).items()} if save else {}
-            self._plans[key] = plan({**results, **kept}, target, exact=[*kept, *(results if self.is_exact else ())],
-                                    added={self.core.outputs[0].name: self.added} if self.added else {})
-        return self._plans[key]
-
-    def backward_plan(self, target: Target, needs: Needs) -> Plan:
-        """The plan of the gradients of the inputs that ``needs`` picks."""
-        key = (target, needs)
-        if key not in self._plans:
-            grads = {**self.adjoint.grads, **self.grads_of_added}
-            wanted = {n.name: g for n, need in zip(self.inputs, needs, strict=True) if need
-                      if (g := grads.get(n)) is not None}
-            pairs = [(n.name, to.name) for n, to in self.same.items() if n.name in wanted and to.name in wanted]
-            added = {to: (ir.substitute(wanted.pop(name), self._across),) for name, to in pairs}
-            # What rows give to a factor is still to be added up.
-            by_row = [n.name for n in self.grads_of_added if not n.is_row and n.name in wanted]
-            self._plans[key] = plan(wanted, target, exact=by_row, added=added)
-        return self._plans[key]
-
-    def forward(self, graph: Graph | _Orders, tensors: Sequence[Tensor], like: Tensor,
-                save: bool) -> tuple[list[Tensor], list[Tensor]]:
-        """Results, and what :meth:`saved` names."""
-        is_half = _is_half(like.dtype)
-        chosen = self.forward_plan(target_of(like.device), save, is_half)
-        made = run_plan(chosen, graph.incoming, None, dict(zip(self.inputs, tensors, strict=True)), like)
-        count = len(self.results)
-        dtype = compute_dtype(like.dtype) if self.is_exact else like.dtype
-        return [t.to(dtype) for t in made[:count]], made[count:]
-
-    def backward(self, graph: Graph | _Orders, env: Mapping[Node, Tensor], grads: Sequence[Tensor], like: Tensor,
-                 needs: Needs) -> list[Tensor | None]:
-        """Gradients of the inputs that ``needs`` picks, None for the others and where a gradient is zero.
-
-        Args:
-            graph: Both orders, if a source has a gradient.
-            env: The inputs, and the stand-ins of :attr:`adjoint`, that the plan reads.
-            grads: One gradient per output.
-            like: A tensor whose dtype results have and whose device is used.
-            needs: Which inputs.
-        """
-        chosen = self.backward_plan(target_of(like.device), needs)
-        given = {grad_input(o): g for o, g in zip(self.core.outputs, grads, strict=True)}
-        env = {**env, **given, **{n: given[g] for g, n in self._across.items()}}
-        outgoing = graph.outgoing if any(s.rows == Domain.SRC for s in chosen.sweeps) else None
-        made = dict(zip(chosen.outputs, run_plan(chosen, graph.incoming, outgoing, env, like), strict=True))
-        for node, need in zip(self._added_inputs, needs[len(self.core.inputs):], strict=True):
-            if need and not node.is_row:
-                by_row = made[node.name] if node in self.grads_of_added else grads[0]
-                made[node.name] = columns.column_sum(by_row.view(by_row.shape[0], node.numel)).view(node.shape)
-        return [made.get(n.name) for n in self.inputs]
-
-    def kept(self, target: Target, needs: Needs, is_half: bool) -> ahead.Step:
-        """What the backward plan reads, nothing else has to be kept: inputs and stand-ins, and the place of each among
-        inputs, results and what :meth:`saved` names, in this order."""
-        key = (target, needs, is_half)
-        if key not in self._kept:
-            named = [*(f"out.{o.name}" for o in self.core.outputs), *self.saved(is_half)]
-            known = self.adjoint.saved
-            pool = [*self.inputs, *(known[n][0] if n in known else None for n in named)]
-            places = {n: k for k, n in enumerate(pool)}  # of what is there twice, the exact one, which comes later
-            reads = self.backward_plan(target, needs).inputs
-            kept = tuple(n for n in dict.fromkeys(pool) if n is not None and n in reads)
-            self._kept[key] = kept, tuple(places[n] for n in kept)
-        return self._kept[key]
-
-
-class CompiledProgram:
-    """A program split into stages.
-
-    Attributes:
-        program: As traced.
-        split: Its parts.
-        phases: The edge phase of each stage, shared with every program that has the same one.
-        uses_degree: Whether degrees are read.
-        constant: Per stage the inputs that it is made of, if all of them are constant; otherwise None.
-    """
-
-    def __init__(self, program: EdgeProgram, constant: Container[Node] = (),
-                 same: tuple[tuple[Node, Node], ...] = ()) -> None:
-        self.program = program
-        self.split: Split = split(program, constant=constant)
-        self.phases = tuple(_phase_of(s.core, s.is_exact, s.added, _same_in(s, same)) for s in self.split.stages)
-        self.constant = tuple(s.constant_inputs(constant) for s in self.split.stages)
-        steps = [e for s in self.split.stages for e in (*s.hoisted.values(), *(o.value for o in s.core.outputs))]
-        self.uses_degree = any(n is ir.DEGREE or n is ir.INV_DEGREE for n in ir.walk(*steps, *self.split.outputs))
-
-
-@lru_cache(maxsize=1024)
-def _phase_of(core: EdgeProgram, is_exact: bool, added: tuple[Node, ...],
-              same: tuple[tuple[Node, Node], ...]) -> EdgePhase:
-    return EdgePhase(core, is_exact, added, same)
-
-
-def _same_in(stage: Stage, same: tuple[tuple[Node, Node], ...]) -> tuple[tuple[Node, Node], ...]:
-    """Of ``same`` what is added in ``stage`` and read by its core."""
-    return tuple((a, b) for a, b in same if a in ir.inputs_of(*stage.added) and b in stage.core.inputs)
-
-
-@lru_cache(maxsize=1024)
-def compile_program(program: EdgeProgram, constant: frozenset[Node] = frozenset(),
-                    same: tuple[tuple[Node, Node], ...] = ()) -> CompiledProgram:
-    """Compile ``program``, or return what was compiled for the same content before.
-
-    Args:
-        program: What to compile.
-        constant: Inputs that are the same from run to run and have no gradient.
-        same: Inputs of destinations and of sources that are one tensor.
-    """
-    return CompiledProgram(program, constant, same)
-
+from pyg_fullgraph.saga.passes import Stage
 
 # --- autograd ---------------------------------------------------------------------------------------------------
-
-
-def _is_half(dtype: torch.dtype) -> bool:
-    return dtype.itemsize < 4
 
 
 class _EdgePhaseFunction(torch.autograd.Function):
@@ -250,7 +63,7 @@ class _EdgePhaseFunction(torch.autograd.Function):
 def _begin(phase: EdgePhase, graph: Graph, like: Tensor, tensors: Sequence[Tensor], kind: ahead.Kind) -> ahead.Step:
     """What a step keeps, of its kind the first one, whose kernels are compiled from now on."""
     target, needs, dtype, _ = kind
-    kept = phase.steps[kind] = phase.kept(target, needs, _is_half(dtype))
+    kept = phase.steps[kind] = phase.kept(target, needs, stores_half(dtype))
     ahead.begin(phase, graph, like, tensors, needs, kept)
     return kept
 
@@ -283,18 +96,6 @@ _PHASES: dict[str, EdgePhase] = {}
 _ORDERS: Any = WeakTensorKeyDictionary()
 
 
-class _Orders:
-    """Both orders of a graph, as far as they are there."""
-
-    def __init__(self, incoming: EdgeOrder, outgoing: EdgeOrder | None) -> None:
-        self.incoming, self._outgoing = incoming, outgoing
-
-    @property
-    def outgoing(self) -> EdgeOrder:
-        assert self._outgoing is not None
-        return self._outgoing
-
-
 def _pack(order: EdgeOrder | None) -> list[Tensor]:
     if order is None:
         return []
@@ -311,11 +112,11 @@ def _unpack(tensors: Sequence[Tensor], rows: int, others: int) -> EdgeOrder | No
     return order or EdgeOrder(tensors[0], tensors[1], tensors[2] if len(tensors) > 2 else None, rows, others)
 
 
-def _orders(graph: Sequence[Tensor], sizes: Sequence[int]) -> _Orders:
+def _orders(graph: Sequence[Tensor], sizes: Sequence[int]) -> Orders:
     num_src, num_dst, cut = sizes
     incoming = _unpack(graph[:cut], num_dst, num_src)
     assert incoming is not None
-    return _Orders(incoming, _unpack(graph[cut:], num_src, num_dst))
+    return Orders(incoming, _unpack(graph[cut:], num_src, num_dst))
 
 
 @torch.library.custom_op("pyg_fullgraph::edge_phase", mutates_args=())
@@ -360,7 +161,7 @@ def _(key: str, graph: Sequence[Tensor], sizes: Sequence[int], tensors: Sequence
              for r in phase.results]
     if save:
         kinds += [(sizes[1], stand_in, graph[0].dtype if stand_in.is_integer else wide)
-                  for stand_in, _ in phase.saved(_is_half(dtype)).values()]
+                  for stand_in, _ in phase.saved(stores_half(dtype)).values()]
     return [graph[0].new_empty((rows, *node.shape), dtype=kind) for rows, node, kind in kinds]
 
 
@@ -372,7 +173,7 @@ def edge_phase_backward(key: str, graph: Sequence[Tensor], sizes: Sequence[int],
     phase = _PHASES[key]
     like = torch.empty((), dtype=dtype, device=graph[0].device)
     env = dict(zip(phase.inputs, tensors, strict=True))
-    names = [*(f"out.{o.name}" for o in phase.core.outputs), *phase.saved(_is_half(like.dtype))]
+    names = [*(f"out.{o.name}" for o in phase.core.outputs), *phase.saved(stores_half(like.dtype))]
     for name, result in zip(names, results, strict=True):
         stand_in = phase.adjoint.saved.get(name)
         if stand_in is not None:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from pyg_fullgraph.autograd import EdgePhase
 from pyg_fullgraph.chunks import compute_dtype
 from pyg_fullgraph.graph import Graph
+from pyg_fullgraph.phases import EdgePhase
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node
 from pyg_fullgraph.saga.plans import Plan, Sweep, Target, is_staged

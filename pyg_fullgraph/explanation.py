@@ -18,7 +18,7 @@ from rich.filesize import decimal
 from torch.nn import Module
 
 from pyg_fullgraph import debug, picture
-from pyg_fullgraph.autograd import EdgePhase, Run, observing
+from pyg_fullgraph.autograd import Run, observing
 from pyg_fullgraph.edge_order import EdgeOrder
 from pyg_fullgraph.errors import InputError
 from pyg_fullgraph.estimate import Saved, Sizes, Unfused, Work, plan_work, saved_by, unfused, vertex_work
@@ -27,6 +27,7 @@ from pyg_fullgraph.formula import formulas, short_names
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn.propagation import FusedMixin
 from pyg_fullgraph.nn.surroundings import is_lazy
+from pyg_fullgraph.phases import EdgePhase
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.codegen import KernelSource
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node

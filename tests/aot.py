@@ -30,8 +30,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from pyg_fullgraph.autograd import EdgePhase
 from pyg_fullgraph.execution import MIN_BLOCK_WORK, kernel_of, row_kernels
+from pyg_fullgraph.phases import EdgePhase
 from pyg_fullgraph.saga.codegen import KernelSource
 from pyg_fullgraph.saga.ir import EdgeProgram
 from pyg_fullgraph.saga.passes import split

@@ -9,8 +9,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from oracle import program_of, random_case
 from programs import CASES, make_tensors
-from pyg_fullgraph.autograd import EdgePhase, run
+from pyg_fullgraph.autograd import run
 from pyg_fullgraph.graph import Graph
+from pyg_fullgraph.phases import EdgePhase
 from pyg_fullgraph.saga import aten, ir, stored
 from pyg_fullgraph.saga.adjoint import adjoint, grad_input
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output

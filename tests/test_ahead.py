@@ -29,7 +29,7 @@ from triton.runtime.driver import driver
 import pyg_fullgraph.nn as fused_nn
 from oracle import gradients, program_of, random_case
 from programs import make_tensors
-from pyg_fullgraph import ahead, autograd, columns, events, execution
+from pyg_fullgraph import ahead, autograd, columns, events, execution, phases
 from pyg_fullgraph.graph import Graph
 from triton_kernels import dots, launch, segment, tune
 
@@ -45,7 +45,7 @@ CASE, PAIR = random_case(11, 11, 61), random_case(13, 9, 61)
 @pytest.fixture(autouse=True)
 def first(monkeypatch):
     """Every step is the first one."""
-    for known in (autograd.compile_program, autograd._phase_of, launch.load):
+    for known in (phases.compile_program, phases._phase_of, launch.load):
         known.cache_clear()
 
 

@@ -9,9 +9,10 @@ import zoo
 from oracle import TOLERANCE, error, gradients, program_of, random_case, run_oracle
 from programs import CASES, make_tensors
 from pyg_fullgraph import autograd
-from pyg_fullgraph.autograd import compile_program, run
+from pyg_fullgraph.autograd import run
 from pyg_fullgraph.errors import DoubleBackwardError, InputError
 from pyg_fullgraph.graph import Graph
+from pyg_fullgraph.phases import compile_program
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
 

@@ -19,8 +19,8 @@ from benchmarks.cases import CASES, Case, CaseSkipped, Problem, select
 from benchmarks.checks import CheckFailed, check, compare, sampled_rows_exactly
 from benchmarks.workloads import Workload
 from pyg_fullgraph import reuse
-from pyg_fullgraph.autograd import EdgePhase
 from pyg_fullgraph.distributed import Group
+from pyg_fullgraph.phases import EdgePhase
 
 TINY = CASES["train-gat-tiny"]
 

@@ -21,10 +21,11 @@ from triton.runtime.errors import OutOfResources
 from oracle import check, program_of, random_case
 from programs import CASES, MORE_CASES, ROW_CASES, WIDE_CASES, make_tensors
 from pyg_fullgraph import errors, execution
-from pyg_fullgraph.autograd import EdgePhase, run
+from pyg_fullgraph.autograd import run
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.execution import kernel_of
 from pyg_fullgraph.graph import Graph
+from pyg_fullgraph.phases import EdgePhase
 from pyg_fullgraph.saga import ir, rows, tiles
 from pyg_fullgraph.saga.codegen import KernelSource
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output

@@ -11,7 +11,7 @@ from torch_geometric.nn import models
 
 import pyg_fullgraph.nn as fused_nn
 import zoo
-from pyg_fullgraph import autograd, debug
+from pyg_fullgraph import autograd, debug, phases
 from pyg_fullgraph.errors import InputError
 from pyg_fullgraph.estimate import Sizes, Work, plan_work, unfused
 from pyg_fullgraph.explanation import explain
@@ -228,7 +228,7 @@ def test_saved_bytes_are_those_that_torch_saves(name, dtype, monkeypatch):
 def test_work_of_a_weighted_sum_is_what_can_be_counted_by_hand():
     x, w = ir.input("x", Domain.SRC, (8,)), ir.input("w", Domain.EDGE, ())
     program = EdgeProgram((Output("sum", ir.pointwise("mul", x, w)),))
-    phase = autograd.compile_program(program).phases[0]
+    phase = phases.compile_program(program).phases[0]
     sizes = Sizes(num_src=10, num_dst=20, num_edges=100, value=4, exact=4, id=4)
     work = plan_work(phase.forward_plan(KERNELS, False), sizes, {})
     indices = 100 * 4 * 2 + 21 * 4  # source and edge id per edge, one pointer per row

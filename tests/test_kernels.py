@@ -21,10 +21,11 @@ import zoo
 from oracle import check, gradients, program_of, random_case
 from programs import CASES, DST, EDGE, MORE_CASES, SRC, make_tensors
 from pyg_fullgraph import chunks, execution, launches
-from pyg_fullgraph.autograd import compile_program, run
+from pyg_fullgraph.autograd import run
 from pyg_fullgraph.edge_order import schedule_tiles
 from pyg_fullgraph.execution import interpreted
 from pyg_fullgraph.graph import Graph
+from pyg_fullgraph.phases import compile_program
 from pyg_fullgraph.saga import interpret, ir
 from pyg_fullgraph.saga.codegen import KernelSource
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output

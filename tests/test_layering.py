@@ -68,6 +68,7 @@ LAYERS = (
     "pyg_fullgraph.dots",
     "pyg_fullgraph.reuse",
     "pyg_fullgraph.ahead",
+    "pyg_fullgraph.phases",
     "pyg_fullgraph.autograd",
     "pyg_fullgraph.debug",
     "pyg_fullgraph.replay",

@@ -38,7 +38,7 @@ def test_edge_data_of_the_wrong_length(name, argument):
     assert debug.counters() == {"fused": 0, "plain": 0}
 
 
-OUT_OF_RANGE = [torch.tensor([[0, 17], [1, 2]]), torch.tensor([[0, -1], [1, 2]])]
+OUT_OF_RANGE = [torch.tensor([[0, 17], [1, 2]]), torch.tensor([[0, -1], [1, 2]]), torch.tensor([[0, -1], [1, -1]])]
 NO_EDGES = [CASE.edge_index.float(), CASE.edge_index[0], CASE.edge_index.t()]
 
 

@@ -74,7 +74,7 @@ def test_features_of_a_static_graph(num_in, num_out, node_dim):
 
 @pytest.mark.parametrize("name", ["GCNConv", "SAGEConv", "GraphConv"])
 def test_a_first_layer_sums_constant_features_once(name, monkeypatch):
-    from pyg_fullgraph.autograd import EdgePhase
+    from pyg_fullgraph.phases import EdgePhase
 
     count = []
     forward, backward = EdgePhase.forward, EdgePhase.backward

@@ -12,9 +12,10 @@ import zoo
 from benchmarks.edge_phases import edge_phases
 from oracle import TOLERANCE, check, error, program_of, random_case
 from programs import CASES, make_tensors
-from pyg_fullgraph.autograd import EdgePhase, observing
+from pyg_fullgraph.autograd import observing
 from pyg_fullgraph.execution import run_plan
 from pyg_fullgraph.graph import Graph
+from pyg_fullgraph.phases import EdgePhase
 from pyg_fullgraph.saga import interpret, ir, recompute
 from pyg_fullgraph.saga.interpret import run_reference
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output, pointwise

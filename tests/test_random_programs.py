@@ -16,8 +16,8 @@ import zoo
 from oracle import check
 from programs import NUM_KINDS
 from pyg_fullgraph import execution
-from pyg_fullgraph.autograd import EdgePhase
 from pyg_fullgraph.errors import NotFusable
+from pyg_fullgraph.phases import EdgePhase
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output
 from pyg_fullgraph.saga.passes import split

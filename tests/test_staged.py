@@ -9,9 +9,10 @@ from test_kernels import GPU, INTERPRETER
 import zoo
 from oracle import check, gradients, program_of, random_case
 from programs import make_tensors
-from pyg_fullgraph import autograd, chunks, edge_order, execution
-from pyg_fullgraph.autograd import EdgePhase, run
+from pyg_fullgraph import autograd, chunks, edge_order, execution, phases
+from pyg_fullgraph.autograd import run
 from pyg_fullgraph.graph import Graph
+from pyg_fullgraph.phases import EdgePhase
 from pyg_fullgraph.saga.ir import Domain
 from pyg_fullgraph.saga.passes import split
 from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, is_staged
@@ -25,8 +26,9 @@ NAMES = ("gat", "gat-edge", "gat-dropout", "gatv2-edge-dropout")
 
 @pytest.fixture(autouse=True)
 def eager(monkeypatch):
-    target_of = autograd.target_of
-    monkeypatch.setattr(autograd, "target_of", lambda device: EAGER if target_of(device) is KERNELS else CHUNKS)
+    target_of = execution.target_of
+    for module in (autograd, phases):
+        monkeypatch.setattr(module, "target_of", lambda device: EAGER if target_of(device) is KERNELS else CHUNKS)
 
 
 def backward_plan(name):

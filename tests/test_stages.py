@@ -5,8 +5,9 @@ import torch
 
 import zoo
 from oracle import check, random_case
-from pyg_fullgraph.autograd import compile_program, run
+from pyg_fullgraph.autograd import run
 from pyg_fullgraph.graph import Graph
+from pyg_fullgraph.phases import compile_program
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output, pointwise
 from pyg_fullgraph.saga.passes import split

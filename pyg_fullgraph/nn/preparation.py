@@ -126,6 +126,8 @@ class _Loops:
         has_loops = self.num_kept < edge_index.size(1)
         self.has_loops = edge_index.holds_anywhere(has_loops) if is_part(edge_index) else has_loops
         self._cache: dict[str, Any] = {}
+        if has_loops and not isinstance(edge_index, Graph) and int(_to_plain(edge_index).aminmax()[0]) < 0:
+            self.places(edge_index)  # nobody else sees the ids of loops that are dropped
 
     def places(self, edge_index: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Positions and nodes of the self-loops, and which of them is the last one of its node; None if all are."""
