@@ -19,8 +19,9 @@ from pyg_fullgraph.phases import EdgePhase
 from pyg_fullgraph.saga import interpret, ir, recompute
 from pyg_fullgraph.saga.interpret import run_reference
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output, pointwise
-from pyg_fullgraph.saga.passes import PASSES, canonicalize, hoist, plan, reduction, reorganize, split
+from pyg_fullgraph.saga.passes import PASSES, hoist, plan, reduction, split
 from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, STAGED
+from pyg_fullgraph.saga.rewrites import canonicalize, reorganize
 
 SRC, DST, EDGE, PARAM = Domain.SRC, Domain.DST, Domain.EDGE, Domain.PARAM
 GRAPHS = [zoo.prime(), zoo.hub(), zoo.bipartite(), zoo.no_edges()]
