@@ -262,8 +262,8 @@ class _Generator:
         starts = self._starts(self.reducers, is_merged=False)
         piece = _fill(skeletons.PIECE, before=_indent(self.emitter.row_lines + starts + ahead, 0))
         # Next to sums over all edges few programs fit on a multiprocessor: the blocks to come are read ahead, into
-        # shared memory. Loops without such sums are slower for it.
-        is_ahead = bool(self.totals) and not self.tile.has_products
+        # shared memory. Loops without such sums are slower for it, and those that write edge values hold too much.
+        is_ahead = bool(self.totals) and not (self.tile.has_products or self.edges)
         how = ("tl.range", f", num_stages={STAGES}") if is_ahead else ("range", "")
         piece += self._loop(how[0], "start", "end", "BLOCK_E", loads + self.emitter.lines, how[1])
         return piece + (self._result([]) if self.carries else "")
