@@ -94,7 +94,7 @@ def test_training_equals_the_whole():
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_what_layers_add_to_sums(size):
-    ranks(size).run(sharded.check_added, "halo", "broadcast")
+    ranks(size).run(sharded.check_added, "halo", "broadcast", "feature_split")
 
 
 @pytest.mark.parametrize("way", ["halo", "broadcast"])

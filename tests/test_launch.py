@@ -140,7 +140,7 @@ def compiled(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize("hooks", ["chains", "none", "functions", "hooked chains"])
+@pytest.mark.parametrize("hooks", ["chains", "none", "functions", "hooked chains", "exit alone"])
 def test_known_launches_are_those_of_triton(compiled, hooks):
     """In what the kernel is given, and in what hooks are told."""
     args, rest = (torch.ones(3), 4), (32, True)
@@ -149,9 +149,10 @@ def test_known_launches_are_those_of_triton(compiled, hooks):
             knobs.runtime.launch_enter_hook = knobs.runtime.launch_exit_hook = None
         elif hooks == "functions":
             knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook = print, repr
-        elif hooks == "hooked chains":
+        elif hooks != "chains":
             knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook = knobs.HookChain(), knobs.HookChain()
-            knobs.runtime.launch_enter_hook.add(print)
+            if hooks == "hooked chains":
+                knobs.runtime.launch_enter_hook.add(print)
             knobs.runtime.launch_exit_hook.add(repr)
         compiled[5, 1, 1](*args, *rest)
         launch._Known(compiled, rest, driver.active.get_current_stream).launch(5, args, 1)
@@ -162,6 +163,8 @@ def test_known_launches_are_those_of_triton(compiled, hooks):
     if hooks == "chains":  # which are empty
         assert want[7].calls == want[8].calls == []
         want[6:9] = [None] * 3
+    if hooks == "exit alone":
+        want[7] = None
     assert got == want
     assert got[3] == 8  # the stream of the device
 

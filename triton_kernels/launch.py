@@ -174,7 +174,8 @@ class _Known(NamedTuple):
         """
         compiled, stream, runtime = self.compiled, self.stream_of(device), triton.knobs.runtime
         enter, leave = _hook(runtime.launch_enter_hook), _hook(runtime.launch_exit_hook)
-        told = None if enter is None else compiled.launch_metadata((programs, 1, 1), stream, *args, *self.rest)
+        is_hooked = enter is not None or leave is not None
+        told = compiled.launch_metadata((programs, 1, 1), stream, *args, *self.rest) if is_hooked else None
         compiled.run(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, told, enter, leave, *args,
                      *self.rest)
 

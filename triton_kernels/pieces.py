@@ -94,7 +94,7 @@ def schedule_rows(ptr: Tensor, max_piece: int, num_edges: int) -> RowSchedule:
     Cost: three prefix sums over R rows, and a binary search among them per piece.
     """
     num_rows, device = ptr.numel() - 1, ptr.device
-    if num_rows == 0:
+    if num_rows == 0 or max_piece < 1:  # which it refuses
         return segment.schedule_rows(ptr, max_piece, num_edges)
     made = segment.bounded_schedule(ptr, max_piece, num_edges)
     count = torch.empty((3, num_rows), dtype=torch.int64, device=device)

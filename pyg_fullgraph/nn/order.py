@@ -145,7 +145,7 @@ def sum_later(layer: Any, program: EdgeProgram, graph: Graph, tensors: Mapping[s
         return None
     if "propagate" in vars(layer) or not _is_library(type(layer).propagate):  # somebody's around ours
         return None
-    adds = SummedExpr.adds(program, graph) and _may_wait(layer)
+    adds = SummedExpr.adds(program, graph, tensors) and _may_wait(layer)
     opens = SummedExpr.suits(program) and is_open(layer)
     if not (adds or opens) or layer._propagate_forward_hooks or has_update(layer):
         return None
@@ -271,10 +271,17 @@ class SummedExpr(_Open):
         return any(p.domain == Domain.SRC and p.shape == value.shape for p in parts)
 
     @staticmethod
-    def adds(program: EdgeProgram, graph: Graph) -> bool:
-        """Whether a kernel can add to the one result of ``program``, and it is worth it."""
-        return (has_kernels(graph.device) and _can_add(program)
-                and graph.num_dst * program.outputs[0].value.numel >= columns.MIN_NUMBERS)
+    def adds(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether a kernel can add to the one result of ``program``, and it is worth it.
+
+        Parts of a graph decide alike, however many rows each has. Not in half precision: what is added to is float32,
+        of which processes would send each other twice as much.
+        """
+        if not has_kernels(graph.device) or not _can_add(program):
+            return False
+        if graph.is_part:
+            return all(t.dtype.itemsize >= 4 for t in tensors.values() if t.is_floating_point())
+        return graph.num_dst * program.outputs[0].value.numel >= columns.MIN_NUMBERS
 
     def materialize(self) -> Tensor:
         value = super().materialize()
