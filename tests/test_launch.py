@@ -14,6 +14,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
+import pyg_fullgraph as pfg
 from triton_kernels import launch
 
 EDGES = [k * (1 << bits) + more for bits in (0, 4, 31, 32, 63) for k in (-1, 1) for more in (-1, 0, 1, 15, 16)]
@@ -180,3 +181,18 @@ def test_known_launches_have_the_results_of_the_first():
             torch.testing.assert_close(found[0], x.sum(0), rtol=1e-4, atol=1e-4)
             assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
     assert any(v.known for v in launch._variants.values())
+
+
+@pytest.mark.gpu
+def test_prepared_launches_take_inputs_at_any_address():
+    device = "cuda"
+    graph = pfg.Graph.from_edge_index(torch.randint(50, (2, 900), generator=torch.Generator().manual_seed(0)), 50)
+    graph, memory, layer = graph.to(device), torch.randn(50 * 8 + 3, device=device), pfg.nn.SimpleConv(aggr="sum")
+    for start in (0, 1, 2, 0, 3, 1):
+        x = memory[start:start + 400].view(50, 8).requires_grad_()
+        out = layer(x, graph)
+        (grad,) = torch.autograd.grad(out, x, out.detach())
+        dense = torch.zeros(50, 50, device=device).index_put_(
+            tuple(graph.to_edge_index().flip(0)), torch.ones(900, device=device), accumulate=True)
+        torch.testing.assert_close(out, dense @ x, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(grad, dense.T @ (dense @ x), rtol=1e-4, atol=1e-4)
