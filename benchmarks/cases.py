@@ -50,6 +50,7 @@ class Case:
         needs_grad_edges: Whether the features of edges do.
         is_sampled: Plain PyG does not fit: check sampled rows, and gradients on a small graph.
         dropout: On the input of each layer of a model and on its attention, where it has one.
+        compiles_adam: Whether Adam's step goes through ``torch.compile``, of all providers.
         gathers: Source rows read per edge in one step, at least, in elements of a row; None where that says little.
     """
 
@@ -71,6 +72,7 @@ class Case:
     needs_grad_edges: bool = False
     is_sampled: bool = False
     dropout: float = 0.0
+    compiles_adam: bool = False
     gathers: int | None = None
 
     @property
@@ -158,7 +160,8 @@ SHARED = ("cora", "citeseer", "amazon_computers", "coauthor_cs", "tolokers")
 CASES: dict[str, Case] = {c.name: c for c in [
     Case("train-gat-reddit", "gat", "reddit", num_in=602, width=256, heads=4, is_model=True, last_heads=4,
          num_classes=41, is_sampled=True, gathers=2 * 256 + 2 * 4 * 41),
-    Case("train-gat-cora", "gat", "cora", width=64, heads=8, is_model=True, dropout=0.6),  # as GAT's paper has it
+    *[Case(f"train-gat-cora{name}", "gat", "cora", width=64, heads=8, is_model=True, dropout=0.6,  # as in GAT's paper
+           compiles_adam=bool(name)) for name in ("", "-compiled-adam")],
     Case("train-gat-tiny", "gat", "tiny", "cpu", num_in=12, width=16, heads=4, is_model=True, last_heads=4,
          num_classes=5),
     Case("gcn-tiny", "gcn", "tiny", "cpu", num_in=12, width=16),

@@ -48,16 +48,25 @@ class _EdgePhaseFunction(torch.autograd.Function):
         results = _own(results, tensors)
         ctx.phase, ctx.graph, ctx.like = phase, graph, like
         ctx.meta = [(t.dtype, t.shape) for t in tensors]
-        pool = (*tensors, *results, *statistics)
+        pool = [*tensors, *results, *statistics]
+        ctx.results = ()
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:  # which may want to keep them elsewhere
+            own = range(len(tensors), len(tensors) + len(results))
+            ctx.results = tuple((n, k - own.start, pool[k].detach(), pool[k]._version)
+                                for n, k in zip(ctx.kept, places, strict=True) if k in own)
+            # As outputs they would be refused in backward if somebody has written to them.
+            pool[own.start:own.stop] = [r.data for r in results]
         ctx.save_for_backward(*(pool[k] for k in places))
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         kept = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return (None, None, None, *_OnlyOnce.apply(ctx, len(grads), *grads, *kept))
-        return (None, None, None, *_gradients(ctx, grads, kept))
+        made = _OnlyOnce.apply(ctx, len(grads), *grads, *kept) if torch.is_grad_enabled() else \
+            _gradients(ctx, grads, kept)
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.results = ()  # whose memory goes with that of what is saved
+        return (None, None, None, *made)
 
 
 def _begin(phase: EdgePhase, graph: Graph, like: Tensor, tensors: Sequence[Tensor], kind: ahead.Kind) -> ahead.Step:
@@ -70,6 +79,10 @@ def _begin(phase: EdgePhase, graph: Graph, like: Tensor, tensors: Sequence[Tenso
 
 def _gradients(ctx: Any, grads: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor | None]:
     env = dict(zip(ctx.kept, kept, strict=True))
+    if any(view._version != version for _, _, view, version in ctx.results):
+        # Layers add a bias to their result in place. What backward reads of it is computed again.
+        again, _ = ctx.phase.forward(ctx.graph, [env[n] for n in ctx.phase.inputs], ctx.like, False)
+        env.update({n: again[k] for n, k, _, _ in ctx.results})
     made = ctx.phase.backward(ctx.graph, env, [g.contiguous() for g in grads], ctx.like, ctx.needs_input_grad[3:])
     # What is handed through is no view: of one that nobody else seems to hold, leaves take the memory.
     return [None if g is None else g.to(dtype) if g.shape == shape else g.to(dtype).expand(shape)

@@ -13,7 +13,7 @@ import torch
 
 from pyg_fullgraph.chunks import compute_dtype
 from pyg_fullgraph.graph import Graph
-from pyg_fullgraph.phases import EdgePhase
+from pyg_fullgraph.phases import EdgePhase, stores_half
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node
 from pyg_fullgraph.saga.plans import Plan, Sweep, Target, is_staged
@@ -226,7 +226,7 @@ def saved_by(phase: EdgePhase, needs: tuple[bool, ...], target: Target, sizes: S
     """What one edge phase keeps for its backward: of its inputs and results what the backward plan reads."""
     if not any(needs):
         return ()
-    is_half = dtype.itemsize < 4
+    is_half = stores_half(dtype)
     reads, _ = phase.kept(target, needs, is_half)
     statistics = phase.saved(is_half)
     found = []

@@ -277,7 +277,8 @@ def _add_after(sweep: Sweep, leaf: chunks.Leaf, like: Tensor, exact: Container[N
     """What ``run`` makes of the bare sweep, given the results that it keeps exact, with the addends added by torch."""
     if not sweep.added:
         return run(exact)
-    (result,) = (r for r, _ in sweep.gathers if r.is_row)
+    result = sweep.total
+    assert result is not None
     made = run({r for r, _ in (*sweep.gathers, *sweep.edges) if r is result or r in exact})
     total = made[result]
     for factor, node in map(addend, sweep.added):

@@ -27,7 +27,7 @@ from pyg_fullgraph.formula import formulas, short_names
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn.propagation import FusedMixin
 from pyg_fullgraph.nn.surroundings import is_lazy
-from pyg_fullgraph.phases import EdgePhase
+from pyg_fullgraph.phases import EdgePhase, stores_half
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.codegen import KernelSource
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node
@@ -66,12 +66,14 @@ class PhaseReport:
 
     def forward(self, target: Target | None = None) -> Plan:
         """The forward plan, by default that of the graph's device."""
-        is_half = self.dtype.itemsize < 4
+        is_half = stores_half(self.dtype)
         return self.phase.forward_plan(target or self.target, self.has_backward, is_half and self.has_backward)
 
     def backward(self, target: Target | None = None) -> Plan | None:
         """The backward plan; None if no input needs a gradient."""
-        return self.phase.backward_plan(target or self.target, self.needs) if self.has_backward else None
+        if not self.has_backward:
+            return None
+        return self.phase.backward_plan(target or self.target, self.needs, stores_half(self.dtype))
 
     @property
     def target(self) -> Target:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Container, Mapping, Sequence
 from functools import cached_property, lru_cache
 
@@ -84,6 +85,14 @@ class EdgePhase:
                 found[value] = grad
         return found
 
+    def _grads(self, is_half: bool) -> Mapping[Node, Node | None]:
+        """Gradients of the inputs of the core; where they read the result, they take off again what was added to it."""
+        found, apart = self.adjoint.grads, self.saved(is_half)
+        bare = {stand_in: functools.reduce(functools.partial(ir.pointwise, "sub"), self.added, stand_in)
+                for name, (stand_in, _) in self.adjoint.saved.items()
+                if self.added and name.startswith("out.") and name not in apart}
+        return {n: None if g is None else ir.substitute(g, bare) for n, g in found.items()} if bare else found
+
     @cached_property
     def _across(self) -> dict[Node, Node]:
         """The gradient of the result -> the same as rows of the sources, where those are the destinations."""
@@ -109,11 +118,11 @@ class EdgePhase:
                                     added={self.core.outputs[0].name: self.added} if self.added else {})
         return self._plans[key]
 
-    def backward_plan(self, target: Target, needs: Needs) -> Plan:
+    def backward_plan(self, target: Target, needs: Needs, is_half: bool = False) -> Plan:
         """The plan of the gradients of the inputs that ``needs`` picks."""
-        key = (target, needs)
+        key = (target, needs, is_half and bool(self.added))
         if key not in self._plans:
-            grads = {**self.adjoint.grads, **self.grads_of_added}
+            grads = {**self._grads(is_half), **self.grads_of_added}
             wanted = {n.name: g for n, need in zip(self.inputs, needs, strict=True) if need
                       if (g := grads.get(n)) is not None}
             pairs = [(n.name, to.name) for n, to in self.same.items() if n.name in wanted and to.name in wanted]
@@ -144,7 +153,7 @@ class EdgePhase:
             like: A tensor whose dtype results have and whose device is used.
             needs: Which inputs.
         """
-        chosen = self.backward_plan(target_of(like.device), needs)
+        chosen = self.backward_plan(target_of(like.device), needs, stores_half(like.dtype))
         given = {grad_input(o): g for o, g in zip(self.core.outputs, grads, strict=True)}
         env = {**env, **given, **{n: given[g] for g, n in self._across.items()}}
         outgoing = graph.outgoing if any(s.rows == Domain.SRC for s in chosen.sweeps) else None
@@ -156,15 +165,19 @@ class EdgePhase:
         return [made.get(n.name) for n in self.inputs]
 
     def kept(self, target: Target, needs: Needs, is_half: bool) -> ahead.Step:
-        """What the backward plan reads, nothing else has to be kept: inputs and stand-ins, and the place of each among
-        inputs, results and what :meth:`saved` names, in this order."""
+        """What the backward plan reads: inputs and stand-ins, and the place of each among inputs, results and what
+        :meth:`saved` names, in this order. Where it reads a result, to which somebody may write, all inputs.
+        """
         key = (target, needs, is_half)
         if key not in self._kept:
             named = [*(f"out.{o.name}" for o in self.core.outputs), *self.saved(is_half)]
             known = self.adjoint.saved
             pool = [*self.inputs, *(known[n][0] if n in known else None for n in named)]
             places = {n: k for k, n in enumerate(pool)}  # of what is there twice, the exact one, which comes later
-            reads = self.backward_plan(target, needs).inputs
+            reads = self.backward_plan(target, needs, is_half).inputs
+            results = range(len(self.inputs), len(self.inputs) + len(self.results))
+            if any(n in reads and k in results for n, k in places.items()):
+                reads |= set(self.inputs)
             kept = tuple(n for n in dict.fromkeys(pool) if n is not None and n in reads)
             self._kept[key] = kept, tuple(places[n] for n in kept)
         return self._kept[key]

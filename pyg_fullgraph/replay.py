@@ -230,11 +230,14 @@ class _Optimizers:
         #: Per optimizer and group the tensor and the number that is in it.
         self._rates: dict[tuple[int, int], tuple[Tensor, float]] = {}
         self._given: list[tuple[dict[str, Any], Any]] = []
+        # A compiled `optimizer.step` calls them, and looks whether they are the ones that it was compiled with.
+        self._hooks = torch.compiler.disable(self._before), torch.compiler.disable(self._after)
 
     @contextmanager
     def prepared(self) -> Iterator[None]:
         """Around a step."""
-        hooks = [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)]
+        before, after = self._hooks
+        hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
         try:
             yield
         finally:

@@ -27,6 +27,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         elsewhere = [item for item in items if item.get_closest_marker("interpreter")]
         config.hook.pytest_deselected(items=elsewhere)
         items[:] = [item for item in items if item not in elsewhere]
+    elif "PFG_INTERPRETED_PART" in os.environ:  # k/n: one of n processes
+        k, n = map(int, os.environ["PFG_INTERPRETED_PART"].split("/"))
+        interpreted = [item for item in items if item.get_closest_marker("interpreter")]
+        elsewhere = [item for j, item in enumerate(interpreted) if j % n != k]
+        config.hook.pytest_deselected(items=elsewhere)
+        items[:] = [item for item in items if item not in set(elsewhere)]
     # The longest first, so that no process is left with one when the others are done. A process has two tests at a
     # time, so that each of these comes with a short one.
     slow = sorted((item for item in items if item.get_closest_marker("slow")), key=lambda item: -_seconds(item))

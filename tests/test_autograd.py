@@ -203,6 +203,23 @@ def test_inputs_changed_in_place_are_noticed():
         out.sum().backward()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["gat", "gat-dropout", "gatv2", "many-outputs", "sage-max"])
+def test_results_written_to_in_place(name, dtype):
+    """As layers do that add a bias to their result: backward reads of it what it was."""
+    tensors = tensors_of(name, dtype)
+    inputs = [t for t in tensors.values() if t.requires_grad]
+    grads = []
+    for writes in (False, True):
+        torch.manual_seed(3)
+        results = run(program_of(name), GRAPH, tensors)
+        for out in results if writes else ():
+            out += 1
+            out.view(-1).mul_(2)
+        grads.append(torch.autograd.grad([out.sum() for out in results], inputs))
+    assert all(torch.equal(2 * a, b) for a, b in zip(*grads, strict=True))
+
+
 def test_one_tensor_under_two_names():
     x, y = ir.input("x", Domain.SRC, (3,)), ir.input("y", Domain.SRC, (3,))
     program = EdgeProgram((Output("sum", ir.pointwise("mul", x, ir.pointwise("sin", y))),))

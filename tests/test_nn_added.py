@@ -8,14 +8,17 @@ import torch_geometric.nn as pyg_nn
 from test_kernels import GPU, INTERPRETER
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch_geometric.utils import softmax
 
 import pyg_fullgraph as pfg
 from oracle import error
 from pyg_fullgraph import columns, debug
-from pyg_fullgraph.autograd import observing
+from pyg_fullgraph.autograd import observing, run
 from pyg_fullgraph.execution import interpreted
 from pyg_fullgraph.nn import order
 from pyg_fullgraph.nn.lazy import LazyTensor
+from pyg_fullgraph.saga import ir
+from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
 from pyg_fullgraph.saga.plans import addend
 from triton_kernels import launch
 
@@ -41,6 +44,8 @@ def pair(name, make, device, dtype=torch.float64):
     """PyG's layer and ours, with the same numbers."""
     torch.manual_seed(0)
     plain = make(getattr(pyg_nn, name)).to(device, torch.float64)
+    if isinstance(getattr(plain, "bias", None), torch.nn.Parameter):  # which are zeros at first
+        torch.nn.init.normal_(plain.bias)
     layer = make(getattr(pfg.nn, name)).to(device, torch.float64)
     layer.load_state_dict(plain.state_dict())
     return plain, layer.to(dtype)
@@ -71,7 +76,12 @@ LAYERS = {
     "NNConv": (lambda kind: kind(6, 4, torch.nn.Linear(2, 24)), [2], [2]),
     "CGConv": (lambda kind: kind(6), [], [1]),
     "SAGEConv": (lambda kind: kind(6, 4), [], None),
-    "GATConv": (lambda kind: kind(6, 4), [], None),
+    "GATConv": (lambda kind: kind(6, 4), [], [1]),
+    "GATConv-heads": (lambda kind: kind(6, 4, heads=3, residual=True), [], [2]),
+    "GATConv-mean": (lambda kind: kind(6, 4, heads=3, concat=False), [], [0]),
+    "GATv2Conv": (lambda kind: kind(6, 4, heads=2), [], [1]),
+    "TransformerConv": (lambda kind: kind(6, 4, heads=2), [], [1]),
+    "TransformerConv-gate": (lambda kind: kind(6, 4, heads=2, beta=True), [], [0]),
     "EdgeConv": (lambda kind: kind(torch.nn.Linear(12, 4)), [], None),
 }
 
@@ -105,6 +115,49 @@ def test_dtypes(dtype, device):
     assert got.dtype == dtype and added_in(seen) == [2]
     limit = {torch.float32: 1e-6, torch.float16: 4e-3}.get(dtype, 3e-2)
     assert error(got, plain(x.double(), edges().to(device))) < limit
+
+
+@DEVICES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_softmax_in_dtypes(dtype, device):
+    """Gradients read the sum without what was added to it; in half precision that is kept, in float32."""
+    plain, layer = pair("GATConv", lambda kind: kind(6, 4, heads=2, residual=True), device, dtype)
+    plain.load_state_dict(layer.state_dict())
+    x = normal(30, 6).to(device, dtype).requires_grad_()
+    want = step(plain, x.detach().double().requires_grad_(), edges().to(device))
+    with observing() as seen:
+        got = step(layer, x, edges().to(device))
+    assert added_in(seen) == [2 if dtype == torch.float32 else 0] and all(g.dtype == dtype for g in got)
+    limit = {torch.float32: 2e-6, torch.float16: 4e-3}.get(dtype, 3e-2)
+    # Rounded scores may lie on the other side of a kink.
+    own = step(plain.to(dtype), x, edges().to(device))
+    assert all(error(g, w) < max(limit, 2 * error(o, w)) for g, w, o in zip(got, want, own, strict=True))
+
+
+@DEVICES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_programs_with_softmax(dtype, device):
+    """What is added to a sum of softmax weights in a program of one's own, in any dtype."""
+    x, own = ir.input("x", Domain.SRC, (4,)), ir.input("own", Domain.DST, (4,))
+    bias, score = ir.input("bias", Domain.PARAM, (4,)), ir.input("score", Domain.SRC, (1,))
+    total = ir.gather("sum", Domain.DST, ir.pointwise("mul", ir.softmax(ir.lift(score)), x))
+    value = ir.pointwise("add", ir.pointwise("add", total, bias), own)
+    program, graph = EdgeProgram((Output("vertex", value),)), pfg.Graph.from_edge_index(edges().to(device), 30)
+    shapes = {"x": (30, 4), "own": (30, 4), "bias": (4,), "score": (30, 1)}  # names differ in length
+    tensors = {name: normal(*shape, seed=len(name)).to(device, dtype).requires_grad_()
+               for name, shape in shapes.items()}
+    exact = {k: t.detach().double().requires_grad_() for k, t in tensors.items()}
+    with observing() as seen:
+        (got,) = run(program, graph, tensors)
+    assert added_in(seen) == [2] and got.dtype == dtype
+    src, dst = edges().to(device)
+    weight = softmax(exact["score"][src], dst, num_nodes=30)
+    want = torch.zeros_like(exact["x"]).index_add(0, dst, weight * exact["x"][src]) + exact["bias"] + exact["own"]
+    grad = normal(30, 4, seed=5).to(device)
+    found = torch.autograd.grad(got, list(tensors.values()), grad.to(dtype))
+    expected = torch.autograd.grad(want, list(exact.values()), grad)
+    limit = 2e-6 if dtype == torch.float32 else 3e-2
+    assert max(error(g, w) for g, w in zip([got, *found], [want, *expected], strict=True)) < limit
 
 
 @DEVICES
@@ -193,6 +246,19 @@ def test_no_operation_is_left_of_a_factor(aggr, device, monkeypatch):
         assert factors_in(seen) == ["after.0.factor"] and (number == 0 or arithmetic.names == [])
         swept = [n for n in names if "pieces" not in n]  # a schedule's, in the first step
         assert [n[:n.index("_by_") + 7] for n in swept] == [f"{aggr}_by_dst", "sum_by_src"]
+        assert error(got, torch.autograd.grad(plain(x, edge_index), x, grad)[0]) < 1e-11
+
+
+@DEVICES
+def test_no_operation_is_left_of_a_bias_behind_softmax(device):
+    plain, layer = pair("GATv2Conv", lambda kind: kind(6, 4, heads=2), device)
+    x = normal(30, 6).to(device).requires_grad_()
+    edge_index, grad = edges().to(device), normal(30, 8, seed=7).to(device)
+    for number in range(5):
+        with Arithmetic() as arithmetic:
+            out = layer(x, edge_index)
+        assert number == 0 or arithmetic.names == []
+        (got,) = torch.autograd.grad(out, x, grad)
         assert error(got, torch.autograd.grad(plain(x, edge_index), x, grad)[0]) < 1e-11
 
 
@@ -427,6 +493,56 @@ def test_sums_that_are_read_again(how, device, monkeypatch):
     x = normal(30, 4).to(device).requires_grad_()
     want = step(plain, x, edges().to(device), how)
     for _ in range(5):
+        got = step(layer, x, edges().to(device), how)
+        assert max(error(g, w) for g, w in zip(got, want, strict=True)) < 1e-11
+
+
+class Heads(pyg_nn.GATv2Conv):
+    """As if PyG had written it: a sum with heads is read again after these became one dimension."""
+
+    def forward(self, x, edge_index, how):
+        x = self.lin_l(x).view(-1, self.heads, self.out_channels)
+        alpha = self.edge_updater(edge_index, x=(x, x), edge_attr=None)
+        out = self.propagate(edge_index, x=(x, x), alpha=alpha)
+        if how == "apart":
+            return (out + self.bias.view(self.heads, -1)).flatten(1) + (out + x).flatten(1)
+        if how == "reshape":
+            return out.reshape(out.size(0), out.size(1) * out.size(2)) + self.bias
+        joined = out.view(-1, (out[0] if how == "read-before" else self.bias).numel())
+        more = joined + self.bias
+        if how == "read":
+            return more * joined
+        if how == "read-whole":
+            return more * out.view(-1, self.heads * self.out_channels)
+        if how == "write":
+            joined += 1
+            return more * out.flatten(1)
+        if how == "write-whole":
+            out += 1
+            return more * joined
+        if how == "twice":
+            return (joined + self.bias) + more
+        if how == "other":
+            return (out.view(-1, self.out_channels) + 1).view(more.shape) + more
+        return more
+
+
+@DEVICES
+@pytest.mark.parametrize("how", ["apart", "reshape", "read-before", "read", "read-whole", "write", "write-whole",
+                                 "twice", "other"])
+def test_sums_with_heads_that_are_read_again(how, device, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch_geometric.nn.heads", sys.modules[__name__])
+    monkeypatch.setattr(Heads, "__module__", "torch_geometric.nn.heads")
+    monkeypatch.setattr(Heads.forward, "__module__", "torch_geometric.nn.heads")
+    torch.manual_seed(0)
+    plain = Heads(4, 3, heads=2, share_weights=True).to(device, torch.float64)
+    torch.nn.init.normal_(plain.bias)
+    layer = Heads(4, 3, heads=2, share_weights=True).to(device, torch.float64)
+    layer.load_state_dict(plain.state_dict())
+    layer = pfg.convert(torch.nn.ModuleList([layer]))[0]
+    x = normal(30, 4).to(device).requires_grad_()
+    want = step(plain, x, edges().to(device), how)
+    for _ in range(4):
         got = step(layer, x, edges().to(device), how)
         assert max(error(g, w) for g, w in zip(got, want, strict=True)) < 1e-11
 

@@ -379,6 +379,7 @@ def test_what_is_added_to_a_sum_is_added_in_its_sweep():
     assert names(add(total, bias)) == ["bias"]
     assert names(add(own, add(total, bias))) == ["own", "bias"]
     assert names(add(ir.gather("mean", DST, pointwise("mul", x, own)), bias)) == ["bias"]
+    assert names(add(add(weighted, own), bias)) == ["own", "bias"]
     scaled = pointwise("mul", scale, own)
     assert split(EdgeProgram((Output("vertex", add(total, scaled)),))).stages[0].added == (scaled,)
     shared = add(add(total, scaled), pointwise("mul", scale, ir.input("other", DST, (4,))))
@@ -387,7 +388,7 @@ def test_what_is_added_to_a_sum_is_added_in_its_sweep():
                   add(ir.gather("sum", DST, pointwise("mul", x, scale)), scaled)):
         assert names(value) == []
     for value in (total, pointwise("sub", total, bias), pointwise("sub", bias, total), add(top, bias), add(total, top),
-                  add(total, scale), add(add(total, own), own), add(weighted, bias), pointwise("mul", total, bias),
+                  add(total, scale), add(add(total, own), own), pointwise("mul", total, bias),
                   add(ir.gather("sum", DST, pointwise("mul", x, own)), own), add(total, total)):
         assert names(value) == []
     assert names(add(total, bias), others=[total]) == []

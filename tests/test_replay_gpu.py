@@ -99,6 +99,19 @@ def test_replays_are_the_steps_to_the_bit(kind, optimizer):
     assert_same(plain, job)
 
 
+def test_an_optimizer_that_is_compiled():
+    plain, job, step = pair("gcn")
+    for one in (plain, job):
+        one.optimizer.step = torch.compile(one.optimizer.step)
+    for _ in range(8):
+        torch.testing.assert_close(plain.step(), step())
+    job.optimizer.param_groups[0]["lr"] = 0.001
+    plain.optimizer.param_groups[0]["lr"].fill_(0.001)
+    for _ in range(4):
+        torch.testing.assert_close(plain.step(), step())
+    assert step.num_recordings == 1
+
+
 def test_replays_add_what_changes_to_sums(monkeypatch):
     """The factor of GIN is another one in each step."""
     monkeypatch.setattr(columns, "MIN_NUMBERS", 1)

@@ -6,8 +6,9 @@ product before a propagate, and a sum that goes straight into a product, are laz
 ``order_products`` then decides by the widths (MG-GCN 4.4) and by what is constant (:mod:`pyg_fullgraph.reuse`). A layer
 where nothing came of it in its first calls is left alone from then on.
 
-A bias, and features of the targets, that are added to a large sum or mean are added where kernels write it. In copies
-of forwards that add features times a factor, as GINConv does, both operations are one call of :func:`plus`.
+A bias, and features of the targets, that are added to a large sum or mean are added where kernels write it, also after
+its heads became one dimension. In copies of forwards that add features times a factor, as GINConv does, both operations
+are one call of :func:`plus`.
 
 Only forwards written in PyG are treated so: they write to nothing between the calls.
 """
@@ -53,6 +54,7 @@ _tries: weakref.WeakKeyDictionary[Module, int] = weakref.WeakKeyDictionary()
 #: What is constant is known when it comes for the second time.
 MAX_TRIES = 3
 _ADD = frozenset({torch.add, Tensor.add})
+_VIEW = frozenset({Tensor.view, Tensor.reshape})
 
 
 class _Running(threading.local):
@@ -162,6 +164,10 @@ class _Open(DeferredTensor):
             made: Tensor | None = args[0].linear(weight, bias) if type(weight) in _PLAIN and weight.dim() == 2 else None
             if made is not None:
                 return made
+        if func in _VIEW and isinstance(args[0], SummedExpr) and not kwargs:
+            made = args[0].with_heads_joined(args[1:])
+            if made is not None:
+                return made
         if func in _ADD and len(args) == 2 and not kwargs:
             for total, other in (args, args[::-1]):
                 if isinstance(total, (SummedExpr, AddedExpr)) and isinstance(other, Tensor):
@@ -235,7 +241,11 @@ class LinearExpr(_Open):
 
 
 class SummedExpr(_Open):
-    """The result of a propagate ``[N, K]``, a sum or mean of vertex rows, not computed yet."""
+    """The result of a propagate ``[N, K]`` or ``[N, H, C]``, a sum or mean of rows, not computed yet.
+
+    Attributes:
+        summed: For one ``[N, H C]`` that with its heads in a dimension of their own; otherwise None.
+    """
 
     program: EdgeProgram
     graph: Graph
@@ -243,21 +253,25 @@ class SummedExpr(_Open):
     layer: Module
     opens: bool
     can_add: bool
-    products: list[weakref.ref[LinearOfSum | AddedExpr]]
+    summed: SummedExpr | None
+    products: list[weakref.ref[SummedExpr | LinearOfSum | AddedExpr]]
 
     @staticmethod
     def __new__(cls, layer: Module, program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor],
-                opens: bool = True, can_add: bool = False) -> SummedExpr:
+                opens: bool = True, can_add: bool = False, summed: SummedExpr | None = None) -> SummedExpr:
         like = next(t for t in tensors.values() if t.is_floating_point())
-        self = _Open._make(cls, like, (graph.num_dst, *program.outputs[0].value.shape))
+        value = program.outputs[0].value
+        self = _Open._make(cls, like, (graph.num_dst, *(value.shape if summed is None else (value.numel,))))
         self.layer, self.program, self.graph, self.tensors = layer, program, graph, tensors
-        self.opens, self.can_add = opens, can_add
+        self.opens, self.can_add, self.summed = opens, can_add, summed
         self.products = []
         self.watch(*tensors.values())
+        if summed is not None:
+            summed.products.append(weakref.ref(self))
         return self
 
     def __init__(self, layer: Module, program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor],
-                 opens: bool = True, can_add: bool = False) -> None:
+                 opens: bool = True, can_add: bool = False, summed: SummedExpr | None = None) -> None:
         """See the class."""
 
     @staticmethod
@@ -275,13 +289,14 @@ class SummedExpr(_Open):
         """Whether a kernel can add to the one result of ``program``, and it is worth it.
 
         Parts of a graph decide alike, however many rows each has. Not in half precision: what is added to is float32,
-        of which processes would send each other twice as much.
+        of which processes would send each other twice as much; and sums of softmax weights are kept in float32 beside.
         """
         if not has_kernels(graph.device) or not _can_add(program):
             return False
-        if graph.is_part:
-            return all(t.dtype.itemsize >= 4 for t in tensors.values() if t.is_floating_point())
-        return graph.num_dst * program.outputs[0].value.numel >= columns.MIN_NUMBERS
+        if (graph.is_part or _has_softmax(program)) and any(
+                t.dtype.itemsize < 4 for t in tensors.values() if t.is_floating_point()):
+            return False
+        return graph.is_part or graph.num_dst * program.outputs[0].value.numel >= columns.MIN_NUMBERS
 
     def materialize(self) -> Tensor:
         value = super().materialize()
@@ -293,12 +308,23 @@ class SummedExpr(_Open):
         return value
 
     def compute(self) -> Tensor:
+        if self.summed is not None and _is_wanted(self):
+            return self.summed.materialize().view(self.shape)
         return self.run(self.program, self.tensors)
 
     def run(self, program: EdgeProgram, tensors: Mapping[str, Tensor]) -> Tensor:
         """The result of ``program``, counted as a fused propagate of the layer."""
         debug.record(self.layer, "propagate", program, self.graph)
-        return run(program, self.graph, tensors)[0]
+        made = run(program, self.graph, tensors)[0]
+        return made if self.summed is None else made.view(self.shape)
+
+    def with_heads_joined(self, sizes: tuple[Any, ...]) -> SummedExpr | None:
+        """The same with heads and features in one dimension, if it is that which ``sizes`` ask for."""
+        can_wait = self.can_add and self.dim() == 3 and self._value is None
+        num_rows, num_heads, width = self.shape if can_wait else (0, 0, 0)
+        if not can_wait or sizes not in ((-1, num_heads * width), (num_rows, num_heads * width)):
+            return None
+        return SummedExpr(self.layer, self.program, self.graph, self.tensors, False, True, self)
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> LinearOfSum | None:
         narrows = weight.dtype == self.dtype and weight.shape[0] < weight.shape[1] == self.shape[1]
@@ -319,7 +345,10 @@ class SummedExpr(_Open):
 
 
 class Addend(NamedTuple):
-    """What is added to a sum: a bias ``[K]``, or features ``[N, K]``, which may have a factor, one number."""
+    """What is added to a sum: a bias ``[K]``, or features ``[N, K]``, which may have a factor, one number.
+
+    Or ``[H, C]`` and ``[N, H, C]``, if that is the shape of the sum.
+    """
 
     value: Tensor
     factor: Tensor | None
@@ -347,12 +376,15 @@ class AddedExpr(_Open):
             terms = (a.value if a.factor is None else a.factor * a.value for a in self.added)
             return functools.reduce(columns.add, terms, self.summed.materialize())
         tensors = dict(self.summed.tensors)
+        features = self.summed.program.outputs[0].value.shape
         kinds = []
         for k, (value, factor) in enumerate(self.added):
-            tensors[f"after.{k}"] = value
+            is_row = value.dim() == self.dim()
+            shape = (*value.shape[:is_row], *features)
+            tensors[f"after.{k}"] = value if value.shape == shape else value.reshape(shape)
             if factor is not None:
                 tensors[f"after.{k}.factor"] = factor
-            kinds.append((value.dim() > 1, None if factor is None else tuple(factor.shape)))
+            kinds.append((is_row, None if factor is None else tuple(factor.shape)))
         return self.summed.run(_added(self.summed.program, tuple(kinds)), tensors)
 
     def plus(self, other: Tensor, factor: Tensor | None = None) -> AddedExpr | None:
@@ -390,18 +422,24 @@ class LinearOfSum(_Open):
         return out if self.bias is None else columns.add(out, self.bias)
 
 
-def _is_wanted(made: LinearOfSum | AddedExpr) -> bool:
+def _is_wanted(made: SummedExpr | LinearOfSum | AddedExpr) -> bool:
     """Whether the sum that ``made`` is of is wanted for itself."""
+    if made.summed is None:
+        return False
     # That object and the argument of getrefcount; more means that somebody else holds it.
-    return made.summed._value is not None or sys.getrefcount(made.summed) > 2
+    return made.summed._value is not None or sys.getrefcount(made.summed) > 2 or _is_wanted(made.summed)
 
 
 @functools.lru_cache(maxsize=1024)
 def _can_add(program: EdgeProgram) -> bool:
     """Whether the one result of ``program`` is such that a kernel can add to it."""
     output = program.outputs[0]
-    return (len(program.outputs) == 1 and output.kind in ("sum", "mean") and len(output.value.shape) == 1
-            and not any(n.op == "softmax" for n in ir.walk(output.value)))
+    return len(program.outputs) == 1 and output.kind in ("sum", "mean") and len(output.value.shape) in (1, 2)
+
+
+@functools.lru_cache(maxsize=1024)
+def _has_softmax(program: EdgeProgram) -> bool:
+    return any(n.op == "softmax" for o in program.outputs for n in ir.walk(o.value))
 
 
 @functools.lru_cache(maxsize=1024)

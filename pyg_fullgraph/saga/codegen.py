@@ -18,7 +18,7 @@ from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.emit import Buffer, Emitter
 from pyg_fullgraph.saga.ir import Domain
 from pyg_fullgraph.saga.plans import Sweep, addend, is_staged
-from pyg_fullgraph.saga.reducers import ArgPeak, Carry, Outer, Peak, Reducer, Sum, reducers_of
+from pyg_fullgraph.saga.reducers import ArgPeak, Carry, Outer, Peak, Reducer, Softmax, Sum, reducers_of
 from pyg_fullgraph.saga.tiles import MIN_DOT_SIZE, WARP, Edges, Lowering, Tile
 from triton_kernels import skeletons
 from triton_kernels.skeletons import fill as _fill
@@ -53,7 +53,7 @@ class KernelSource:
         name: Of the kernel in it; the kernel that merges cut rows, where there is one, is ``merge_name``.
         inputs: Input buffers; those with a row dimension are followed by a row stride parameter.
         outputs: Results of gathers, then edge results. Those in domain ``PARAM`` get one row per program.
-        added: Inputs of what is added to the one result with rows where it is written; contiguous, after ``outputs``.
+        added: Inputs of what is added to the first result with rows where it is written; contiguous, after ``outputs``.
         carries: Features and integer-ness of each workspace buffer, ``[num_slots, features]``.
         apart: Which of these, counted from 0, a kernel that takes tiles reads from a copy, because one thread writes
             what others read.
@@ -182,7 +182,8 @@ class _Generator:
                         for k, (result, _) in enumerate([*self.gathers, *self.edges])}
         self.added = {node: Buffer(f"added{k}", node, node.shape, False)
                       for k, node in enumerate(ir.inputs_of(*sweep.added))}
-        if self.added and (takes_blocks or any(type(r) is not Sum for r in self.reducers)):
+        can_add = any(isinstance(r, Sum | Softmax) and sweep.total in [n for n, _ in r.stores] for r in self.reducers)
+        if self.added and (takes_blocks or not can_add):
             raise NotFusable(["what is added to results is added to sums of rows only"])
         self.takes_tiles = bool(self.carries) and not takes_blocks
         widest = max(map(self._width, self.carries), default=0)
@@ -370,7 +371,7 @@ class _Generator:
     def _row_stores(self) -> list[str]:
         terms = [(None if factor is None else self.added[factor], self.added[value])
                  for factor, value in map(addend, self.sweep.added)]
-        return [store(self.tile, self.outputs[result], "row", text, added=terms)
+        return [store(self.tile, self.outputs[result], "row", text, added=terms if result is self.sweep.total else ())
                 for r in self.reducers for result, text in r.stores]
 
     def _totals(self) -> list[str]:

@@ -177,7 +177,7 @@ def split(program: EdgeProgram, disable: Sequence[str] = (), constant: Container
 def _add_in_sweep(stages: Sequence[Stage], value: Node, constant: Container[Node]) -> Stage | None:
     """The last stage with what is added to its one sum or mean in ``value``; None if that is not all of ``value``.
 
-    Not what is kept from run to run, and not sums of softmax weights, whose gradients read the sum itself.
+    Not what is kept from run to run.
     """
     if not stages or len(stages[-1].core.outputs) > 1:
         return None
@@ -185,7 +185,7 @@ def _add_in_sweep(stages: Sequence[Stage], value: Node, constant: Container[Node
     terms = terms_of(value, 1, value.shape)
     added = tuple(t for _, t in terms if t is not result)
     if output.kind not in ("sum", "mean") or value.shape != result.shape or len(added) != len(terms) - 1 or \
-            any(n.op == "softmax" for n in ir.walk(output.value)) or stage.constant_inputs(constant) is not None:
+            stage.constant_inputs(constant) is not None:
         return None
     if not added or any(sign < 0 for sign, _ in terms) or not all(_is_addend(t, value.shape) for t in added):
         return None
@@ -297,15 +297,16 @@ def plan(outputs: Mapping[str, Node], target: Target, disable: Sequence[str] = (
 
 def _add_to(steps: recompute.Steps, results: Mapping[str, Node], name: str,
             terms: Sequence[Node]) -> tuple[recompute.Steps, Node]:
-    """The steps with ``terms`` in the sweep that makes the result ``name``, for nobody else and as the only one with a
-    row per vertex, and what that is then; without such a sweep a vertex expression.
+    """The steps with ``terms`` in the sweep that makes the result ``name``, for nobody else, and what that is then;
+    without such a sweep a vertex expression.
     """
     total = results[name]
     read = {*(n for s in steps for n in (s.inputs if isinstance(s, Sweep) else ir.inputs_of(s[1]))),
             *ir.inputs_of(*(r for other, r in results.items() if other != name))}
     for k, step in enumerate(steps):
-        if isinstance(step, Sweep) and total not in read and [total] == [r for r, _ in step.gathers if r.is_row]:
-            return (*steps[:k], replace(step, added=tuple(terms)), *steps[k + 1:]), total
+        if isinstance(step, Sweep) and total not in read and total.is_row and total in [r for r, _ in step.gathers]:
+            gathers = tuple(sorted(step.gathers, key=lambda pair: pair[0] is not total))
+            return (*steps[:k], replace(step, gathers=gathers, added=tuple(terms)), *steps[k + 1:]), total
     return steps, functools.reduce(functools.partial(pointwise, "add"), terms, total)
 
 

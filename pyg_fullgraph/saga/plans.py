@@ -66,8 +66,8 @@ class Sweep:
         rows: ``DST`` walks incoming edges of each destination, ``SRC`` outgoing edges of each source.
         gathers: Result input -> gather node over inputs only. Targets are ``rows`` or ``PARAM``.
         edges: Result input -> edge expression that is written in the user's edge order.
-        added: Terms that are added to the one result with a row per vertex: inputs of domain ``rows`` or ``PARAM``,
-            made by no other step; those of ``rows`` as they are or times a parameter that is one number.
+        added: Terms that are added to :attr:`total`: inputs of domain ``rows`` or ``PARAM``, made by no other step;
+            those of ``rows`` as they are or times a parameter that is one number.
     """
 
     rows: Domain
@@ -79,6 +79,11 @@ class Sweep:
     def bare(self) -> Sweep:
         """The same with nothing added to its result."""
         return Sweep(self.rows, self.gathers, self.edges)
+
+    @cached_property
+    def total(self) -> Node | None:
+        """The first result with a row per vertex."""
+        return next((r for r, _ in self.gathers if r.is_row), None)
 
     @cached_property
     def operands(self) -> tuple[Node, ...]:
@@ -121,7 +126,7 @@ class Sweep:
         body = [f"  {line}" for line in lines if not line.endswith("= input")]
         for result, g in self.gathers:
             args = ", ".join(names[a] for a in g.args)
-            terms = () if result.domain == Domain.PARAM else self.added
+            terms = self.added if result is self.total else ()
             plus = "".join(" + " + " * ".join(n.name for n in addend(t) if n is not None) for t in terms)
             body.append(f"  {result.name}: {result.domain.label}{list(result.shape)} = {g.attr('kind')}({args}){plus}")
         body += [f"  {r.name}: edge{list(r.shape)} = {names[e]}" for r, e in self.edges]
