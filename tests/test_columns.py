@@ -187,8 +187,8 @@ def step(layer, x, edge_index):
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers(name, device, taken):
     make, count = LAYERS[name]
-    edge_index = torch.randint(30, (2, 200), generator=torch.Generator().manual_seed(1)).to(device)
-    x = normal(30, 6).to(device).requires_grad_()
+    edge_index = torch.randint(12, (2, 80), generator=torch.Generator().manual_seed(1)).to(device)
+    x = normal(12, 6).to(device).requires_grad_()
     torch.manual_seed(0)
     plain = make(getattr(pyg_nn, name)).to(device, torch.float64)
     layer = make(getattr(pfg.nn, name)).to(device, torch.float64)
@@ -205,9 +205,9 @@ def test_layers(name, device, taken):
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
 def test_layers_under_a_compiler(device, taken):
-    edge_index = torch.randint(30, (2, 200), generator=torch.Generator().manual_seed(1)).to(device)
+    edge_index = torch.randint(12, (2, 80), generator=torch.Generator().manual_seed(1)).to(device)
     layer = pfg.nn.GCNConv(6, 4).to(device)
-    x = normal(30, 6, dtype=torch.float32).to(device).requires_grad_()
+    x = normal(12, 6, dtype=torch.float32).to(device).requires_grad_()
     want = step(layer, x, edge_index)
     torch._dynamo.reset()
     got = step(torch.compile(layer, fullgraph=True, backend="aot_eager"), x, edge_index)

@@ -35,9 +35,9 @@ def normal(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def edges(num_src=30, num_dst=30):
+def edges(num_src=12, num_dst=12):
     generator = torch.Generator().manual_seed(1)
-    return torch.stack([torch.randint(n, (200,), generator=generator) for n in (num_src, num_dst)])
+    return torch.stack([torch.randint(n, (80,), generator=generator) for n in (num_src, num_dst)])
 
 
 def pair(name, make, device, dtype=torch.float64):
@@ -92,8 +92,8 @@ def test_layers(case, device):
     make, more, want_added = LAYERS[case]
     plain, layer = pair(case.partition("-")[0], make, device)
     edge_index = edges().to(device)
-    x = normal(30, 4 if case == "GCNConv-wide" else 6).to(device).requires_grad_()
-    given = [edge_index, *(normal(200, n, seed=3).to(device) for n in more)]
+    x = normal(12, 4 if case == "GCNConv-wide" else 6).to(device).requires_grad_()
+    given = [edge_index, *(normal(80, n, seed=3).to(device) for n in more)]
     want = step(plain, x, *given)
     for _ in range(5):  # open at first, and at last a call that is known
         with observing() as seen:
@@ -109,7 +109,7 @@ def test_layers(case, device):
 def test_dtypes(dtype, device):
     plain, layer = pair("ResGatedGraphConv", lambda kind: kind(6, 4), device, dtype)
     plain.load_state_dict(layer.state_dict())
-    x = normal(30, 6).to(device, dtype)
+    x = normal(12, 6).to(device, dtype)
     with observing() as seen:
         got = layer(x, edges().to(device))
     assert got.dtype == dtype and added_in(seen) == [2]
@@ -123,7 +123,7 @@ def test_softmax_in_dtypes(dtype, device):
     """Gradients read the sum without what was added to it; in half precision that is kept, in float32."""
     plain, layer = pair("GATConv", lambda kind: kind(6, 4, heads=2, residual=True), device, dtype)
     plain.load_state_dict(layer.state_dict())
-    x = normal(30, 6).to(device, dtype).requires_grad_()
+    x = normal(12, 6).to(device, dtype).requires_grad_()
     want = step(plain, x.detach().double().requires_grad_(), edges().to(device))
     with observing() as seen:
         got = step(layer, x, edges().to(device))
@@ -142,8 +142,8 @@ def test_programs_with_softmax(dtype, device):
     bias, score = ir.input("bias", Domain.PARAM, (4,)), ir.input("score", Domain.SRC, (1,))
     total = ir.gather("sum", Domain.DST, ir.pointwise("mul", ir.softmax(ir.lift(score)), x))
     value = ir.pointwise("add", ir.pointwise("add", total, bias), own)
-    program, graph = EdgeProgram((Output("vertex", value),)), pfg.Graph.from_edge_index(edges().to(device), 30)
-    shapes = {"x": (30, 4), "own": (30, 4), "bias": (4,), "score": (30, 1)}  # names differ in length
+    program, graph = EdgeProgram((Output("vertex", value),)), pfg.Graph.from_edge_index(edges().to(device), 12)
+    shapes = {"x": (12, 4), "own": (12, 4), "bias": (4,), "score": (12, 1)}  # names differ in length
     tensors = {name: normal(*shape, seed=len(name)).to(device, dtype).requires_grad_()
                for name, shape in shapes.items()}
     exact = {k: t.detach().double().requires_grad_() for k, t in tensors.items()}
@@ -151,9 +151,9 @@ def test_programs_with_softmax(dtype, device):
         (got,) = run(program, graph, tensors)
     assert added_in(seen) == [2] and got.dtype == dtype
     src, dst = edges().to(device)
-    weight = softmax(exact["score"][src], dst, num_nodes=30)
+    weight = softmax(exact["score"][src], dst, num_nodes=12)
     want = torch.zeros_like(exact["x"]).index_add(0, dst, weight * exact["x"][src]) + exact["bias"] + exact["own"]
-    grad = normal(30, 4, seed=5).to(device)
+    grad = normal(12, 4, seed=5).to(device)
     found = torch.autograd.grad(got, list(tensors.values()), grad.to(dtype))
     expected = torch.autograd.grad(want, list(exact.values()), grad)
     limit = 2e-6 if dtype == torch.float32 else 3e-2
@@ -163,10 +163,10 @@ def test_programs_with_softmax(dtype, device):
 @DEVICES
 def test_targets_of_their_own(device):
     plain, layer = pair("GINConv", lambda kind: kind(torch.nn.Linear(6, 4)), device)
-    x = normal(30, 6).to(device).requires_grad_(), normal(20, 6, seed=1).to(device).requires_grad_()
-    want = step(plain, x, edges(30, 20).to(device))
+    x = normal(12, 6).to(device).requires_grad_(), normal(9, 6, seed=1).to(device).requires_grad_()
+    want = step(plain, x, edges(12, 9).to(device))
     with observing() as seen:
-        got = step(layer, x, edges(30, 20).to(device))
+        got = step(layer, x, edges(12, 9).to(device))
     assert added_in(seen) == [1]
     assert max(error(g, w) for g, w in zip(got, want, strict=True)) < 1e-11
 
@@ -187,7 +187,7 @@ def test_gradients_that_are_asked_for(device):
     plain, layer = pair("GCNConv", lambda kind: kind(6, 4), device)
     edge_index = edges().to(device)
     for needs_x, needs in ((True, ()), (False, ("bias",)), (True, ("bias",)), (False, ("lin.weight",))):
-        x = normal(30, 6).to(device).requires_grad_(needs_x)
+        x = normal(12, 6).to(device).requires_grad_(needs_x)
         for module in (plain, layer):
             for name, parameter in module.named_parameters():
                 parameter.requires_grad_(name in needs)
@@ -229,8 +229,8 @@ class Arithmetic(TorchDispatchMode):
 def test_no_operation_is_left_of_a_factor(aggr, device, monkeypatch):
     """One kernel forward and one backward, beside the products of the network."""
     plain, layer = pair("GINConv", lambda kind: kind(torch.nn.Linear(6, 4, bias=False), eps=0.3, aggr=aggr), device)
-    x = normal(30, 6).to(device).requires_grad_()
-    edge_index, grad = edges().to(device), normal(30, 4, seed=7).to(device)
+    x = normal(12, 6).to(device).requires_grad_()
+    edge_index, grad = edges().to(device), normal(12, 4, seed=7).to(device)
     names, run = [], launch.Launch.run
 
     def note(self, args, *looks):
@@ -252,8 +252,8 @@ def test_no_operation_is_left_of_a_factor(aggr, device, monkeypatch):
 @DEVICES
 def test_no_operation_is_left_of_a_bias_behind_softmax(device):
     plain, layer = pair("GATv2Conv", lambda kind: kind(6, 4, heads=2), device)
-    x = normal(30, 6).to(device).requires_grad_()
-    edge_index, grad = edges().to(device), normal(30, 8, seed=7).to(device)
+    x = normal(12, 6).to(device).requires_grad_()
+    edge_index, grad = edges().to(device), normal(12, 8, seed=7).to(device)
     for number in range(5):
         with Arithmetic() as arithmetic:
             out = layer(x, edge_index)
@@ -267,7 +267,7 @@ def test_no_operation_is_left_of_a_bias_behind_softmax(device):
 def test_factors_in_dtypes(dtype, device):
     plain, layer = pair("GINConv", lambda kind: kind(torch.nn.Linear(6, 4), eps=0.25, train_eps=True), device, dtype)
     plain.load_state_dict(layer.state_dict())
-    x = normal(30, 6).to(device, dtype).requires_grad_()
+    x = normal(12, 6).to(device, dtype).requires_grad_()
     want = step(plain, x.detach().double().requires_grad_(), edges().to(device))
     with observing() as seen:
         got = step(layer, x, edges().to(device))
@@ -280,13 +280,13 @@ def test_factors_in_dtypes(dtype, device):
 def test_gradients_of_factors_that_are_asked_for(device):
     """Of the factor, of the features, of both; of features of their own; and in no mode of gradients."""
     plain, layer = pair("GINConv", lambda kind: kind(torch.nn.Identity(), eps=0.3, train_eps=True), device)
-    x, own = normal(30, 6).to(device), normal(20, 6, seed=1).to(device)
+    x, own = normal(12, 6).to(device), normal(9, 6, seed=1).to(device)
     for needs in ((True, False), (False, True), (True, True), (False, False)):
         x.requires_grad_(needs[0])
         own.requires_grad_(needs[0])
         for module in (plain, layer):
             module.eps.requires_grad_(needs[1])
-        for given, places in ((x, edges()), ((x, x), edges()), ((x, own), edges(30, 20)), ((x, None), edges())):
+        for given, places in ((x, edges()), ((x, x), edges()), ((x, own), edges(12, 9)), ((x, None), edges())):
             if not any(needs) or (given == (x, None) and not needs[0]):
                 continue
             inputs = [t for t in (x, own, plain.eps) if t.requires_grad]
@@ -306,9 +306,9 @@ def test_factors_that_torch_multiplies_by(device):
     """A number per feature, one of another dtype, one that changes the shape; one without dimensions is taken."""
     plain, layer = pair("GINConv", lambda kind: kind(torch.nn.Identity()), device, torch.float32)
     plain = plain.float()
-    x = normal(30, 6).to(device).float()
+    x = normal(12, 6).to(device).float()
     for eps, is_taken in ((torch.tensor(0.3), True), (torch.tensor([0.3]), True), (torch.tensor([[0.3]]), False),
-                          (torch.rand(6), False), (torch.rand(30, 1), False), (torch.tensor(0.3).double(), False)):
+                          (torch.rand(6), False), (torch.rand(12, 1), False), (torch.tensor(0.3).double(), False)):
         plain.eps = layer.eps = eps.to(device)
         with observing() as seen:
             out = layer(x, edges().to(device))
@@ -317,7 +317,7 @@ def test_factors_that_torch_multiplies_by(device):
 
 @DEVICES
 def test_static_graphs_and_extrema_with_a_factor(device):
-    for aggr, shape in (("sum", (3, 30, 6)), ("max", (30, 6)), (["sum", "max"], (30, 6))):
+    for aggr, shape in (("sum", (3, 12, 6)), ("max", (12, 6)), (["sum", "max"], (12, 6))):
         network = torch.nn.Linear(12, 4) if isinstance(aggr, list) else torch.nn.Linear(6, 4)
         plain, layer = pair("GINConv", lambda kind, n=network, a=aggr: kind(n, eps=0.3, train_eps=True, aggr=a), device)
         x = normal(*shape).to(device).requires_grad_()
@@ -367,10 +367,10 @@ def test_gradients_are_nobody_elses(device, monkeypatch):
     """Those of rows that are added are the gradient of the result: each leaf has its own."""
     layer = pfg.nn.ResGatedGraphConv(6, 4).to(device, torch.float64)
     monkeypatch.setattr(Given.forward, "__module__", "torch.nn.given")
-    layer.lin_skip = Given(normal(30, 4, seed=4).to(device))
+    layer.lin_skip = Given(normal(12, 4, seed=4).to(device))
     own = layer.lin_skip.own
     with observing() as seen:
-        out = layer(normal(30, 6).to(device), edges().to(device))
+        out = layer(normal(12, 6).to(device), edges().to(device))
     assert added_in(seen) == [2]
     given = torch.ones_like(out)
     out.backward(given)
@@ -406,7 +406,7 @@ class UsersNetwork(torch.nn.Module):
 @pytest.mark.parametrize("how", ["function", "checkpoint"])
 def test_networks_of_users_get_plain_tensors(how, device):
     plain, layer = pair("GINConv", lambda kind: kind(UsersNetwork(how), train_eps=True), device)
-    x = normal(30, 6).to(device).requires_grad_()
+    x = normal(12, 6).to(device).requires_grad_()
     for _ in range(5):
         got = []
         for module in (plain, layer):
@@ -427,7 +427,7 @@ def test_hooks_and_replaced_forwards_get_plain_tensors(device):
                    lambda nn: setattr(nn, "forward", lambda x: seen.append(type(x)) or x)):
         layer = pfg.nn.GINConv(torch.nn.Linear(6, 4)).to(device, torch.float64)
         change(layer.nn)
-        layer(normal(30, 6).to(device), edges().to(device))
+        layer(normal(12, 6).to(device), edges().to(device))
     assert seen == [torch.Tensor] * 3
 
 
@@ -441,7 +441,7 @@ def test_propagates_around_ours_get_plain_tensors(device):
     layer = Around(6, 4).to(device, torch.float64)
     plain, _ = pair("GCNConv", lambda kind: kind(6, 4, bias=False), device)
     plain.lin.weight = layer.lin.weight
-    x = normal(30, 6).to(device).requires_grad_()
+    x = normal(12, 6).to(device).requires_grad_()
     for _ in range(5):
         grads = [torch.autograd.grad(out.square().sum(), [x, plain.lin.weight])
                  for out in (layer(x, edges().to(device)), plain(x, edges().to(device)).sin())]
@@ -490,7 +490,7 @@ def test_sums_that_are_read_again(how, device, monkeypatch):
     layer = Twice(4, 4).to(device, torch.float64)
     layer.load_state_dict(plain.state_dict())
     layer = pfg.convert(torch.nn.ModuleList([layer]))[0]
-    x = normal(30, 4).to(device).requires_grad_()
+    x = normal(12, 4).to(device).requires_grad_()
     want = step(plain, x, edges().to(device), how)
     for _ in range(5):
         got = step(layer, x, edges().to(device), how)
@@ -540,7 +540,7 @@ def test_sums_with_heads_that_are_read_again(how, device, monkeypatch):
     layer = Heads(4, 3, heads=2, share_weights=True).to(device, torch.float64)
     layer.load_state_dict(plain.state_dict())
     layer = pfg.convert(torch.nn.ModuleList([layer]))[0]
-    x = normal(30, 4).to(device).requires_grad_()
+    x = normal(12, 4).to(device).requires_grad_()
     want = step(plain, x, edges().to(device), how)
     for _ in range(4):
         got = step(layer, x, edges().to(device), how)
@@ -556,7 +556,7 @@ class Own(pfg.nn.GCNConv):
 @DEVICES
 def test_nobody_gets_what_is_not_computed(device):
     """Forwards of one's own, calls of propagate from outside, hooks."""
-    x, edge_index = normal(30, 4).to(device), edges().to(device)
+    x, edge_index = normal(12, 4).to(device), edges().to(device)
     own = Own(4, 4).to(device, torch.float64)
     own(x, edge_index)
     assert type(own.seen) is torch.Tensor
@@ -574,18 +574,18 @@ def test_nobody_gets_what_is_not_computed(device):
 @DEVICES
 def test_explanation(device):
     layer = pfg.nn.ResGatedGraphConv(6, 4).to(device, torch.float64)
-    text = str(pfg.explain(layer, normal(30, 6).to(device), edges().to(device)))
+    text = str(pfg.explain(layer, normal(12, 6).to(device), edges().to(device)))
     assert "after.0" in text and "after.1" in text
     layer = pfg.nn.GINConv(torch.nn.Linear(6, 4), train_eps=True).to(device, torch.float64)
-    report = pfg.explain(layer, normal(30, 6).to(device).requires_grad_(), edges().to(device))
+    report = pfg.explain(layer, normal(12, 6).to(device).requires_grad_(), edges().to(device))
     assert "+ after.0.factor * after.0" in str(report)
     ((part,),) = [r.parts for r in report.layers.values()]
-    rows, wide = 30 * 6 * 8, 30 * 8
-    indices = (200 + 31) * 4
+    rows, wide = 12 * 6 * 8, 12 * 8
+    indices = (80 + 13) * 4
     forward, backward = part.work()
     # Sources by edge, features, factor, indices; then gradients by edge and by row, and both again for the factor.
-    assert forward.read_bytes == 200 * 6 * 8 + rows + 8 + indices and forward.written_bytes == rows
-    assert backward.read_bytes == 200 * 6 * 8 + rows + 8 + indices + 2 * rows
+    assert forward.read_bytes == 80 * 6 * 8 + rows + 8 + indices and forward.written_bytes == rows
+    assert backward.read_bytes == 80 * 6 * 8 + rows + 8 + indices + 2 * rows
     assert backward.written_bytes == rows + wide
     assert part.saved_bytes == rows + 8
 
@@ -595,5 +595,5 @@ def test_cpu_stays_as_it_is():
         pytest.skip("kernels run on a CPU")
     layer = pfg.nn.GCNConv(6, 4)
     with observing() as seen:
-        layer(normal(30, 6).float(), edges())
+        layer(normal(12, 6).float(), edges())
     assert added_in(seen) == [0]

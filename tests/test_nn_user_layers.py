@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import types
 
 import numpy as np
@@ -302,6 +303,34 @@ class Late(fused_nn.MessagePassing):
 def test_a_write_between_the_phases_is_noticed():
     with pytest.raises(InputError, match="to stay as it was"):
         Late()(torch.ones(CASE.num_src, 2), CASE.edge_index)
+
+
+class BiasInPlace(pyg_nn.GATv2Conv):
+    """Adds its bias to the result in place, of which backward reads what it was."""
+
+    def forward(self, x, edge_index):
+        x = self.lin_l(x).view(-1, self.heads, self.out_channels)
+        out = self.propagate(edge_index, x=(x, x), alpha=self.edge_updater(edge_index, x=(x, x), edge_attr=None))
+        out = out.view(-1, self.heads * self.out_channels)
+        out += self.bias
+        return out
+
+
+def test_results_are_written_to_in_place():
+    torch.manual_seed(0)
+    plain = BiasInPlace(3, 4, heads=2, share_weights=True).double()
+    torch.nn.init.normal_(plain.bias)
+    layer = convert(copy.deepcopy(plain))
+    x = torch.randn(CASE.num_src, 3, dtype=torch.float64)
+    grads = []
+    for module in (plain, layer):
+        out = module(x, CASE.edge_index)
+        loss = out.square().sum()
+        grads.append([torch.autograd.grad(loss, list(module.parameters()), retain_graph=k == 0) for k in range(2)])
+    assert debug.counters() == {"fused": 2, "plain": 0}
+    for want, got in zip(*grads, strict=True):
+        for w, g in zip(want, got, strict=True):
+            torch.testing.assert_close(g, w, rtol=1e-10, atol=1e-10)
 
 
 def test_forward_mode_is_refused():
