@@ -50,7 +50,8 @@ class _EdgePhaseFunction(torch.autograd.Function):
         ctx.meta = [(t.dtype, t.shape) for t in tensors]
         pool = [*tensors, *results, *statistics]
         ctx.results = ()
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:  # which may want to keep them elsewhere
+        # Hooks may want to keep them elsewhere, and processes that have parts of a graph would have to agree.
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is None and not graph.is_part:
             own = range(len(tensors), len(tensors) + len(results))
             ctx.results = tuple((n, k - own.start, pool[k].detach(), pool[k]._version)
                                 for n, k in zip(ctx.kept, places, strict=True) if k in own)

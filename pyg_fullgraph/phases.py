@@ -79,7 +79,8 @@ class EdgePhase:
         grad = grad_input(self.core.outputs[0])
         for factor, value in map(addend, self.added):
             if factor is not None:
-                found[factor] = ir.reduce_features("sum", ir.pointwise("mul", value, grad), (0,))
+                by_feature = ir.pointwise("mul", value, grad)
+                found[factor] = ir.reduce_features("sum", by_feature, range(len(value.shape)))
                 found[value] = ir.pointwise("mul", factor, grad)
             elif value.is_row:
                 found[value] = grad

@@ -6,9 +6,9 @@ product before a propagate, and a sum that goes straight into a product, are laz
 ``order_products`` then decides by the widths (MG-GCN 4.4) and by what is constant (:mod:`pyg_fullgraph.reuse`). A layer
 where nothing came of it in its first calls is left alone from then on.
 
-A bias, and features of the targets, that are added to a large sum or mean are added where kernels write it, also after
-its heads became one dimension. In copies of forwards that add features times a factor, as GINConv does, both operations
-are one call of :func:`plus`.
+A bias, and features of the targets, that are added to a large sum or mean are added where kernels write it; to a sum of
+softmax weights a bias, after its heads became one dimension. In copies of forwards that add features times a factor, as
+GINConv does, both operations are one call of :func:`plus`.
 
 Only forwards written in PyG are treated so: they write to nothing between the calls.
 """
@@ -260,8 +260,7 @@ class SummedExpr(_Open):
     def __new__(cls, layer: Module, program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor],
                 opens: bool = True, can_add: bool = False, summed: SummedExpr | None = None) -> SummedExpr:
         like = next(t for t in tensors.values() if t.is_floating_point())
-        value = program.outputs[0].value
-        self = _Open._make(cls, like, (graph.num_dst, *(value.shape if summed is None else (value.numel,))))
+        self = _Open._make(cls, like, (graph.num_dst, *program.outputs[0].value.shape))
         self.layer, self.program, self.graph, self.tensors = layer, program, graph, tensors
         self.opens, self.can_add, self.summed = opens, can_add, summed
         self.products = []
@@ -289,9 +288,10 @@ class SummedExpr(_Open):
         """Whether a kernel can add to the one result of ``program``, and it is worth it.
 
         Parts of a graph decide alike, however many rows each has. Not in half precision: what is added to is float32,
-        of which processes would send each other twice as much; and sums of softmax weights are kept in float32 beside.
+        of which processes would send each other twice as much; and sums of softmax weights are kept in float32 beside,
+        as those of parts are.
         """
-        if not has_kernels(graph.device) or not _can_add(program):
+        if not has_kernels(graph.device) or not _can_add(program) or (graph.is_part and _has_softmax(program)):
             return False
         if (graph.is_part or _has_softmax(program)) and any(
                 t.dtype.itemsize < 4 for t in tensors.values() if t.is_floating_point()):
@@ -315,8 +315,7 @@ class SummedExpr(_Open):
     def run(self, program: EdgeProgram, tensors: Mapping[str, Tensor]) -> Tensor:
         """The result of ``program``, counted as a fused propagate of the layer."""
         debug.record(self.layer, "propagate", program, self.graph)
-        made = run(program, self.graph, tensors)[0]
-        return made if self.summed is None else made.view(self.shape)
+        return run(program, self.graph, tensors)[0]
 
     def with_heads_joined(self, sizes: tuple[Any, ...]) -> SummedExpr | None:
         """The same with heads and features in one dimension, if it is that which ``sizes`` ask for."""
@@ -324,7 +323,7 @@ class SummedExpr(_Open):
         num_rows, num_heads, width = self.shape if can_wait else (0, 0, 0)
         if not can_wait or sizes not in ((-1, num_heads * width), (num_rows, num_heads * width)):
             return None
-        return SummedExpr(self.layer, self.program, self.graph, self.tensors, False, True, self)
+        return SummedExpr(self.layer, _joined(self.program), self.graph, self.tensors, False, True, self)
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> LinearOfSum | None:
         narrows = weight.dtype == self.dtype and weight.shape[0] < weight.shape[1] == self.shape[1]
@@ -337,18 +336,18 @@ class SummedExpr(_Open):
     def takes(self, other: Tensor, factor: Tensor | None = None) -> bool:
         """Whether ``other`` is a bias or features of the targets, or a factor times these, that the kernel can add."""
         given = (other,) if factor is None else (other, factor)
-        shapes = (self.shape, self.shape[1:]) if factor is None else (self.shape,)
-        return (other.shape in shapes and (factor is None or (factor.numel() == 1 and factor.dim() < 2))
-                and all(type(t) in _PLAIN and t.dtype == self.dtype and t.device == self.device
-                        and t.layout == torch.strided for t in given)
+        shapes: tuple[Any, ...] = (self.shape, self.shape[1:]) if factor is None else (self.shape,)
+        if _has_softmax(self.program):  # features may be so much larger that the sum is lost in what backward reads
+            shapes = (self.shape[1:],) if factor is None else ()
+        return (self.dim() == 2 and other.shape in shapes
+                and (factor is None or (factor.numel() == 1 and factor.dim() < 2)) and all(
+                    type(t) in _PLAIN and t.dtype == self.dtype and t.device == self.device
+                    and t.layout == torch.strided for t in given)
                 and not columns.has_transform(given))
 
 
 class Addend(NamedTuple):
-    """What is added to a sum: a bias ``[K]``, or features ``[N, K]``, which may have a factor, one number.
-
-    Or ``[H, C]`` and ``[N, H, C]``, if that is the shape of the sum.
-    """
+    """What is added to a sum: a bias ``[K]``, or features ``[N, K]``, which may have a factor, one number."""
 
     value: Tensor
     factor: Tensor | None
@@ -376,15 +375,12 @@ class AddedExpr(_Open):
             terms = (a.value if a.factor is None else a.factor * a.value for a in self.added)
             return functools.reduce(columns.add, terms, self.summed.materialize())
         tensors = dict(self.summed.tensors)
-        features = self.summed.program.outputs[0].value.shape
         kinds = []
         for k, (value, factor) in enumerate(self.added):
-            is_row = value.dim() == self.dim()
-            shape = (*value.shape[:is_row], *features)
-            tensors[f"after.{k}"] = value if value.shape == shape else value.reshape(shape)
+            tensors[f"after.{k}"] = value
             if factor is not None:
                 tensors[f"after.{k}.factor"] = factor
-            kinds.append((is_row, None if factor is None else tuple(factor.shape)))
+            kinds.append((value.dim() > 1, None if factor is None else tuple(factor.shape)))
         return self.summed.run(_added(self.summed.program, tuple(kinds)), tensors)
 
     def plus(self, other: Tensor, factor: Tensor | None = None) -> AddedExpr | None:
@@ -432,9 +428,16 @@ def _is_wanted(made: SummedExpr | LinearOfSum | AddedExpr) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _can_add(program: EdgeProgram) -> bool:
-    """Whether the one result of ``program`` is such that a kernel can add to it."""
+    """Whether the one result of ``program`` is such that a kernel can add to it, if need be with its heads joined."""
     output = program.outputs[0]
     return len(program.outputs) == 1 and output.kind in ("sum", "mean") and len(output.value.shape) in (1, 2)
+
+
+@functools.lru_cache(maxsize=1024)
+def _joined(program: EdgeProgram) -> EdgeProgram:
+    """``program`` with the features of its one result in one dimension."""
+    (output,) = program.outputs
+    return EdgeProgram((Output(output.kind, ir.view(output.value, (output.value.numel,)), output.name),))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -126,10 +126,11 @@ class FusedMixin(_Layer):
         kwargs, _ = dots.computed(self, kwargs)
         bound = known.find(self, "propagate", edge_index, size, kwargs)
         if bound is not None:
-            out = order.sum_later(self, bound.program, bound.graph, bound.tensors)
-            if out is None:
-                debug.record(self, "propagate", bound.program, bound.graph)
-                (out,) = run(bound.program, bound.graph, bound.tensors)
+            later = None if bound.side else order.sum_later(self, bound.program, bound.graph, bound.tensors)
+            if later is not None:
+                return later
+            debug.record(self, "propagate", bound.program, bound.graph)
+            (out,) = run(bound.program, bound.graph, bound.tensors)
             bound.leave_behind(self)
             return out
         if isinstance(self, _OVER_ALL_NODES) and is_part(edge_index):
@@ -147,10 +148,9 @@ class FusedMixin(_Layer):
             calls = [Call(self, "propagate", edge_index, size, part) for part in parts]
         except NotFusable as error:
             return _run_plain(self, "propagate", edge_index, size, kwargs, error.reasons, has_run_hooks)
-        if len(calls) == 1 and calls[0].is_plain:
+        if len(calls) == 1 and not calls[0].side and calls[0].is_plain:
             later = order.sum_later(self, calls[0].program, calls[0].graph, calls[0].tensors)
             if later is not None:
-                self._fullgraph_leave_behind(calls[0], edge_index)
                 if order.is_closed(self):
                     known.remember(self, "propagate", edge_index, size, kwargs, calls[0], fields)
                 return later
@@ -166,13 +166,10 @@ class FusedMixin(_Layer):
     def _fullgraph_edge_phase(self, call, edge_index):
         debug.record(self, "propagate", call.program, call.graph)
         (out,) = run(call.program, call.graph, call.tensors)
-        self._fullgraph_leave_behind(call, edge_index)
-        return self.update(call.result(out), **call.update_arguments())
-
-    def _fullgraph_leave_behind(self, call, edge_index):
         for name, value in call.side_results().items():
             # Sparse matrices take coefficients as their values, so they get a tensor.
             setattr(self, name, as_plain(value) if is_sparse(edge_index) else value)
+        return self.update(call.result(out), **call.update_arguments())
 
     @torch.compiler.disable(reason=compiled.REASON)
     @derived.paused

@@ -177,7 +177,8 @@ def split(program: EdgeProgram, disable: Sequence[str] = (), constant: Container
 def _add_in_sweep(stages: Sequence[Stage], value: Node, constant: Container[Node]) -> Stage | None:
     """The last stage with what is added to its one sum or mean in ``value``; None if that is not all of ``value``.
 
-    Not what is kept from run to run.
+    Not what is kept from run to run, and no features to a sum of softmax weights: gradients read that sum, and take
+    off again what was added to it, which must not be much larger.
     """
     if not stages or len(stages[-1].core.outputs) > 1:
         return None
@@ -190,6 +191,8 @@ def _add_in_sweep(stages: Sequence[Stage], value: Node, constant: Container[Node
     if not added or any(sign < 0 for sign, _ in terms) or not all(_is_addend(t, value.shape) for t in added):
         return None
     taken = {*stage.core.inputs, *(r for s in stages for r in s.results), ir.DEGREE, ir.INV_DEGREE}
+    if any(t.domain != Domain.PARAM for t in added) and any(n.op == "softmax" for n in ir.walk(output.value)):
+        return None
     parts = [n for t in added for n in addend(t) if n is not None]
     if len(set(parts)) < len(parts) or any(n.op != "input" or n.is_integer or n in taken for n in parts):
         return None
