@@ -202,6 +202,18 @@ def plus(kind: str, *shape: int, is_scaled: bool = False) -> Callable[[], EdgePr
     return make
 
 
+def with_bias(layer: Layer) -> Callable[[], EdgeProgram]:
+    """``layer`` with the heads of its result in one dimension, and a bias added to that."""
+
+    def make() -> EdgeProgram:
+        (output,) = layer().outputs
+        width = output.value.numel
+        total = ir.gather(output.kind, DST, ir.view(output.value, (width,)))
+        return EdgeProgram((Output("vertex", ir.pointwise("add", total, ir.input("bias", Domain.PARAM, (width,)))),))
+
+    return make
+
+
 LAYERS: dict[str, Layer] = {
     "gcn": Layer(lambda: pyg.GCNConv(4, WIDTH), "sum", dict(x_j=spec(SRC, WIDTH), edge_weight=spec(EDGE))),
     **{f"sage-{k}": Layer(lambda: pyg.SAGEConv(4, WIDTH), k, dict(x_j=spec(SRC, WIDTH)))
@@ -248,6 +260,7 @@ MORE_CASES: dict[str, Callable[[], EdgeProgram]] = {
     "plus-mean": plus("mean", 2, 3),
     "plus-wide": plus("sum", 64),
     "plus-scaled": plus("mean", 64, is_scaled=True),
+    "gat-bias": with_bias(gat()),
 }
 
 

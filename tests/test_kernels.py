@@ -48,7 +48,7 @@ GRAPHS = ("no_nodes", "no_edges", "no_destinations", "one_edge", "isolated", "hu
 NAN, INFINITY = float("nan"), float("inf")
 
 
-@pytest.mark.slow(600)
+@pytest.mark.slow(300)
 @pytest.mark.skipif(interpreted(), reason="this is the interpreter's session")
 @pytest.mark.parametrize("part", ["0/3", "1/3", "2/3"])
 def test_interpreted(part):
