@@ -4,6 +4,7 @@ import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -20,6 +21,24 @@ if os.environ.get("HYPOTHESIS_PROFILE") != "thorough":
 
 # Two cores are shared by everything that runs here; small graphs gain nothing from threads.
 torch.set_num_threads(1)
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from triton.runtime import interpreter
+
+    _call = interpreter.InterpretedFunction.__call__
+    _prepared: set[str] = set()
+
+    def call_inside_kernel(self: interpreter.InterpretedFunction, *args: Any, **kwargs: Any) -> Any:
+        """A device function. Triton would put its functions in the place of triton.language's in each call; that lasts
+        from the first of a module on: a fifth of the time.
+        """
+        if self.fn.__module__ in _prepared:
+            return self.rewrite()(*args, **kwargs)
+        _prepared.add(self.fn.__module__)
+        return _call(self, *args, **kwargs)
+
+    interpreter.InterpretedFunction.__call__ = call_inside_kernel  # type: ignore[method-assign]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
