@@ -28,7 +28,7 @@ from pyg_fullgraph.errors import DoubleBackwardError, ForwardModeError, Function
 from pyg_fullgraph.execution import target_of
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.memo import taken
-from pyg_fullgraph.phases import CompiledProgram, EdgePhase, Orders, compile_program, stores_half
+from pyg_fullgraph.phases import CompiledProgram, EdgePhase, Orders, compile_program, has_long_rows, stores_half
 from pyg_fullgraph.saga import interpret, ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node
 from pyg_fullgraph.saga.passes import Stage
@@ -322,7 +322,8 @@ def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tu
     unchanged = reuse.constant_inputs(program, graph, env)
     is_plain = all(type(t) in _PLAIN for t in env.values()) and not torch.compiler.is_compiling()
     # Parts of a graph fetch rows on the way to a sweep, and a compiler adds up gradients by itself.
-    compiled = compile_program(program, unchanged, same if is_plain and not graph.is_part else ())
+    is_whole = is_plain and not graph.is_part
+    compiled = compile_program(program, unchanged, same if is_whole else (), is_whole and has_long_rows(graph))
     like = _like(env, graph.device)
     if compiled.uses_degree:
         wide = compute_dtype(like.dtype)

@@ -288,11 +288,13 @@ def plan(outputs: Mapping[str, Node], target: Target, disable: Sequence[str] = (
     results = dict(zip(outputs, finals, strict=True))
     for name, terms in (added or {}).items():
         steps, results[name] = _add_to(steps, results, name, terms)
-    for name in exact:  # of vertices alone: as outputs they would have the dtype of inputs
-        value = results[name]
-        if value.op != "input" and not {*known.values(), *written.values()} & {*ir.inputs_of(value)}:
+    made = {*known.values(), *written.values()}
+    early: dict[Node, Node] = {}  # of vertices alone: beside what reads the same; as outputs in the dtype of inputs
+    for name, value in results.items():
+        if value.op != "input" and not made & {*ir.inputs_of(value)} and (name in exact or is_vertex_work(value)):
             results[name] = ir.input(f"%vertex.{value.digest[:8]}", value.domain, value.shape)
-            steps = (*steps, (results[name], value))
+            early[results[name]] = value
+    steps = (*early.items(), *steps)
     wanted = {n for name in exact for n in ir.inputs_of(results[name])}
     handed = {r for s in steps if isinstance(s, Sweep) for r, _ in s.edges} - set(written.values())
     return Plan(steps, results, frozenset(wanted | handed))
