@@ -323,7 +323,8 @@ def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tu
     is_plain = all(type(t) in _PLAIN for t in env.values()) and not torch.compiler.is_compiling()
     # Parts of a graph fetch rows on the way to a sweep, and a compiler adds up gradients by itself.
     is_whole = is_plain and not graph.is_part
-    compiled = compile_program(program, unchanged, same if is_whole else (), is_whole and has_long_rows(graph))
+    postpones = is_whole and has_long_rows(graph) and _trains_vertices(env)
+    compiled = compile_program(program, unchanged, same if is_whole else (), postpones)
     like = _like(env, graph.device)
     if compiled.uses_degree:
         wide = compute_dtype(like.dtype)
@@ -365,6 +366,12 @@ def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tu
         for seen in _observers:
             seen.append(report)
     return tuple(outputs)
+
+
+def _trains_vertices(env: Mapping[Node, Tensor]) -> bool:
+    """Whether all features of vertices have a gradient, as far as anything has."""
+    rows = (t for n, t in env.items() if n.domain in (Domain.SRC, Domain.DST) and t.is_floating_point())
+    return not torch.is_grad_enabled() or all(t.requires_grad for t in rows)
 
 
 def _like(env: Mapping[Node, Tensor], device: torch.device) -> Tensor:

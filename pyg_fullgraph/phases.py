@@ -12,7 +12,7 @@ from torch import Tensor
 from pyg_fullgraph import ahead, columns
 from pyg_fullgraph.chunks import compute_dtype
 from pyg_fullgraph.edge_order import EdgeOrder
-from pyg_fullgraph.execution import has_kernels, run_plan, target_of
+from pyg_fullgraph.execution import run_plan, target_of
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.adjoint import Adjoint, grad_input
@@ -22,8 +22,7 @@ from pyg_fullgraph.saga.plans import Plan, Target, addend
 from pyg_fullgraph.saga.postpone import postpone_products
 from pyg_fullgraph.saga.stored import adjoint_of
 
-__all__ = ["CompiledProgram", "EdgePhase", "Needs", "Orders", "compile_program", "has_long_rows",
-           "stores_half"]
+__all__ = ["CompiledProgram", "EdgePhase", "Needs", "Orders", "compile_program", "has_long_rows", "stores_half"]
 
 Needs = tuple[bool, ...]
 #: Mean degree from which on products are postponed in backward. Measured on an H200: of 490 edges GAT takes 0.86 of the
@@ -51,7 +50,7 @@ class EdgePhase:
         is_exact: Whether results keep the dtype of the arithmetic.
         added: Terms that are added to the one result, see :class:`Stage`.
         same: Rows among these, and the input of the core with the same tensor, whose sweep makes the gradient of both.
-        has_long_rows: Whether rows have many edges, for which more is kept per row (see :mod:`saga.postpone`).
+        postpones: Whether products with the row that edges share come after the sum (see :mod:`saga.postpone`).
 
     Attributes:
         steps: What :meth:`kept` says of each kind of step that was begun.
@@ -59,11 +58,11 @@ class EdgePhase:
     """
 
     def __init__(self, core: EdgeProgram, is_exact: bool = False, added: tuple[Node, ...] = (),
-                 same: tuple[tuple[Node, Node], ...] = (), has_long_rows: bool = False) -> None:
+                 same: tuple[tuple[Node, Node], ...] = (), postpones: bool = False) -> None:
         self.core, self.is_exact, self.added, self.same = core, is_exact, added, dict(same)
-        self.has_long_rows = has_long_rows
+        self.postpones = postpones
         more = [*(t.digest for t in added), *(f"{a.name}={b.name}" for a, b in same)]
-        self.key = "-".join([core.digest, *["exact"] * is_exact, *["long"] * has_long_rows, *more])
+        self.key = "-".join([core.digest, *["exact"] * is_exact, *["postponed"] * postpones, *more])
         self._added_inputs = ir.inputs_of(*added)
         self.inputs: tuple[Node, ...] = (*core.inputs, *self._added_inputs)
         self.results = tuple(ir.input(f"out.{o.name}", o.domain, o.value.shape) for o in core.outputs)
@@ -75,7 +74,7 @@ class EdgePhase:
     @cached_property
     def adjoint(self) -> Adjoint:
         found = adjoint_of(self.core)
-        return postpone_products(found) if self.has_long_rows else found
+        return postpone_products(found) if self.postpones else found
 
     @cached_property
     def grads_of_added(self) -> dict[Node, Node]:
@@ -136,9 +135,10 @@ class EdgePhase:
                       if (g := grads.get(n)) is not None}
             pairs = [(n.name, to.name) for n, to in self.same.items() if n.name in wanted and to.name in wanted]
             added = {to: (ir.substitute(wanted.pop(name), self._across),) for name, to in pairs}
-            # What rows give to a factor is still to be added up.
-            by_row = [n.name for n in self.grads_of_added if not n.is_row and n.name in wanted]
-            self._plans[key] = plan(wanted, target, exact=by_row, added=added)
+            # What rows give to a factor is still to be added up, and sums may be as large as what is taken off them.
+            exact = [n.name for n in self.grads_of_added if not n.is_row and n.name in wanted]
+            exact += [name for name, g in wanted.items() if g.op != "gather" and g.domain in (Domain.SRC, Domain.DST)]
+            self._plans[key] = plan(wanted, target, exact=exact, added=added)
         return self._plans[key]
 
     def forward(self, graph: Graph | Orders, tensors: Sequence[Tensor], like: Tensor,
@@ -149,7 +149,9 @@ class EdgePhase:
         made = run_plan(chosen, graph.incoming, None, dict(zip(self.inputs, tensors, strict=True)), like)
         count = len(self.results)
         dtype = compute_dtype(like.dtype) if self.is_exact else like.dtype
-        return [t.to(dtype) for t in made[:count]], made[count:]
+        results = [t.to(dtype) for t in made[:count]]
+        # Somebody may write to a result: a sum that is kept and happens to be one is another tensor.
+        return results, [t.clone() if any(t is r for r in results) else t for t in made[count:]]
 
     def backward(self, graph: Graph | Orders, env: Mapping[Node, Tensor], grads: Sequence[Tensor], like: Tensor,
                  needs: Needs) -> list[Tensor | None]:
@@ -204,10 +206,10 @@ class CompiledProgram:
     """
 
     def __init__(self, program: EdgeProgram, constant: Container[Node] = (),
-                 same: tuple[tuple[Node, Node], ...] = (), has_long_rows: bool = False) -> None:
+                 same: tuple[tuple[Node, Node], ...] = (), postpones: bool = False) -> None:
         self.program = program
         self.split: Split = split(program, constant=constant)
-        self.phases = tuple(_phase_of(s.core, s.is_exact, s.added, _same_in(s, same), has_long_rows)
+        self.phases = tuple(_phase_of(s.core, s.is_exact, s.added, _same_in(s, same), postpones)
                             for s in self.split.stages)
         self.constant = tuple(s.constant_inputs(constant) for s in self.split.stages)
         steps = [e for s in self.split.stages for e in (*s.hoisted.values(), *(o.value for o in s.core.outputs))]
@@ -216,8 +218,8 @@ class CompiledProgram:
 
 @lru_cache(maxsize=1024)
 def _phase_of(core: EdgeProgram, is_exact: bool, added: tuple[Node, ...], same: tuple[tuple[Node, Node], ...],
-              has_long_rows: bool) -> EdgePhase:
-    return EdgePhase(core, is_exact, added, same, has_long_rows)
+              postpones: bool) -> EdgePhase:
+    return EdgePhase(core, is_exact, added, same, postpones)
 
 
 def _same_in(stage: Stage, same: tuple[tuple[Node, Node], ...]) -> tuple[tuple[Node, Node], ...]:
@@ -227,21 +229,21 @@ def _same_in(stage: Stage, same: tuple[tuple[Node, Node], ...]) -> tuple[tuple[N
 
 @lru_cache(maxsize=1024)
 def compile_program(program: EdgeProgram, constant: frozenset[Node] = frozenset(),
-                    same: tuple[tuple[Node, Node], ...] = (), has_long_rows: bool = False) -> CompiledProgram:
+                    same: tuple[tuple[Node, Node], ...] = (), postpones: bool = False) -> CompiledProgram:
     """Compile ``program``, or return what was compiled for the same content before.
 
     Args:
         program: What to compile.
         constant: Inputs that are the same from run to run and have no gradient.
         same: Inputs of destinations and of sources that are one tensor.
-        has_long_rows: Whether rows have many edges, as :func:`has_long_rows` says.
+        postpones: Whether products with the row that edges share come after the sum (see :mod:`saga.postpone`).
     """
-    return CompiledProgram(program, constant, same, has_long_rows)
+    return CompiledProgram(program, constant, same, postpones)
 
 
 def has_long_rows(graph: Graph) -> bool:
-    """Whether an array more per destination costs less than numbers per edge, and more work per edge."""
-    return has_kernels(graph.device) and graph.num_edges >= LONG_ROWS * graph.num_dst
+    """Whether vertices have so many edges that an array more for each side costs less than numbers per edge."""
+    return graph.num_edges >= LONG_ROWS * max(graph.num_src, graph.num_dst)
 
 
 def stores_half(dtype: torch.dtype) -> bool:

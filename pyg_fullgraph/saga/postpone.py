@@ -9,8 +9,7 @@ and no features are added up per edge. The price is one more array of the size o
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.saga import ir
@@ -19,8 +18,8 @@ from pyg_fullgraph.saga.ir import Domain, Node
 
 __all__ = ["postpone_products"]
 
-#: A term of a sum: whether it is taken off, what depends on gradients, and its factor.
-_Term = tuple[bool, Node, Node]
+#: A term of a sum: plus or minus one, what depends on gradients, and its factor.
+_Term = tuple[int, Node, Node]
 
 
 def postpone_products(found: Adjoint) -> Adjoint:
@@ -75,16 +74,16 @@ def _postponed(total: Node, save: Callable[[Node], Node]) -> Node:
     if total.attr("kind") != "sum" or side not in (Domain.SRC, Domain.DST):
         raise NotFusable(["products are postponed in sums of rows"])
     products = _products([value])
-    factors: dict[Node, tuple[list[Node], list[Node]]] = {}
-    for is_taken_off, leaf, factor in _terms(value, products, _of_gradients([value])):
-        factors.setdefault(leaf, ([], []))[is_taken_off].append(factor)
-    found: tuple[list[Node], list[Node]] = ([], [])
-    by_edge: tuple[list[Node], list[Node]] = ([], [])
-    for leaf, (added, taken_off) in factors.items():
+    factors: dict[Node, list[tuple[int, Node]]] = {}
+    for sign, leaf, factor in _terms(value, products, _of_gradients([value])):
+        factors.setdefault(leaf, []).append((sign, factor))
+    found: list[tuple[int, Node]] = []
+    by_edge: list[tuple[int, Node]] = []
+    for leaf, parts in factors.items():
         if leaf.shape != value.shape:
             raise NotFusable(["a product is spread over features"])
-        factor = ir.expand(_sum(added, taken_off) if added else _sum(taken_off, []), value.shape)
-        sign = int(not added)
+        sign, factor = _added_up(parts)
+        factor = ir.expand(factor, value.shape)
         if _in_shape(leaf) in products:
             product, dims = _in_shape(leaf).args[0], _in_shape(leaf).attr("dims")
             own, other = sorted(product.args, key=lambda n: n.domain != side)
@@ -92,16 +91,24 @@ def _postponed(total: Node, save: Callable[[Node], Node]) -> Node:
             row = ir.gather("sum", side, ir.pointwise("mul", spread, other))
             row = save(row) if side == Domain.DST else row
             summed = ir.reduce_features("sum", ir.pointwise("mul", own, row), dims)
-            found[sign].append(ir.view(summed, value.shape))
+            found.append((sign, ir.view(summed, value.shape)))
         elif side == Domain.DST:
-            found[sign].append(ir.pointwise("mul", leaf, save(ir.gather("sum", side, ir.lift(factor)))))
+            found.append((sign, ir.pointwise("mul", leaf, save(ir.gather("sum", side, ir.lift(factor))))))
         else:
-            by_edge[sign].append(ir.pointwise("mul", factor, leaf))
-    if any(by_edge):
-        sign = int(not by_edge[0])
-        rest = _sum(*by_edge) if by_edge[0] else _sum(by_edge[1], [])
-        found[sign].append(ir.gather("sum", side, ir.lift(rest)))
-    return _sum(*found) if found[0] else ir.pointwise("neg", _sum(found[1], []))
+            by_edge.append((sign, ir.pointwise("mul", factor, leaf)))
+    if by_edge:
+        sign, rest = _added_up(by_edge)
+        found.append((sign, ir.gather("sum", side, ir.lift(rest))))
+    sign, grad = _added_up(found)
+    return grad if sign > 0 else ir.pointwise("neg", grad)
+
+
+def _added_up(terms: Sequence[tuple[int, Node]]) -> tuple[int, Node]:
+    """The sum of terms with signs, and a sign of its own: minus one where all of them have that."""
+    (sign, total), *rest = sorted(terms, key=lambda term: -term[0])
+    for other, term in rest:
+        total = ir.pointwise("add" if other == sign else "sub", total, term)
+    return sign, total
 
 
 def _of_gradients(roots: Iterable[Node]) -> set[Node]:
@@ -118,38 +125,30 @@ def _in_shape(node: Node) -> Node:
     return node.args[0] if node.op == "view" else node
 
 
-def _terms(node: Node, products: Container[Node], varying: Container[Node],
-           is_taken_off: bool = False) -> Iterator[_Term]:
+def _terms(node: Node, products: Container[Node], varying: Container[Node], sign: int = 1) -> Iterator[_Term]:
     """``node`` as a sum of ``products``, and of rows of destinations among what is ``varying``, each with its factor.
 
     Raises: NotFusable if it is not linear in these, feature by feature.
     """
-    if node not in varying and ir.is_const(node, 0.0):
-        return
     if _in_shape(node) in products or (node.domain == Domain.DST and node in varying):
-        yield is_taken_off, node, ir.const(1.0)
+        yield sign, node, ir.const(1.0)
         return
     changing = [k for k, a in enumerate(node.args) if a in varying]
-    if node.op in ("add", "sub"):
-        yield from _terms(node.args[0], products, varying, is_taken_off)
-        yield from _terms(node.args[1], products, varying, is_taken_off ^ (node.op == "sub"))
+    if node.op in ("add", "sub") and len(changing) == 2:
+        yield from _terms(node.args[0], products, varying, sign)
+        yield from _terms(node.args[1], products, varying, sign if node.op == "add" else -sign)
     elif node.op == "neg":
-        yield from _terms(node.args[0], products, varying, not is_taken_off)
+        yield from _terms(node.args[0], products, varying, -sign)
     elif (node.op == "mul" and len(changing) == 1) or (node.op == "div" and changing == [0]):
         other = node.args[1 - changing[0]]
-        for sign, leaf, factor in _terms(node.args[changing[0]], products, varying, is_taken_off):
-            yield sign, leaf, ir.pointwise(node.op, factor, other)
-    elif node.op == "where" and 0 not in changing and changing:
-        condition = node.args[0]
-        for sign, leaf, factor in _terms(node.args[1], products, varying, is_taken_off):
-            yield sign, leaf, ir.pointwise("where", condition, factor, 0.0)
-        for sign, leaf, factor in _terms(node.args[2], products, varying, is_taken_off):
-            yield sign, leaf, ir.pointwise("where", condition, 0.0, factor)
+        for side, leaf, factor in _terms(node.args[changing[0]], products, varying, sign):
+            yield side, leaf, ir.pointwise(node.op, factor, other)
+    elif node.op == "where" and changing and 0 not in changing:
+        condition, *branches = node.args
+        for k, branch in enumerate(branches):
+            if not ir.is_const(branch, 0.0):
+                for side, leaf, factor in _terms(branch, products, varying, sign):
+                    chosen = (factor, 0.0) if k == 0 else (0.0, factor)
+                    yield side, leaf, ir.pointwise("where", condition, *chosen)
     else:
         raise NotFusable([f"not linear in products of rows: {node.op}"])
-
-
-def _sum(added: list[Node], taken_off: list[Node]) -> Node:
-    """The sum of ``added``, of which there are some, less ``taken_off``."""
-    total = functools.reduce(functools.partial(ir.pointwise, "add"), added)
-    return functools.reduce(functools.partial(ir.pointwise, "sub"), taken_off, total)
