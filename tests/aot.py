@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import io
 import json
 import re
@@ -304,4 +305,5 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    gc.disable()  # a tenth of the time
     main(sys.argv[1:])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import os
 import queue
 import tempfile
@@ -19,8 +20,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-#: What all processes need, imported once.
-PRELOADED = ["torch", "torch_geometric.nn", "pyg_fullgraph.nn", "pyg_fullgraph.training"]
+#: What all processes need, imported once; `layers_written` has PyG write the code of every layer's class.
+PRELOADED = ["torch", "torch_geometric.nn", "pyg_fullgraph.nn", "pyg_fullgraph.training", "layers_written"]
 #: Seconds that one call may take before the ranks are given up.
 TIMEOUT_S = 900
 
@@ -44,6 +45,7 @@ def _serve(rank: int, size: int, backend: str, store: str, calls: Any, results: 
 
 def _join(rank: int, size: int, backend: str, store: str) -> None:
     torch.set_num_threads(1)
+    gc.freeze()
     gpu = torch.device("cuda", rank) if backend == "nccl" else None
     if gpu is not None:
         torch.cuda.set_device(gpu)
