@@ -45,11 +45,14 @@ TARGET = GPUTarget("cuda", 90, 32)
 
 
 def plans_of(program: EdgeProgram) -> list[Plan]:
-    """The plans of a training step of ``program``."""
+    """The plans of a training step of ``program``, on graphs of few edges per vertex and of many."""
     stage = split(program).stages[0]
-    phase = EdgePhase(stage.core, added=stage.added)
-    needs = tuple(not n.is_integer for n in phase.inputs)
-    return [phase.forward_plan(KERNELS, False), phase.forward_plan(KERNELS, True), phase.backward_plan(KERNELS, needs)]
+    found: list[Plan] = []
+    for postpones in (False, True):
+        phase = EdgePhase(stage.core, added=stage.added, postpones=postpones)
+        needs = tuple(not n.is_integer for n in phase.inputs)
+        found += [phase.forward_plan(KERNELS, save) for save in (False, True)] + [phase.backward_plan(KERNELS, needs)]
+    return found
 
 
 def sweeps_of(plans: list[Plan]) -> list[Sweep]:

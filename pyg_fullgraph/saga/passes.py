@@ -289,7 +289,9 @@ def plan(outputs: Mapping[str, Node], target: Target, disable: Sequence[str] = (
     for name, terms in (added or {}).items():
         steps, results[name] = _add_to(steps, results, name, terms)
     made = {*known.values(), *written.values()}
-    early: dict[Node, Node] = {}  # of vertices alone: beside what reads the same; as outputs in the dtype of inputs
+    # Results of vertices alone are steps in front, which share a kernel with others that read the same features, and
+    # are computed in the dtype of the arithmetic; as outputs they would come last, in that of their inputs.
+    early: dict[Node, Node] = {}
     for name, value in results.items():
         if value.op != "input" and not made & {*ir.inputs_of(value)} and (name in exact or is_vertex_work(value)):
             results[name] = ir.input(f"%vertex.{value.digest[:8]}", value.domain, value.shape)

@@ -4,7 +4,8 @@ The gradient of a score ``a_i + b_j`` of attention sums ``s_ij <g_i, x_j>`` over
 ``j``. Both are ``<g_i, sum_j s_ij x_j>`` and ``<sum_i s_ij g_i, x_j>`` (SAGA-opt 4: a linear map commutes with the
 sum). The first sum has no gradient in it, so that forward makes it beside its result; the second one is of the rows
 that the gradient of ``x_j`` is made of. No edge has a number of its own then, nothing is handed from sweep to sweep,
-and no features are added up per edge. The price is one more array of the size of the result, from forward to backward.
+and no features are added up per edge. The price is one more array of the size of the result, from forward to backward,
+and one of the sources in backward.
 """
 
 from __future__ import annotations
