@@ -32,6 +32,11 @@ MAX_PIECE, MIN_PIECE, MIN_PIECES = 512, 32, 1024
 #: Mean degree -> bytes of a row that one program sums at a time: of long rows, slices meet in the cache of a
 #: multiprocessor. Measured on an H200.
 SLICES = ((256, 128), (32, 256))
+#: Fewest and most bytes of a head, and fewest edges per row, for which a program sums up one head at a time where edges
+#: have a number per head: rows meet in the cache of a multiprocessor. Measured on an H200: GAT of 4 x 64 on reddit,
+#: forward and backward, 12.3 and 12.5 ms, by heads 11.7 and 11.5; of 2 x 128 14.8 and 14.0, 11.8 and 11.5. Heads of 128
+#: bytes take longer for it, and on products (50 edges per row) all do.
+HEAD_BYTES, HEAD_DEGREE = (256, 512), 256
 #: Rows of how many edges on average leave lanes of matrix products idle, so that sweeps take blocks of edges in place
 #: of rows, and from how much work per feature on products outweigh that each row of a block is then merged by itself.
 #: From counts of instructions, not measured.
@@ -370,6 +375,9 @@ def kernel_on(sweep: Sweep, lanes: int, num_rows: int, num_edges: int,
     features = next((size * lanes // 16 for least, size in SLICES if degree >= least), kernel.width)
     if kernel.is_sliced_freely and 2 * features < kernel.width:
         better.append(kernel_of(sweep, lanes, features))
+    is_head = HEAD_BYTES[0] <= kernel.head_width * 16 // lanes <= HEAD_BYTES[1]
+    if is_head and degree >= HEAD_DEGREE and kernel.head_width < kernel.width:
+        better.append(kernel_of(sweep, lanes, kernel.head_width))
     if kernel.is_light and degree * kernel.width <= ROUND_FEATURES and num_rows >= 2 * launches.MIN_ROUND_PROGRAMS:
         better.append(kernel_of(sweep, lanes, in_rounds=True))
     return next((k for k in better if isinstance(k, codegen.KernelSource) and k.source not in _TOO_LARGE), kernel)

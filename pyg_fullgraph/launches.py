@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -23,6 +24,8 @@ __all__ = ["Prepared", "Run", "contiguous_rows"]
 MAX_WORKERS, WORKER_ELEMENTS = 8448, 1 << 23
 #: Most pieces that a program takes in rounds, as long as there are so many programs, four times what an H200 holds.
 ROUNDS, MIN_ROUND_PROGRAMS = 8, 16384
+#: Elements up to which their places are 32-bit numbers: address arithmetic of 64 bits is an eighth of what a sum does.
+_FAR = 1 << 31
 
 
 class _Site:
@@ -62,23 +65,24 @@ class _Site:
         fixed += [order.num_edges if kernel.takes_blocks else num_pieces, *([self.num_workers] * kernel.has_workers)]
         self._kernel, self._num_warps, self._device = kernel, shape.num_warps, order.ptr.device
         self._fixed, self._made = fixed, made
-        self._launches: dict[tuple[bool, bool], launch.Launch] = {}
+        self._launches: dict[tuple[bool, bool, bool], launch.Launch] = {}
 
-    def launch(self, has_places: bool, adds: bool) -> launch.Launch:
+    def launch(self, has_places: bool, adds: bool, is_far: bool) -> launch.Launch:
         """The launch of the kernel, which takes the arguments from places on.
 
         Args:
             has_places: Whether edges have places of their own among values on their way between sweeps.
             adds: Whether the kernel adds to what tiles before left.
+            is_far: Whether elements of rows that are asked for by index lie 2^31 or more apart.
         """
-        known = self._launches.get((has_places, adds))
+        known = self._launches.get((has_places, adds, is_far))
         if known is None:
-            kernel, constants = self._kernel, dict(self._constants)
+            kernel, constants = self._kernel, {**self._constants, "OFFSET": tl.int64 if is_far else tl.int32}
             if kernel.takes_tiles:
                 constants["ADDS"] = adds
             if kernel.uses_places:
                 constants["HAS_PLACES"] = has_places
-            known = self._launches[has_places, adds] = launch.Launch.of(
+            known = self._launches[has_places, adds, is_far] = launch.Launch.of(
                 kernel.source, kernel.name, self.num_workers * kernel.num_tiles, constants, self._num_warps,
                 self._device, self._fixed, self._made)
         return known
@@ -132,6 +136,7 @@ class Prepared:
                 node, (rows.num_edges if node.domain == Domain.EDGE else rows.num_rows, *node.shape),
                 rows.id_dtype if node.is_integer else stat_dtype if is_exact else like.dtype, fill))
         self.written = [b.node for b in kernel.outputs]
+        self.reach = max((math.prod(made.shape) for made in self.results if made.node.domain == Domain.EDGE), default=0)
         self.merged = [b.node for b in kernel.rows]
         self.workspace: list[tuple[tuple[int, int], torch.dtype]] = []
         self.merge: launch.Launch | None = None
@@ -190,7 +195,7 @@ class Run:
         if site.num_workers == 0 and len(self.tiles) > 1:
             return
         args: list[Any] = []
-        has_places = False
+        has_places, reach = False, prepared.reach
         if kernel.uses_places:
             order = self.tiles[k]
             places = order.eid if self.staging is None else order.places_in(self.staging)
@@ -202,16 +207,20 @@ class Run:
                 value = chunks.in_order(value, self.staging)
             if has_stride:
                 value = contiguous_rows(value, *run)
-                args += value, value.stride(0)
+                stride = value.stride(0)
+                reach = max(reach, value.shape[0] * max(stride, node.numel))
+                args += value, stride
             else:
-                args.append(value.contiguous())
+                value = value.contiguous()
+                reach = max(reach, value.numel())
+                args.append(value)
         totals = {node: torch.empty((site.num_workers, *node.shape), dtype=dtype, device=prepared.device)
                   for node, dtype in prepared.totals}
         made = {**self.results, **totals} if totals else self.results
         self.added = [leaf(node).contiguous() for node in prepared.added]
         copies = [self.workspace[n].clone() if k else self.workspace[n] for n in kernel.apart]
         written = [made[node] for node in prepared.written]
-        site.launch(has_places, k > 0).run([*args, *written, *self.added, *self.workspace, *copies],
+        site.launch(has_places, k > 0, reach >= _FAR).run([*args, *written, *self.added, *self.workspace, *copies],
                                            [*args, *self.added])
         self.is_begun = True
         # A parameter's gradient leaves the kernel as one row per program.

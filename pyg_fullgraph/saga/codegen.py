@@ -16,7 +16,8 @@ from functools import cached_property
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.emit import Buffer, Emitter
-from pyg_fullgraph.saga.ir import Domain
+from pyg_fullgraph.saga.features import Place
+from pyg_fullgraph.saga.ir import Domain, Node
 from pyg_fullgraph.saga.plans import Sweep, addend, is_staged
 from pyg_fullgraph.saga.reducers import ArgPeak, Carry, Outer, Peak, Reducer, Softmax, Sum, reducers_of
 from pyg_fullgraph.saga.tiles import MIN_DOT_SIZE, WARP, Edges, Lowering, Tile
@@ -27,8 +28,11 @@ from triton_kernels.skeletons import indent as _indent
 __all__ = ["KernelSource", "generate", "pointers", "reduces_rows", "store"]
 
 #: Values per thread that are held: loaded for the edges in flight, carried, and of the row; and the same while narrow
-#: values do not fill the lanes yet. More leaves too few programs on a multiprocessor. Measured on an H200.
-MAX_HELD, MAX_HELD_TO_FILL = 72, 96
+#: values do not fill the lanes yet; or if they just fill them and a wide value is loaded per edge, no more. More leaves
+#: too few programs on a multiprocessor. Measured on an H200: GAT of 2 x 128 on products, forward and backward by source,
+#: 29 and 40 ms with 8 edges in flight, 19 and 27 with 16, whose scores are as many as lanes; of 1 x 128 on arxiv 0.54
+#: and 1.11 with 16, 0.29 and 0.55 with 32.
+MAX_HELD, MAX_HELD_TO_FILL, MAX_HELD_FILLED = 72, 96, 160
 #: Values of the widest tile in flight per program, where there are matrix products.
 PRODUCT_VALUES = 1024
 #: The same where edges in flight belong to several rows that are reduced or to none, without and with extrema, and the
@@ -41,7 +45,7 @@ LIGHT_WORK = 2
 STAGES = 3
 #: Parameters of every kernel, and those of the ones that know about edges.
 _CONSTANTS = ["FLOAT: tl.constexpr", "ID: tl.constexpr", "UNSET: tl.constexpr"]
-_EDGE_CONSTANTS = ["BLOCK_E: tl.constexpr", "HAS_EID: tl.constexpr"]
+_EDGE_CONSTANTS = ["BLOCK_E: tl.constexpr", "OFFSET: tl.constexpr", "HAS_EID: tl.constexpr"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +68,7 @@ class KernelSource:
         max_warps: Warps of a program with ``block_e`` edges.
         edge_lanes: See :class:`Tile`.
         is_sliced_freely: Whether programs that share the features of a row repeat next to nothing.
+        head_width: Features of a head, if programs that share a row by its heads repeat little; 0 if they do not.
         uses_eid: Whether the kernel needs edge ids, or the places of edges in edge tensors.
         uses_ids: Whether it needs both, so that a part of a graph gives it ids of the whole graph beside the places.
         uses_places: Whether it needs the places of edges among values on their way between sweeps.
@@ -90,6 +95,7 @@ class KernelSource:
     max_warps: int
     edge_lanes: int
     is_sliced_freely: bool
+    head_width: int
     uses_eid: bool
     uses_ids: bool
     uses_places: bool
@@ -207,7 +213,7 @@ class _Generator:
         for result, e in self.edges:
             value = self.emitter.number(e)
             place = self.emitter.staged_places() if is_staged(result) else self.emitter.edge_places()
-            self.emitter.lines.append(self._store(self.outputs[result], f"{place}.to(tl.int64)", value, "live"))
+            self.emitter.lines.append(self._store(self.outputs[result], f"{place}.to(OFFSET)", value, "live"))
         text = skeletons.HEADER.format(title=f"Sweep {self.sweep.digest}: "
                                              + ", ".join(g.attr("kind") for _, g in self.gathers)
                                              + (" edge values" if self.edges else ""))
@@ -219,7 +225,7 @@ class _Generator:
         return KernelSource(text, self.name, tuple(self.emitter.inputs.values()), tuple(self.outputs.values()),
                             tuple(self.added.values()), widths, self.apart, self.tile.num_programs, self.tile.width,
                             block_e, min_block_e, self.tile.num_warps(block_e), self.tile.edge_lanes,
-                            self._is_sliced_freely, self.emitter.uses_eid, self.emitter.uses_ids,
+                            self._is_sliced_freely, self._head_width, self.emitter.uses_eid, self.emitter.uses_ids,
                             self.emitter.uses_places, self._is_light, self.has_workers, self.in_rounds,
                             self.takes_blocks, self.takes_tiles,
                             self._product_work())
@@ -343,7 +349,7 @@ class _Generator:
                     continue
                 following = f"position{form} + {step}"
                 first = f"next_{what}{form} = tl.load({what}_ptr + ahead{form}, mask=ahead{form} < {end}, other=0)"
-                here = f"{name}{form} = next_{what}{form}{'.to(tl.int64)' if not flag else ''}{lanes}"
+                here = f"{name}{form} = next_{what}{form}{'.to(OFFSET)' if not flag else ''}{lanes}"
                 then = f"next_{what}{form} = tl.load({what}_ptr + {following}, mask={following} < {end}, other=0)"
                 if not flag:
                     ahead.append(first)
@@ -458,6 +464,10 @@ class _Generator:
             if 2 * most * per_edge + once > (MAX_HELD_TO_FILL if fills else MAX_HELD) * threads:
                 break
             most *= 2
+        filled = WARP * tile.num_warps(1) // narrow if narrow and not wide else 0
+        if tile.edge_lanes <= filled <= 64 and sum(w for w in gathered if w > narrow) <= tile.width and \
+                filled * per_edge + once <= MAX_HELD_FILLED * threads:
+            return max(most, filled), filled
         return most, tile.edge_lanes
 
     def _edges_in_a_row(self, gathered: Sequence[int]) -> tuple[int, int]:
@@ -484,6 +494,24 @@ class _Generator:
             not any(ir.OPS[n.op].kind == "reduce" for n in self.emitter.names)
 
     @property
+    def _head_width(self) -> int:
+        """Features of each of the numbers of an edge that one read brings, of sums and softmax weighted by these."""
+        tile, others = self.tile, self.emitter.others
+        if tile.has_products or self.totals or self.edges or self.emitter.uses_eid or \
+                not all(isinstance(r, Sum | Softmax) for r in self.reducers) or \
+                any(ir.OPS[n.op].kind == "reduce" for n in self.emitter.names):
+            return 0
+        gathered = [n for n in self.emitter.names if n.op == "input" and n.domain == others]
+        wide = {tile.axes.axes(n) for n in gathered if tile.is_flat(n)}
+        narrow = {tile.axes.axes(n) for n in gathered if not tile.is_flat(n)}
+        rows = {self.emitter.lowering.source(n) for n in gathered if not tile.is_flat(n)}
+        if len(wide) != 1 or len(narrow) != 1 or len(rows) != 1:
+            return 0
+        (features,), (heads,) = wide, narrow
+        inside = features[len(heads):]
+        return tile.padded(inside) if heads and inside and features[:len(heads)] == heads else 0
+
+    @property
     def _is_light(self) -> bool:
         """Whether there are two operations per edge and feature at most, beside what adds up rows, and no sum of
         features: registers are then as few in rounds. With more, rounds took up to 1.6 times as long.
@@ -499,18 +527,20 @@ class _Generator:
 
 
 def store(tile: Tile, buffer: Buffer, row: str, value: str, *masks: str,
-          added: Sequence[tuple[Buffer | None, Buffer]] = ()) -> str:
+          added: Sequence[tuple[Buffer | None, Buffer]] = (), part: Node | None = None,
+          place: Place | None = None) -> str:
     """The line that writes ``value`` to ``row`` of ``buffer``; given ``masks``, to a row per edge of a block.
 
     Args:
         added: Rows, or parameters, that are added to it, of the same features, each with its factor or None.
+        part, place: A part of the row that is written in place of all of it, and where it lies.
     """
-    node = buffer.node
+    node = part or buffer.node
     shape = tile.shape(node, Edges.BLOCK if masks else Edges.ONE)
 
-    def place(where: Buffer, offset: str) -> str:
+    def at(where: Buffer, offset: str) -> str:
         has_rows = where is buffer or where.node.is_row
-        return f"{where.name}_ptr + {f'{row} * {max(node.numel, 1)} + ' * has_rows}{offset}"
+        return f"{where.name}_ptr + {f'{row} * {max(where.node.numel, 1)} + ' * has_rows}{offset}"
 
     def plus(factor: Buffer | None) -> str:
         return " + " if factor is None else f" + tl.load({factor.name}_ptr).to(FLOAT) * "
@@ -518,16 +548,16 @@ def store(tile: Tile, buffer: Buffer, row: str, value: str, *masks: str,
     if not masks and tile.is_flat(node):
         index, run = tile.flat(node), f"[{tile.padded(tile.axes.axes(node))}]"
         mask = tile.mask(node, *tile.first(tile.axes.axes(node), 1), index=index)
-        offset = tile.offset(node, index=index)
+        offset = tile.offset(node, place=place, index=index)
         mask = f", mask=tl.broadcast_to({mask}, {run})" if mask else ""
         value = f"tl.reshape(tl.broadcast_to({value}, {shape}), {run})"
-        terms = [f"{plus(f)}tl.load({place(b, offset)}{mask}).to(FLOAT)" for f, b in added]
-        return f"tl.store({place(buffer, offset)}, {value}{''.join(terms)}{mask})"
+        terms = [f"{plus(f)}tl.load({at(b, offset)}{mask}).to(FLOAT)" for f, b in added]
+        return f"tl.store({at(buffer, offset)}, {value}{''.join(terms)}{mask})"
     mask = tile.mask(node, *masks, *tile.first(tile.axes.axes(node)))
-    offset = tile.offset(node)
+    offset = tile.offset(node, place=place)
     mask = f", mask=tl.broadcast_to({mask}, {shape})" if mask else ""
-    terms = [f"{plus(f)}tl.load(tl.broadcast_to({place(b, offset)}, {shape}){mask}).to(FLOAT)" for f, b in added]
-    where = f"tl.broadcast_to({place(buffer, offset)}, {shape})"
+    terms = [f"{plus(f)}tl.load(tl.broadcast_to({at(b, offset)}, {shape}){mask}).to(FLOAT)" for f, b in added]
+    where = f"tl.broadcast_to({at(buffer, offset)}, {shape})"
     return f"tl.store({where}, tl.broadcast_to({value}, {shape}){''.join(terms)}{mask})"
 
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.axes import Axis
+from pyg_fullgraph.saga.features import Place
 from pyg_fullgraph.saga.idle import IdleLanes
 from pyg_fullgraph.saga.ir import Domain, Node
-from pyg_fullgraph.saga.plans import is_staged
+from pyg_fullgraph.saga.plans import PACKED, is_staged
 from pyg_fullgraph.saga.tiles import MIN_DOT_SIZE, Edges, Lowering, Tile, next_power_of_2
 from triton_kernels.reference import dropout_threshold
 
@@ -65,6 +66,7 @@ class Emitter:
             goes along, ``eid``, the place in edge tensors, ``edge_id``, or the ``place`` among values on their way
             between sweeps; and whether as a run of edges, not as a tile.
         fixed: Domains of values that are the same for all edges of a block.
+        reads_columns: Whether packed values are read by one load and not by one for each.
     """
 
     def __init__(self, lowering: Lowering, tile: Tile, rows: Domain, lanes: int, uses_ids: bool,
@@ -86,11 +88,13 @@ class Emitter:
         self.inputs: dict[Node, Buffer] = {}
         self.names: dict[Node, str] = {}
         self.uses_ids = uses_ids
+        self.reads_columns = False
         self.indices: set[tuple[str, bool]] = set()
-        # float, int or bool; the axes in which a tile is not 1 wide; tiles -> the same as matrices.
+        # float, int or bool; the axes in which a tile is not 1 wide; tiles -> the same as matrices; what is loaded.
         self._types: dict[Node, str] = {}
         self._present: dict[Node, frozenset[Axis]] = {}
         self._matrices: dict[str, str] = {}
+        self._packed: set[Node] = set()
 
     def bind_weight(self, logit: Node, name: str) -> None:
         """Let ``weight(logit)`` mean ``name`` from here on."""
@@ -134,10 +138,12 @@ class Emitter:
         """Add the lines that load what is not wide, for ``roots`` without sums over features.
 
         Where values of two loads meet, Triton arranges the result like the later load, and it is the wide one that
-        should not have to move. Sums over features are the other way round: what they give is narrow.
+        should not have to move. Sums over features are the other way round: what they give is narrow. Beside these
+        packed values are not read at once either: Triton arranged what met them in more instructions.
         """
         nodes = list(ir.walk(*roots))
-        if not any(ir.OPS[n.op].kind == "reduce" for n in nodes):
+        self.reads_columns = not any(ir.OPS[n.op].kind == "reduce" for n in nodes)
+        if self.reads_columns:
             for node in nodes:
                 if node.op == "input" and node not in self.lowering.tables and not self.tile.is_flat(node):
                     self.number(node)
@@ -262,8 +268,10 @@ class Emitter:
         buffer, tile = self._buffer(node, run), self.tile
         if node.is_integer and node.domain == Domain.PARAM:
             return f"tl.load({buffer.name}_ptr)"
-        cast = "" if node.is_integer else ".to(FLOAT)"
         inside = node.domain in self.fixed
+        if self.reads_columns and buffer.node.name.startswith(PACKED) and not inside:
+            return self._load_column(node, buffer)
+        cast = "" if node.is_integer else ".to(FLOAT)"
         is_flat = tile.is_flat(node)
         feature = tile.flat(node) if is_flat else tile.index
         offset = tile.offset(node, run[1], self.lowering.places.get(node), feature)
@@ -279,16 +287,38 @@ class Emitter:
             else:
                 index = self.ends(node.domain, is_flat)
             stride = f"{buffer.name}_stride" if buffer.has_stride else max(buffer.node.numel, 1)
-            place += f" + {index}.to(tl.int64){across} * {stride}"
             live = f"alive{edges}{across}" if is_flat else "live"
             if is_flat:
                 offset, mask = f"({offset})[None, :]", f"({mask})[None, :]" if mask else ""
             mask = f"{live} & {mask}" if mask else live
+            # What is the same for all blocks of edges first: it is added up before the loop.
+            offset = f"({offset}) + {index}.to(OFFSET){across} * {stride}"
         place += f" + {offset}"
         if offset == "0" and tile.order and inside:
             return f"tl.load({place}){cast}"
         value = f"tl.load({place}{f', mask={mask}, other=0' if mask else ''}){cast}"
         return f"tl.reshape({value}, {tile.shape(node, Edges.ONE if inside else Edges.BLOCK)})" if is_flat else value
+
+    def _load_column(self, node: Node, buffer: Buffer) -> str:
+        """A column of packed values, which one load brings for all columns that are asked for."""
+        tile, place, count = self.tile, self.lowering.places[node], buffer.node.shape[-1]
+        name, rank = f"{buffer.name}_column", tile.rank
+        if buffer.node not in self._packed:
+            self._packed.add(buffer.node)
+            column = f"tl.arange(0, {count})[{'None, ' * rank}:]"
+            offset = tile.offset(node, place=Place(place.source, 0, place.strides))
+            first = column if offset == "0" else f"(tl.expand_dims({offset}, {rank}) + {column})"
+            row = f"{self.ends(node.domain, False)}.to(OFFSET) * {buffer.name}_stride"
+            mask = f"tl.expand_dims({tile.mask(node, 'live')}, {rank})"
+            load = f"tl.load({buffer.name}_ptr + {first} + tl.expand_dims({row}, {rank}), mask={mask}, other=0)"
+            if count == 2:
+                self.lines.append(f"{name}0, {name}1 = tl.split({load}.to(FLOAT))")
+            else:
+                shape = tile.shape(node, Edges.BLOCK).removesuffix("]")
+                self.lines += [f"{name}s = tl.reshape({load}.to(FLOAT), {shape}, 2, 2])",
+                               f"{name}_even, {name}_odd = tl.split({name}s)",
+                               f"{name}0, {name}2 = tl.split({name}_even)", f"{name}1, {name}3 = tl.split({name}_odd)"]
+        return f"{name}{place.offset}"
 
     def _buffer(self, node: Node, run: tuple[int, int] = (1, 1)) -> Buffer:
         source = self.lowering.source(node)

@@ -12,14 +12,14 @@ from collections.abc import Collection, Container, Iterable, Iterator, Mapping, 
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from pyg_fullgraph.saga import features, ir, recompute
+from pyg_fullgraph.saga import features, ir, packing, recompute
 from pyg_fullgraph.saga.adjoint import scales_linearly, softmax_from
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output, pointwise
 from pyg_fullgraph.saga.plans import Plan, Sweep, Target, addend
 from pyg_fullgraph.saga.rewrites import canonicalize, order_products, reorganize, terms_of
 
 #: Passes that ``disable`` can leave out, for ablations.
-PASSES = ("reorganize", "order", "add", "fuse", "hand_on")
+PASSES = ("reorganize", "order", "add", "fuse", "hand_on", "pack")
 
 
 # --- hoist ------------------------------------------------------------------------------------------------------
@@ -297,6 +297,8 @@ def plan(outputs: Mapping[str, Node], target: Target, disable: Sequence[str] = (
             results[name] = ir.input(f"%vertex.{value.digest[:8]}", value.domain, value.shape)
             early[results[name]] = value
     steps = (*early.items(), *steps)
+    if target.packs and "pack" not in disable:
+        steps = packing.pack(steps, results.values())
     wanted = {n for name in exact for n in ir.inputs_of(results[name])}
     handed = {r for s in steps if isinstance(s, Sweep) for r, _ in s.edges} - set(written.values())
     return Plan(steps, results, frozenset(wanted | handed))

@@ -12,6 +12,8 @@ from pyg_fullgraph.saga.ir import Domain, Node
 
 #: Names of edge values that one sweep hands to another start like this.
 STAGED = "%staged."
+#: The same of vertex values that a vertex step puts side by side.
+PACKED = "%packed."
 
 
 def addend(term: Node) -> tuple[Node | None, Node]:
@@ -37,6 +39,7 @@ class Target:
         write: Bytes read that one byte written costs.
         operation, product: Bytes moved in the time of one operation on an element, and of one in a matrix product.
         gain: What is left of the price, at most, where numbers per edge are kept in order to save time.
+        packs: Numbers of vertices that are read together through an index are packed (see :mod:`packing`).
     """
 
     dense: bool
@@ -45,6 +48,7 @@ class Target:
     operation: float
     product: float
     gain: float
+    packs: bool = False
 
     def row_bytes(self, node: Node) -> int:
         """One row of ``node`` in float32."""
@@ -53,7 +57,7 @@ class Target:
 
 #: Kernels read 32 bytes at least, and do three operations while a byte comes. Memory is what runs out on a GPU: numbers
 #: per edge are kept where that saves a third of the time.
-KERNELS = Target(dense=False, sector=32, write=2.0, operation=0.35, product=0.0625, gain=0.67)
+KERNELS = Target(dense=False, sector=32, write=2.0, operation=0.35, product=0.0625, gain=0.67, packs=True)
 #: Every operation in a chunk is an array that is written and read again.
 CHUNKS = Target(dense=True, sector=4, write=1.0, operation=4.0, product=0.5, gain=1.0)
 

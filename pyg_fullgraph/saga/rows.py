@@ -7,6 +7,7 @@ at its own row, and results are stored there.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +16,9 @@ from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.codegen import pointers, store
 from pyg_fullgraph.saga.emit import Buffer, Emitter
+from pyg_fullgraph.saga.features import Place
 from pyg_fullgraph.saga.ir import Domain, Node
+from pyg_fullgraph.saga.packing import columns_of
 from pyg_fullgraph.saga.plans import Step
 from pyg_fullgraph.saga.tiles import Lowering, Tile
 from triton_kernels import skeletons
@@ -77,7 +80,7 @@ def generate(steps: Sequence[Step]) -> RowsSource:
         NotFusable: An expression does not fit a tile, has an operation without a rule, or has a part that is better
             computed for all rows at once. Torch computes the steps then.
     """
-    roots = [e for _, e in steps]
+    roots = [part for _, e in steps for part in columns_of(e) or (e,)]
     if any(n.op == "mm" for n in ir.walk(*roots)):
         raise NotFusable(["a product with a matrix is left to torch"])
     if any(ir.OPS[n.op].kind == "reduce" and not n.is_row for n in ir.walk(*roots)):
@@ -85,12 +88,13 @@ def generate(steps: Sequence[Step]) -> RowsSource:
     if any(n.numel == 0 for n in ir.walk(*roots)):
         raise NotFusable(["a value without features"])
     lowering = Lowering(roots, lanes=4)
-    results = [(result, root) for (result, _), root in zip(steps, lowering.roots, strict=True)]
+    outputs = tuple(Buffer(f"out{k}", result, result.shape, False) for k, (result, _) in enumerate(steps))
+    written = [(buffer, *part) for buffer, (_, e) in zip(outputs, steps, strict=True) for part in _parts(buffer, e)]
+    results = [(part, root) for (_, part, _), root in zip(written, lowering.roots, strict=True)]
     tile = Tile([], results, 4, ROW_FEATURES, has_lanes=False)
     emitter = _RowEmitter(lowering, tile)
-    outputs = tuple(Buffer(f"out{k}", result, result.shape, False) for k, (result, _) in enumerate(results))
-    for buffer, (_, root) in zip(outputs, results, strict=True):
-        emitter.lines.append(store(tile, buffer, "row", emitter.real(root), "live"))
+    for (buffer, part, place), (_, root) in zip(written, results, strict=True):
+        emitter.lines.append(store(tile, buffer, "row", emitter.real(root), "live", part=part, place=place))
     digest = hashlib.sha256(repr([(r.name, e.digest) for r, e in steps]).encode()).hexdigest()
     name = f"rows_of_{roots[0].domain.label}_{digest[:6]}"
     inputs = tuple(emitter.inputs.values())
@@ -101,6 +105,14 @@ def generate(steps: Sequence[Step]) -> RowsSource:
                  lanes=tile.edge_slice, lines=indent(emitter.once_lines + emitter.lines, 1))
     block_r, num_warps = _block(tile, [n for n in emitter.names if n.op == "input" and n.is_row])
     return RowsSource(text, name, inputs, outputs, tile.num_programs, block_r, num_warps)
+
+
+def _parts(buffer: Buffer, value: Node) -> list[tuple[Node, Place | None]]:
+    """What is written to ``buffer``, each with its place in a row: ``value``, or its columns."""
+    columns = columns_of(value)
+    strides = tuple(math.prod(value.shape[k + 1:]) for k in range(len(value.shape)))
+    return [(ir.input(f"{buffer.name}[{k}]", value.domain, column.shape), Place(buffer.node, k, strides))
+            for k, column in enumerate(columns)] or [(buffer.node, None)]
 
 
 def _block(tile: Tile, loaded: Sequence[Node]) -> tuple[int, int]:

@@ -293,7 +293,7 @@ class Tile:
         """Lines that find this program's part of each axis, where ``programs`` share a part."""
         lines = [f"tile = pid // {programs}"] if self.split else []
         for axis in self.split:
-            lines += [f"{self._part(axis)} = tile % {self._num_blocks(axis)}",
+            lines += [f"{self._part(axis)} = (tile % {self._num_blocks(axis)}).to(tl.int32)",
                       f"tile = tile // {self._num_blocks(axis)}"]
         for k, axis in enumerate(self.order):
             *outer, inner = self.dims(axis)
