@@ -182,14 +182,15 @@ def lines_of(names: list[str], report: Any, dtype: str, index: str) -> dict[str,
                 kernel = kernel_of(sweep, {"fp64": 2, "fp32": 4}[dtype], takes_blocks=takes_blocks)
                 if isinstance(kernel, KernelSource):
                     for part in (kernel.name, *([kernel.merge_name] if kernel.has_merge else [])):
-                        found[f"{name}/{part}"] = compile_kernel(kernel, part, dtype, index, report=report)
+                        found[f"{name}/{part}"] = compile_kernel(kernel, part, dtype, index, offset=tl.int64,
+                                                                 report=report)
     return found
 
 
 def without_conversions(name: str) -> list[list[str]]:
     """What :func:`_short_lines` finds in kernels of a case that leave ids as they are."""
     kernels = [kernel_of(sweep) for sweep in sweeps_of(plans_of(CASES[name]()))]
-    sources = [dataclasses.replace(k, source=k.source.replace(".to(tl.int64)", ""))
+    sources = [dataclasses.replace(k, source=k.source.replace(".to(tl.int64)", "").replace(".to(OFFSET)", ""))
                for k in kernels if isinstance(k, KernelSource)]
     return [compile_kernel(k, k.name, report=_short_lines) for k in sources]
 

@@ -83,6 +83,16 @@ def dropout(seed, counter, THRESHOLD: tl.constexpr, SCALE: tl.constexpr, FLOAT: 
 
 
 @triton.jit
+def rounded(product):
+    """``product`` as it is before it is summed up over lanes, of which each has one.
+
+    A compiler fuses a product with the addition after it: each lane would add the rounded products of others to its
+    own, which is not, and copies of one sum would differ in their last bits. Fused with this zero it costs nothing.
+    """
+    return product + 0.0
+
+
+@triton.jit
 def finite_or_zero(x):
     """``x``, with 0 for minus infinity: what a row without edges so far is shifted by."""
     return tl.where(x == float("-inf"), 0.0, x)

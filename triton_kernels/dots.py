@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_kernels import launch
+from triton_kernels import device, launch
 
 __all__ = ["Tile", "can_take", "row_dots", "row_dots_backward", "tile_of"]
 
@@ -57,10 +57,10 @@ def row_dots_kernel(num_rows, num_blocks, x_ptr, x_stride, first_ptr, second_ptr
     place = head * FEATURES + feature
     x = tl.load(x_ptr + row * x_stride + place, mask=has_head & in_row, other=0).to(FLOAT)
     first = tl.load(first_ptr + place, mask=in_row, other=0).to(FLOAT)
-    tl.store(a_ptr + row * HEADS + head, tl.sum(x * first, 2, keep_dims=True), mask=has_head)
+    tl.store(a_ptr + row * HEADS + head, tl.sum(device.rounded(x * first), 2, keep_dims=True), mask=has_head)
     if IS_PAIR:
         second = tl.load(second_ptr + place, mask=in_row, other=0).to(FLOAT)
-        tl.store(b_ptr + row * HEADS + head, tl.sum(x * second, 2, keep_dims=True), mask=has_head)
+        tl.store(b_ptr + row * HEADS + head, tl.sum(device.rounded(x * second), 2, keep_dims=True), mask=has_head)
 
 
 @triton.jit(do_not_specialize=("num_blocks", "num_workers"))

@@ -29,9 +29,9 @@ __all__ = ["KernelSource", "generate", "pointers", "reduces_rows", "store"]
 
 #: Values per thread that are held: loaded for the edges in flight, carried, and of the row; and the same while narrow
 #: values do not fill the lanes yet; or if they just fill them and a wide value is loaded per edge, no more. More leaves
-#: too few programs on a multiprocessor. Measured on an H200: GAT of 2 x 128 on products, forward and backward by source,
-#: 29 and 40 ms with 8 edges in flight, 19 and 27 with 16, whose scores are as many as lanes; of 1 x 128 on arxiv 0.54
-#: and 1.11 with 16, 0.29 and 0.55 with 32.
+#: too few programs on a multiprocessor. Measured on an H200: GAT of 2 x 128 on products takes 29 ms forward and 40 by
+#: source with 8 edges in flight, 19 and 27 with 16, whose scores are as many as lanes; GAT of 1 x 128 on arxiv 0.54 and
+#: 1.11 with 16, 0.29 and 0.55 with 32.
 MAX_HELD, MAX_HELD_TO_FILL, MAX_HELD_FILLED = 72, 96, 160
 #: Values of the widest tile in flight per program, where there are matrix products.
 PRODUCT_VALUES = 1024

@@ -16,7 +16,7 @@ from pyg_fullgraph.saga.features import Place
 from pyg_fullgraph.saga.idle import IdleLanes
 from pyg_fullgraph.saga.ir import Domain, Node
 from pyg_fullgraph.saga.plans import PACKED, is_staged
-from pyg_fullgraph.saga.tiles import MIN_DOT_SIZE, Edges, Lowering, Tile, next_power_of_2
+from pyg_fullgraph.saga.tiles import MIN_DOT_SIZE, WARP, Edges, Lowering, Tile, next_power_of_2
 from triton_kernels.reference import dropout_threshold
 
 __all__ = ["Buffer", "Emitter"]
@@ -89,6 +89,8 @@ class Emitter:
         self.names: dict[Node, str] = {}
         self.uses_ids = uses_ids
         self.reads_columns = False
+        self._reads_edges = any(n.domain == Domain.EDGE and n.op in ("input", "dropout", "eid")
+                                for n in ir.walk(*lowering.roots))
         self.indices: set[tuple[str, bool]] = set()
         # float, int or bool; the axes in which a tile is not 1 wide; tiles -> the same as matrices; what is loaded.
         self._types: dict[Node, str] = {}
@@ -168,6 +170,16 @@ class Emitter:
             parts = [self.masked(a) for a in root.args]
             return parts[0] if root.op not in ("add", "sub", "neg") else ir.OPS[root.op].triton.format(*parts)
         return f"tl.where(live, {self.number(root)}, 0.0)"
+
+    def over_block(self, root: Node) -> str:
+        """The sum of ``root`` over what of the edges of a block is carried as one.
+
+        These lie along registers, but where features are few, the more so where edges have values of their own, along
+        which Triton then arranges all.
+        """
+        value = self.masked(root)
+        may_cross_lanes = self.tile.width <= (2 if self._reads_edges else 1) * WARP
+        return self.tile.over_block(f"device.rounded({value})" if may_cross_lanes and _is_product(root) else value)
 
     def _float(self, node: Node) -> str:
         return self.names[node] if self._types[node] == "float" else f"{self.names[node]}.to(FLOAT)"
@@ -250,6 +262,8 @@ class Emitter:
         held = [a for a in gone if a in self._present[node.args[0]]]
         repeated = math.prod(a.size for a in gone if a not in held)
         value, fill = arg, "0.0" if node.op == "sum" else 'float("-inf")'
+        if node.op == "sum" and self.tile.padded(held) < 2 * WARP and _is_product(node.args[0]):
+            value = f"device.rounded({value})"
         for axis in held:
             if self.tile.is_masked(axis):
                 value = f"tl.where({self.tile.index(axis)} < {axis.size}, {value}, {fill})"
@@ -423,6 +437,12 @@ def _type(node: Node, args: Sequence[str]) -> str:
     if node.op in _WHOLE:
         return "int" if set(args) == {"int"} else "float"
     return "int" if node.is_integer else "float"
+
+
+def _is_product(node: Node) -> bool:
+    while node.op in ("view", "permute", "expand", "lift", "neg"):
+        node = node.args[0]
+    return node.op == "mul"
 
 
 def _constant(node: Node) -> float:

@@ -59,7 +59,7 @@ class Sum(Reducer):
         super().__init__([Carry(self.name, results[0][1], "0.0")], [(r, text[kind]) for kind, r in results])
 
     def update(self, gen: Emitter) -> list[str]:
-        return [f"{self.name} += {gen.tile.over_block(gen.masked(self.value))}"]
+        return [f"{self.name} += {gen.over_block(self.value)}"]
 
     def merge_lanes(self, tile: Tile) -> list[str]:
         return tile.over_lanes(self.name, f"tl.sum({self.name}, axis={{axis}}, keep_dims=True)", self.held)
@@ -74,7 +74,7 @@ class BlockSum(Sum):
     held = Edges.ONE
 
     def update(self, gen: Emitter) -> list[str]:
-        return [f"{self.name} += tl.sum({gen.masked(self.value)}, axis=0, keep_dims=True)"]
+        return [f"{self.name} += tl.sum(device.rounded({gen.masked(self.value)}), axis=0, keep_dims=True)"]
 
 
 class Outer(Reducer):
@@ -203,7 +203,7 @@ class Softmax(Reducer):
             f"{self.peak} = top_{self.peak}",
         ]
         gen.bind_weight(self.logit, self.weight)
-        return [f"{name} = {name} * {self.scale} + {gen.tile.over_block(gen.masked(value))}"
+        return [f"{name} = {name} * {self.scale} + {gen.over_block(value)}"
                 for name, (_, value) in zip(self.names, self.sums, strict=True)]
 
     def merge_lanes(self, tile: Tile) -> list[str]:
@@ -212,7 +212,8 @@ class Softmax(Reducer):
             return []
         lines = [*top, f"{self.scale} = tl.exp({self.peak} - device.finite_or_zero(top_{self.peak}))"]
         for n in [self.total, *self.names]:
-            lines += tile.over_lanes(n, f"tl.sum({n} * {self.scale}, axis={{axis}}, keep_dims=True)", self.held)
+            scaled = f"device.rounded({n} * {self.scale})"
+            lines += tile.over_lanes(n, f"tl.sum({scaled}, axis={{axis}}, keep_dims=True)", self.held)
         return [*lines, f"{self.peak} = top_{self.peak}"]
 
     def merge_piece(self) -> list[str]:

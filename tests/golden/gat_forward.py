@@ -11,7 +11,7 @@ TABLES = ("piece_row_ptr", "piece_start_ptr", "piece_end_ptr", "piece_slot_ptr",
 
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=TABLES)
-def softmax_sum_lse_by_dst_977711(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_end_ptr, piece_slot_ptr, num_pieces, in0_ptr, in0_stride, in1_ptr, in1_stride, in2_ptr, in2_stride, out0_ptr, out1_ptr, ws0_ptr, ws1_ptr, ws2_ptr, old0_ptr, old1_ptr, BLOCK_E: tl.constexpr, HAS_EID: tl.constexpr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr, ADDS: tl.constexpr):
+def softmax_sum_lse_by_dst_977711(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_end_ptr, piece_slot_ptr, num_pieces, in0_ptr, in0_stride, in1_ptr, in1_stride, in2_ptr, in2_stride, out0_ptr, out1_ptr, ws0_ptr, ws1_ptr, ws2_ptr, old0_ptr, old1_ptr, BLOCK_E: tl.constexpr, OFFSET: tl.constexpr, HAS_EID: tl.constexpr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr, ADDS: tl.constexpr):
     pid = tl.program_id(0).to(tl.int64)
     piece = pid % num_pieces
     f0 = tl.arange(0, 4)[None, None, :, None]
@@ -36,13 +36,13 @@ def softmax_sum_lse_by_dst_977711(other_ptr, eid_ptr, piece_row_ptr, piece_start
         position = base + (tl.arange(0, BLOCK_E // 4) * 4)[:, None] + tl.arange(0, 4)[None, :]
         alive = position < end
         live = alive[:, :, None, None]
-        other = next_other.to(tl.int64)[:, :, None, None]
+        other = next_other.to(OFFSET)[:, :, None, None]
         next_other = tl.load(other_ptr + position + BLOCK_E, mask=position + BLOCK_E < end, other=0)
         position_flat = base + tl.arange(0, BLOCK_E)
         alive_flat = position_flat < end
-        other_flat = next_other_flat.to(tl.int64)
+        other_flat = next_other_flat.to(OFFSET)
         next_other_flat = tl.load(other_ptr + position_flat + BLOCK_E, mask=position_flat + BLOCK_E < end, other=0)
-        v0 = tl.load(in0_ptr + other.to(tl.int64) * in0_stride + f0, mask=live & (f0 < 3), other=0).to(FLOAT)
+        v0 = tl.load(in0_ptr + (f0) + other.to(OFFSET) * in0_stride, mask=live & (f0 < 3), other=0).to(FLOAT)
         v2 = (v0 + v1)
         v4 = (v2 > v3)
         v6 = (v2 * v5)
@@ -54,13 +54,13 @@ def softmax_sum_lse_by_dst_977711(other_ptr, eid_ptr, piece_row_ptr, piece_start
         weight0 = tl.exp(logit_peak0 - shift_peak0)
         total0 = total0 * scale0 + tl.sum(weight0, axis=0, keep_dims=True)
         peak0 = top_peak0
-        v10 = tl.reshape(tl.load(in2_ptr + other_flat.to(tl.int64)[:, None] * in2_stride + (f0_0 * 8 + f1_0)[None, :], mask=alive_flat[:, None] & ((f0_0 < 3))[None, :], other=0).to(FLOAT), [BLOCK_E // 4, 4, 4, 8])
+        v10 = tl.reshape(tl.load(in2_ptr + ((f0_0 * 8 + f1_0)[None, :]) + other_flat.to(OFFSET)[:, None] * in2_stride, mask=alive_flat[:, None] & ((f0_0 < 3))[None, :], other=0).to(FLOAT), [BLOCK_E // 4, 4, 4, 8])
         v11 = (weight0 * v10)
-        acc0_0 = acc0_0 * scale0 + tl.sum(v11, axis=0, keep_dims=True)
+        acc0_0 = acc0_0 * scale0 + tl.sum(device.rounded(v11), axis=0, keep_dims=True)
     top_peak0 = tl.max(peak0, axis=1, keep_dims=True)
     scale0 = tl.exp(peak0 - device.finite_or_zero(top_peak0))
-    total0 = tl.sum(total0 * scale0, axis=1, keep_dims=True)
-    acc0_0 = tl.sum(acc0_0 * scale0, axis=1, keep_dims=True)
+    total0 = tl.sum(device.rounded(total0 * scale0), axis=1, keep_dims=True)
+    acc0_0 = tl.sum(device.rounded(acc0_0 * scale0), axis=1, keep_dims=True)
     peak0 = top_peak0
     if slot < 0:
         count = (end - start).to(FLOAT)

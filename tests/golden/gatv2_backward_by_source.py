@@ -1,4 +1,4 @@
-"""Sweep 7b1b029a7e4448d547bc1d9a: sum"""
+"""Sweep 5ee541f6d7aed2724fb1d18d: sum"""
 
 import triton
 import triton.language as tl
@@ -11,7 +11,7 @@ TABLES = ("piece_row_ptr", "piece_start_ptr", "piece_end_ptr", "piece_slot_ptr",
 
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=TABLES)
-def sum_by_src_7b1b02(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_end_ptr, piece_slot_ptr, num_pieces, in0_ptr, in0_stride, in1_ptr, in1_stride, in2_ptr, in3_ptr, in3_stride, in4_ptr, in4_stride, in5_ptr, in5_stride, in6_ptr, out0_ptr, ws0_ptr, BLOCK_E: tl.constexpr, HAS_EID: tl.constexpr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr, ADDS: tl.constexpr):
+def sum_by_src_5ee541(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_end_ptr, piece_slot_ptr, num_pieces, in0_ptr, in0_stride, in1_ptr, in1_stride, in2_ptr, in3_ptr, in3_stride, in4_ptr, in4_stride, in5_ptr, out0_ptr, ws0_ptr, BLOCK_E: tl.constexpr, OFFSET: tl.constexpr, HAS_EID: tl.constexpr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr, ADDS: tl.constexpr):
     pid = tl.program_id(0).to(tl.int64)
     piece = pid % num_pieces
     f0 = tl.arange(0, 4)[None, None, :, None]
@@ -21,7 +21,7 @@ def sum_by_src_7b1b02(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_
     v3 = tl.full([1, 1, 1, 1], 0.0, FLOAT)
     v5 = tl.full([1, 1, 1, 1], 0.2, FLOAT)
     v8 = tl.reshape(tl.load(in2_ptr + f0_0 * 5 + f1_0, mask=(f0_0 < 3) & (f1_0 < 5), other=0).to(FLOAT), [1, 1, 4, 8])
-    v22 = tl.reshape(tl.load(in6_ptr + f0_0 * 5 + f1_0, mask=(f0_0 < 3) & (f1_0 < 5), other=0).to(FLOAT), [1, 1, 4, 8])
+    v24 = tl.reshape(tl.load(in5_ptr + f0_0 * 5 + f1_0, mask=(f0_0 < 3) & (f1_0 < 5), other=0).to(FLOAT), [1, 1, 4, 8])
     row = tl.load(piece_row_ptr + piece).to(tl.int64)
     start = tl.load(piece_start_ptr + piece)
     end = tl.load(piece_end_ptr + piece)
@@ -36,30 +36,30 @@ def sum_by_src_7b1b02(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_
         position = base + (tl.arange(0, BLOCK_E // 4) * 4)[:, None] + tl.arange(0, 4)[None, :]
         alive = position < end
         live = alive[:, :, None, None]
-        other = next_other.to(tl.int64)[:, :, None, None]
+        other = next_other.to(OFFSET)[:, :, None, None]
         next_other = tl.load(other_ptr + position + BLOCK_E, mask=position + BLOCK_E < end, other=0)
         position_flat = base + tl.arange(0, BLOCK_E)
         alive_flat = position_flat < end
-        other_flat = next_other_flat.to(tl.int64)
+        other_flat = next_other_flat.to(OFFSET)
         next_other_flat = tl.load(other_ptr + position_flat + BLOCK_E, mask=position_flat + BLOCK_E < end, other=0)
-        v0 = tl.reshape(tl.load(in0_ptr + other_flat.to(tl.int64)[:, None] * in0_stride + (f0_0 * 8 + f1_0)[None, :], mask=alive_flat[:, None] & ((f0_0 < 3))[None, :], other=0).to(FLOAT), [BLOCK_E // 4, 4, 4, 8])
+        v0 = tl.reshape(tl.load(in0_ptr + ((f0_0 * 8 + f1_0)[None, :]) + other_flat.to(OFFSET)[:, None] * in0_stride, mask=alive_flat[:, None] & ((f0_0 < 3))[None, :], other=0).to(FLOAT), [BLOCK_E // 4, 4, 4, 8])
         v2 = (v0 + v1)
         v4 = (v2 > v3)
         v6 = (v2 * v5)
         v7 = tl.where(v4, v2, v6)
         v9 = (v7 * v8)
-        v10 = tl.sum(tl.where(f1 < 5, v9, 0.0), axis=3, keep_dims=True)
-        v11 = tl.load(in3_ptr + other.to(tl.int64) * in3_stride + f0, mask=live & (f0 < 3), other=0).to(FLOAT)
-        v12 = (v10 - v11)
-        v13 = tl.exp(v12)
-        v15 = tl.reshape(tl.load(in4_ptr + other_flat.to(tl.int64)[:, None] * in4_stride + (f0_0 * 8 + f1_0)[None, :], mask=alive_flat[:, None] & ((f0_0 < 3))[None, :], other=0).to(FLOAT), [BLOCK_E // 4, 4, 4, 8])
-        v16 = (v15 * v1)
-        v17 = tl.sum(tl.where(f1 < 5, v16, 0.0), axis=3, keep_dims=True)
-        v18 = tl.load(in5_ptr + other.to(tl.int64) * in5_stride + f0, mask=live & (f0 < 3), other=0).to(FLOAT)
-        v19 = (v17 - v18)
-        v20 = (v13 * v19)
-        v23 = tl.where(v4, v8, v22)
-        sum0 += tl.sum(((tl.where(live, v13, 0.0) * v15) + (tl.where(live, v20, 0.0) * v23)), axis=0, keep_dims=True)
+        v10 = tl.sum(tl.where(f1 < 5, device.rounded(v9), 0.0), axis=3, keep_dims=True)
+        v11 = tl.load(in3_ptr + (f0 * 2) + other.to(OFFSET) * in3_stride, mask=live & (f0 < 3), other=0).to(FLOAT)
+        v13 = (v10 - v11)
+        v14 = tl.exp(v13)
+        v16 = tl.reshape(tl.load(in4_ptr + ((f0_0 * 8 + f1_0)[None, :]) + other_flat.to(OFFSET)[:, None] * in4_stride, mask=alive_flat[:, None] & ((f0_0 < 3))[None, :], other=0).to(FLOAT), [BLOCK_E // 4, 4, 4, 8])
+        v17 = (v16 * v1)
+        v18 = tl.sum(tl.where(f1 < 5, device.rounded(v17), 0.0), axis=3, keep_dims=True)
+        v19 = tl.load(in3_ptr + (1 + f0 * 2) + other.to(OFFSET) * in3_stride, mask=live & (f0 < 3), other=0).to(FLOAT)
+        v21 = (v18 - v19)
+        v22 = (v14 * v21)
+        v25 = tl.where(v4, v8, v24)
+        sum0 += tl.sum(((tl.where(live, v14, 0.0) * v16) + (tl.where(live, v22, 0.0) * v25)), axis=0, keep_dims=True)
     sum0 = tl.sum(sum0, axis=1, keep_dims=True)
     if slot < 0:
         count = (end - start).to(FLOAT)
@@ -72,7 +72,7 @@ def sum_by_src_7b1b02(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_
 
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=TABLES)
-def merge_sum_by_src_7b1b02(split_row_ptr, split_ptr_ptr, row_ptr_ptr, num_split, out0_ptr, ws0_ptr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr):
+def merge_sum_by_src_5ee541(split_row_ptr, split_ptr_ptr, row_ptr_ptr, num_split, out0_ptr, ws0_ptr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr):
     pid = tl.program_id(0).to(tl.int64)
     split = pid % num_split
     f0 = tl.arange(0, 4)[None, None, :, None]

@@ -11,7 +11,7 @@ TABLES = ("piece_row_ptr", "piece_start_ptr", "piece_end_ptr", "piece_slot_ptr",
 
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=TABLES)
-def max_argmax_by_dst_ef460d(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_end_ptr, piece_slot_ptr, num_pieces, in0_ptr, in0_stride, out0_ptr, out1_ptr, ws0_ptr, ws1_ptr, BLOCK_E: tl.constexpr, HAS_EID: tl.constexpr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr, ADDS: tl.constexpr):
+def max_argmax_by_dst_ef460d(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_end_ptr, piece_slot_ptr, num_pieces, in0_ptr, in0_stride, out0_ptr, out1_ptr, ws0_ptr, ws1_ptr, BLOCK_E: tl.constexpr, OFFSET: tl.constexpr, HAS_EID: tl.constexpr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr, ADDS: tl.constexpr):
     pid = tl.program_id(0).to(tl.int64)
     piece = pid % num_pieces
     f0 = tl.arange(0, 8)[None, None, :]
@@ -38,9 +38,9 @@ def max_argmax_by_dst_ef460d(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr,
             eid = position[:, :, None]
         position_flat = base + tl.arange(0, BLOCK_E)
         alive_flat = position_flat < end
-        other_flat = next_other_flat.to(tl.int64)
+        other_flat = next_other_flat.to(OFFSET)
         next_other_flat = tl.load(other_ptr + position_flat + BLOCK_E, mask=position_flat + BLOCK_E < end, other=0)
-        v0 = tl.reshape(tl.load(in0_ptr + other_flat.to(tl.int64)[:, None] * in0_stride + (f0_0)[None, :], mask=alive_flat[:, None] & ((f0_0 < 5))[None, :], other=0).to(FLOAT), [BLOCK_E // 16, 16, 8])
+        v0 = tl.reshape(tl.load(in0_ptr + ((f0_0)[None, :]) + other_flat.to(OFFSET)[:, None] * in0_stride, mask=alive_flat[:, None] & ((f0_0 < 5))[None, :], other=0).to(FLOAT), [BLOCK_E // 16, 16, 8])
         fresh_max0 = v0
         take_max0 = live & ((arg0 == UNSET) | (~(fresh_max0 <= max0) & (max0 == max0)))
         max0 = tl.where(take_max0, fresh_max0, max0)
