@@ -1,7 +1,7 @@
 """Compiling generated kernels for sm_90 without a GPU; run as a script, with TRITON_INTERPRET unset.
 
 ``python -m tests.aot [CASE[:DTYPE[:INDEX]] ...]`` compiles the kernels of ``tests.programs`` (all of them, fp32 and
-i32 if not told otherwise) and prints one JSON object: kernel -> registers, spilled bytes and shared memory. With
+i32 if not told otherwise) and prints one JSON object: kernel -> registers, spilled bytes, shared memory and more. With
 ``--narrow`` nothing is compiled: kernel -> lines of Triton's IR about float32, of which a kernel of float64 has none.
 With ``--short`` neither: kernel -> lines that may not hold where tensors have more than 2**31 elements, and the same
 without conversions of row ids. With ``--dense`` those of ``triton_kernels.dense`` for the widths N,K that follow,
@@ -134,7 +134,20 @@ def _compile(source: ASTSource, num_warps: int, num_stages: int = 3) -> dict[str
         return int(found[1])
 
     return {"registers": number(r"Used (\d+) registers"), "spill_bytes": number(r"(\d+) bytes spill stores"),
-            "shared_bytes": made.metadata.shared, "wgmma": made.asm["ptx"].count("wgmma.mma_async")}
+            "shared_bytes": made.metadata.shared, "wgmma": made.asm["ptx"].count("wgmma.mma_async"),
+            "uneven_sums": _uneven_sums(made.asm["ptx"])}
+
+
+def _uneven_sums(ptx: str) -> int:
+    """Sums across lanes in which each lane fuses its own product with those of others, which were rounded."""
+    found, made = 0, {}
+    for name, operands in re.findall(r"^\s*(\w[\w.]*)\s+(%.*);$", ptx, re.MULTILINE):
+        result, *given = (o.strip() for o in operands.split(","))
+        if name.startswith("fma") and (other := made.get(given[2], ("", [])))[0].startswith("shfl"):
+            product, factors = made.get(other[1][0], ("", []))
+            found += product.startswith("mul") and set(factors) == set(given[:2])
+        made[result] = name, given
+    return found
 
 
 def _made_ir(source: ASTSource, num_warps: int) -> str:

@@ -322,11 +322,19 @@ def row_wide() -> tuple[Step, ...]:
     return row_steps(ir.pointwise("mul", ir.pointwise("relu", x), w), ir.pointwise("mul", y, 2.0))
 
 
+def row_columns() -> tuple[Step, ...]:
+    """Numbers per head side by side, one of them a result of its own as well."""
+    score, peak = ir.input("score", DST, (3,)), ir.input("peak", DST, (3,))
+    out, grad = ir.input("out", DST, (3, 5)), ir.input("grad", DST, (3, 5))
+    total = ir.reduce_features("sum", ir.pointwise("mul", out, grad), (1,))
+    return row_steps(total, ir.cat([ir.view(v, (3, 1)) for v in (score, peak, total, total)], 1))
+
+
 #: Vertex steps that are one kernel.
 ROW_CASES: dict[str, Callable[[], tuple[Step, ...]]] = {
     "dots": dots(3, 5), "dots-one-head": dots(7), "dots-one-feature": dots(2, 1), "dots-64": dots(4, 64),
     "dots-wide": dots(4, 256), "chain": row_chain, "choices": row_choices, "parts": row_parts, "numbers": row_numbers,
-    "wide": row_wide}
+    "wide": row_wide, "columns": row_columns}
 
 
 def make_tensors(program: EdgeProgram, num_src: int, num_dst: int, num_edges: int, dtype: torch.dtype,

@@ -338,6 +338,7 @@ def test_every_kernel_compiles_for_sm_90(tmp_path):
     compiled = {k: r for k, r in report.items() if "registers" in r}
     assert len(compiled) > 100
     assert max(r["shared_bytes"] for r in compiled.values()) <= SHARED_BYTES
+    assert {k: r["uneven_sums"] for k, r in compiled.items() if r["uneven_sums"]} == {}
     spilling = {k: r for k, r in compiled.items() if r["spill_bytes"]}
     print("spilling:", spilling, "most registers:", max(r["registers"] for r in compiled.values()))
     limits = {k: MORE_SPILL_BYTES.get(k.partition("/")[0], MAX_SPILL_BYTES) for k in spilling}

@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 from tiled import TiledOrder, run_in_tiles, ties
 
 import zoo
 from oracle import check, gradients, program_of, random_case
 from programs import CASES, DST, EDGE, MORE_CASES, SRC, make_tensors
-from pyg_fullgraph import chunks, execution, launches
+from pyg_fullgraph import chunks, execution, launches, phases
 from pyg_fullgraph.autograd import run
 from pyg_fullgraph.edge_order import schedule_tiles
 from pyg_fullgraph.execution import interpreted
@@ -30,7 +31,7 @@ from pyg_fullgraph.saga import interpret, ir
 from pyg_fullgraph.saga.codegen import KernelSource
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
 from pyg_fullgraph.saga.plans import KERNELS, STAGED
-from triton_kernels import reference, segment
+from triton_kernels import launch, reference, segment
 
 INTERPRETER = pytest.param("cpu", marks=pytest.mark.interpreter, id="interpreter")
 GPU = pytest.param("cuda", marks=pytest.mark.gpu, id="gpu")
@@ -448,6 +449,53 @@ def test_a_step_allocates_nothing_of_edges_by_features(name):
         made = sum(t.numel() * t.element_size() for t in [*out, *grads])
         del out, grads
     assert peak < made + 4 * case.num_edges * (HANDED[name] + 1)
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@pytest.mark.parametrize("name", ["gat-edge", "gat-mean", "several", "integers", "edge-max"])
+def test_rows_that_are_far_from_each_other(name, device, only_kernels, monkeypatch):
+    """Places have 64 bits from the size on that 32 do not hold."""
+    offsets, made = [], launch.Launch.of
+    monkeypatch.setattr(launch.Launch, "of", lambda source, kernel, programs, constants, *more: (
+        offsets.append(constants.get("OFFSET")), made(source, kernel, programs, constants, *more))[1])
+    case = random_case(40, 30, 200)
+    check(program_of(name), case, torch.float64, device)
+    near = [o for o in offsets if o is not None]
+    assert near and {*near} == {tl.int32}
+    offsets.clear()
+    monkeypatch.setattr(launches, "_FAR", 1)
+    check(program_of(name), case, torch.float64, device)
+    assert [o for o in offsets if o is not None] == [tl.int64] * len(near)
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@pytest.mark.parametrize("long_rows", [0, 1e9], ids=["postponed", "plain"])
+def test_heads_one_by_one(long_rows, device, only_kernels, monkeypatch):
+    """Programs sum up one head each, forward, and backward where it is one sweep."""
+    monkeypatch.setattr(execution, "HEAD_DEGREE", 0)
+    monkeypatch.setattr(execution, "HEAD_BYTES", (0, 512))
+    monkeypatch.setattr(phases, "LONG_ROWS", long_rows)
+    tiles, known = [], execution.kernel_on
+    monkeypatch.setattr(execution, "kernel_on", lambda *args: (
+        tiles.append((known(*args).width, known(*args).num_tiles)), known(*args))[1])
+    check(program_of("gat-wide"), random_case(21, 17, 300), torch.float64, device)
+    assert tiles.count((32, 3)) == (1 if long_rows else 2), tiles
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@pytest.mark.parametrize("stride, limit, offset", [(8, 80, tl.int64), (8, 81, tl.int32), (0, 60, tl.int64),
+                                                   (0, 61, tl.int32)])
+def test_how_far_rows_are_from_each_other(stride, limit, offset, device, monkeypatch):
+    """By their distance in memory, or what they would need themselves if that is more."""
+    offsets, made = [], launch.Launch.of
+    monkeypatch.setattr(launch.Launch, "of", lambda source, kernel, programs, constants, *more: (
+        offsets.append(constants.get("OFFSET")), made(source, kernel, programs, constants, *more))[1])
+    monkeypatch.setattr(launches, "_FAR", limit)
+    x = torch.randn(10, 8, device=device).as_strided((10, 6), (stride, 1))
+    graph = Graph.from_edge_index(torch.tensor([[9, 3, 0], [1, 1, 2]], device=device), (10, 3))
+    (out,) = run(EdgeProgram((Output("sum", ir.input("x", SRC, (6,))),)), graph, {"x": x})
+    assert torch.equal(out, torch.stack([torch.zeros_like(x[0]), x[9] + x[3], x[0]]))
+    assert {o for o in offsets if o is not None} == {offset}
 
 
 @pytest.mark.gpu
