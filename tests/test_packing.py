@@ -104,7 +104,7 @@ def test_what_others_read_stays_a_result():
     (a, value), b = made("a", (3,)), ir.input("b", DST, (3,))
     sweep, result = sweep_over(a, b)
     plan = pack([(a, value), sweep], [result, ir.pointwise("neg", a)])
-    assert [s[0] for s in plan if not isinstance(s, Sweep)][0] is a
+    assert next(s[0] for s in plan if not isinstance(s, Sweep)) is a
     assert len(plan) == 3
 
 
