@@ -467,7 +467,10 @@ class _Generator:
         filled = WARP * tile.num_warps(1) // narrow if narrow and not wide else 0
         if tile.edge_lanes <= filled <= 64 and sum(w for w in gathered if w > narrow) <= tile.width and \
                 filled * per_edge + once <= MAX_HELD_FILLED * threads:
-            return max(most, filled), filled
+            # A factor alone, beside few features, is no work: rows of few edges then take fewer at a time.
+            has_work = any(ir.OPS[n.op].kind == "pointwise" and n.domain not in inside and
+                           tile.padded(tile.axes.axes(n)) <= narrow for n in self.emitter.names)
+            return max(most, filled), filled if has_work or tile.edge_lanes == 1 else tile.edge_lanes
         return most, tile.edge_lanes
 
     def _edges_in_a_row(self, gathered: Sequence[int]) -> tuple[int, int]:
