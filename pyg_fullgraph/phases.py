@@ -25,9 +25,9 @@ from pyg_fullgraph.saga.stored import adjoint_of
 __all__ = ["CompiledProgram", "EdgePhase", "Needs", "Orders", "compile_program", "has_long_rows", "stores_half"]
 
 Needs = tuple[bool, ...]
-#: Mean degree from which on products are postponed in backward. Measured on an H200: of 490 edges GAT takes half of the
-#: memory and four fifths of the time, of 50 it takes two arrays more and 0.94 of the time, with one or two heads about
-#: two thirds; of 14 it is no faster. On a CPU it takes 0.9 of the time of 50 edges, of 35 it is no faster.
+#: Mean degree from which on products are postponed in backward. Measured on an H200: of 490 edges GAT takes 0.86 of the
+#: time and half of the memory; of 50 edges 0.94 of the time, with one or two heads 0.61 to 0.91, and more memory; of 14
+#: it is no faster. On a CPU it takes 0.9 of the time of 50 edges per vertex, of 35 it is no faster.
 LONG_ROWS = 32
 
 
