@@ -24,7 +24,7 @@ __all__ = ["Prepared", "Run", "contiguous_rows"]
 MAX_WORKERS, WORKER_ELEMENTS = 8448, 1 << 23
 #: Most pieces that a program takes in rounds, as long as there are so many programs, four times what an H200 holds.
 ROUNDS, MIN_ROUND_PROGRAMS = 8, 16384
-#: Elements below which their places are 32-bit numbers: with 64 bits a loop of GAT has up to a quarter more instructions.
+#: Elements below which places have 32 bits: with 64 a loop of GAT has up to a quarter more instructions.
 _FAR = 1 << 31
 
 
