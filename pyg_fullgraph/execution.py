@@ -35,7 +35,7 @@ SLICES = ((256, 128), (32, 256))
 #: Fewest and most bytes of a head, and fewest edges per row, for which a program sums up one head at a time where edges
 #: have a number per head: rows meet in the cache of a multiprocessor. Measured on an H200: GAT of 4 x 64 on reddit,
 #: forward and backward, 12.3 and 12.5 ms, by heads 11.7 and 11.5; of 2 x 128 14.8 and 14.0, 11.8 and 11.5. Heads of 128
-#: bytes take longer for it backward, and on products (50 edges per row) all do.
+#: bytes take longer for it backward; on products (50 edges per row) 4 x 64 takes longer both ways.
 HEAD_BYTES, HEAD_DEGREE = (256, 512), 256
 #: Rows of how many edges on average leave lanes of matrix products idle, so that sweeps take blocks of edges in place
 #: of rows, and from how much work per feature on products outweigh that each row of a block is then merged by itself.

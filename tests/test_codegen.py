@@ -362,6 +362,17 @@ def test_kernels_of_float64_compute_in_float64(tmp_path):
     assert {k: lines for k, lines in report.items() if lines} == {}
 
 
+@pytest.mark.parametrize("heads, features, want", [(1, 64, 32), (1, 128, 32), (2, 128, 16), (4, 64, 8), (8, 32, 4),
+                                                   (1, 256, 8)], ids=str)
+def test_as_many_edges_in_flight_as_lanes_have_scores(heads, features, want):
+    """But of heads so wide that registers would not hold these."""
+    a, x = ir.input("a", SRC, (heads, 1)), ir.input("x", SRC, (heads, features))
+    score = ir.pointwise("tanh", ir.pointwise("add", a, ir.input("b", DST, (heads, 1))))
+    result = ir.input("%total", DST, x.shape)
+    kernel = kernel_of(Sweep(DST, ((result, ir.gather("sum", DST, ir.pointwise("mul", score, x))),), ()))
+    assert (kernel.block_e, kernel.min_block_e) == (want, 1 if heads * want < 32 else want)
+
+
 def test_addresses_have_64_bits(tmp_path):
     """Rows of 256 features beyond the first 8 million are more than 2**31 elements away, and ids have 32 bits."""
     names = ["gat-dropout", "several", "integers", "sage-max", "edge-mlp", "gat-edge"]

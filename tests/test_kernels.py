@@ -451,20 +451,30 @@ def test_a_step_allocates_nothing_of_edges_by_features(name):
     assert peak < made + 4 * case.num_edges * (HANDED[name] + 1)
 
 
+@pytest.fixture
+def offsets(monkeypatch):
+    """The types of places in sweeps that are launched, or made ready to be."""
+    found, made = set(), launch.Launch.of
+
+    def note(source, name, programs, constants, *more):
+        found.update([constants["OFFSET"]] if "OFFSET" in constants else [])
+        return made(source, name, programs, constants, *more)
+
+    monkeypatch.setattr(launch.Launch, "of", note)
+    return found
+
+
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
 @pytest.mark.parametrize("name", ["gat-edge", "gat-mean", "several", "integers", "edge-max"])
-def test_rows_that_are_far_from_each_other(name, device, only_kernels, monkeypatch):
+def test_rows_that_are_far_from_each_other(name, device, only_kernels, offsets, monkeypatch):
     """Places have 64 bits from the size on that 32 do not hold."""
-    offsets, made = [], launch.Launch.of
-    monkeypatch.setattr(launch.Launch, "of", lambda source, kernel, programs, constants, *more: (
-        offsets.append(constants.get("OFFSET")), made(source, kernel, programs, constants, *more))[1])
     case = random_case(40, 30, 200)
     check(program_of(name), case, torch.float64, device)
-    assert {o for o in offsets if o is not None} == {tl.int32}
+    assert offsets == {tl.int32}
     offsets.clear()
     monkeypatch.setattr(launches, "_FAR", 1)
     check(program_of(name), case, torch.float64, device)
-    assert {o for o in offsets if o is not None} == {tl.int64}
+    assert offsets == {tl.int64}
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
@@ -484,17 +494,14 @@ def test_heads_one_by_one(long_rows, device, only_kernels, monkeypatch):
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
 @pytest.mark.parametrize("stride, limit, offset", [(8, 80, tl.int64), (8, 81, tl.int32), (0, 60, tl.int64),
                                                    (0, 61, tl.int32)])
-def test_how_far_rows_are_from_each_other(stride, limit, offset, device, monkeypatch):
+def test_how_far_rows_are_from_each_other(stride, limit, offset, device, offsets, monkeypatch):
     """By their distance in memory, or what they would need themselves if that is more."""
-    offsets, made = [], launch.Launch.of
-    monkeypatch.setattr(launch.Launch, "of", lambda source, kernel, programs, constants, *more: (
-        offsets.append(constants.get("OFFSET")), made(source, kernel, programs, constants, *more))[1])
     monkeypatch.setattr(launches, "_FAR", limit)
     x = torch.randn(10, 8, device=device).as_strided((10, 6), (stride, 1))
     graph = Graph.from_edge_index(torch.tensor([[9, 3, 0], [1, 1, 2]], device=device), (10, 3))
     (out,) = run(EdgeProgram((Output("sum", ir.input("x", SRC, (6,))),)), graph, {"x": x})
     assert torch.equal(out, torch.stack([torch.zeros_like(x[0]), x[9] + x[3], x[0]]))
-    assert {o for o in offsets if o is not None} == {offset}
+    assert offsets == {offset}
 
 
 @pytest.mark.gpu

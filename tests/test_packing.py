@@ -5,8 +5,9 @@ import torch
 from test_kernels import GPU, INTERPRETER
 
 from oracle import check, program_of, random_case
-from pyg_fullgraph import phases
+from pyg_fullgraph import execution, phases
 from pyg_fullgraph.execution import kernel_of
+from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.codegen import KernelSource
 from pyg_fullgraph.saga.ir import Domain
@@ -123,6 +124,30 @@ def test_one_load_brings_what_a_head_needs():
         assert isinstance(kernel, KernelSource)
         (packed,) = (b for b in kernel.inputs if b.node.name.startswith(PACKED))
         assert kernel.source.count(f"tl.load({packed.name}_ptr") == loads
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@pytest.mark.parametrize("shape", [(2,), (4,), (3, 2), (3, 4), (8, 2)], ids=str)
+def test_columns_that_one_load_brings(shape, device, monkeypatch):
+    """Of one head and of several, as many as fill a power of two or not."""
+    packed, x = ir.input(f"{PACKED}0", DST, shape), ir.input("x", DST, (*shape[:-1], 5))
+    dim = len(shape) - 1
+    weight = ir.const(0.5, (*shape[:-1], 1))
+    for k in range(shape[-1]):
+        column = ir.view(ir.slice_(packed, dim, k, k + 1), (*shape[:-1], 1))
+        weight = ir.pointwise("add", ir.pointwise("mul", weight, column), 0.25 * k)
+    result = ir.input("%total", SRC, x.shape)
+    sweep = Sweep(SRC, ((result, ir.gather("sum", SRC, ir.pointwise("mul", ir.lift(weight), x))),), ())
+    kernel = kernel_of(sweep)
+    assert isinstance(kernel, KernelSource) and "tl.split" in kernel.source
+    case = random_case(21, 17, 300)
+    order = Graph.from_edge_index(case.edge_index.to(device), case.size).outgoing
+    given = {n: torch.randn(case.num_dst, *n.shape, dtype=torch.float64, device=device) for n in (packed, x)}
+    like = torch.empty((), dtype=torch.float64, device=device)
+    got = execution.run_sweep(sweep, order, given.__getitem__, like)[result]
+    monkeypatch.setattr(execution, "_kernel_for", lambda *args: None)
+    want = execution.run_sweep(sweep, order, given.__getitem__, like)[result]
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])

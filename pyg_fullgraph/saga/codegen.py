@@ -498,7 +498,9 @@ class _Generator:
 
     @property
     def _head_width(self) -> int:
-        """Features of each of the numbers of an edge that one read brings, of sums and softmax weighted by these."""
+        """Features of a head, where each edge has one number per head, which one read brings, and sums and softmax of
+        heads are all there is; otherwise 0.
+        """
         tile, others = self.tile, self.emitter.others
         if tile.has_products or self.totals or self.edges or self.emitter.uses_eid or \
                 not all(isinstance(r, Sum | Softmax) for r in self.reducers) or \

@@ -1,6 +1,6 @@
 """Numbers of a vertex that edges ask for together, side by side in memory.
 
-A row that is read through an index costs 32 bytes from a cache and 64 from memory, however narrow. The backward of
+A row that is read through an index costs a sector of 32 bytes or more, however narrow. The backward of
 attention reads three such rows per edge (score, log-sum-exp, ``<dout, out>``), one number per head each: here the
 vertex step that makes one of them writes all, head by head, so that one read brings what a head needs.
 """
@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, Node
-from pyg_fullgraph.saga.plans import PACKED, Step, Sweep, is_staged
+from pyg_fullgraph.saga.plans import PACKED, Step, Sweep, is_staged, made_by, read_by
 
 __all__ = ["columns_of", "pack"]
 
@@ -38,8 +37,7 @@ def pack(steps: Iterable[Step | Sweep], outputs: Iterable[Node]) -> tuple[Step |
     kept: list[Step | Sweep] = []
     for step in reversed(done):
         if isinstance(step, Sweep) or step[0] in read:
-            read.update((*step.inputs, *ir.inputs_of(*step.added)) if isinstance(step, Sweep) else
-                        ir.inputs_of(step[1]))
+            read.update(read_by(step))
             kept.append(step)
     return tuple(reversed(kept))
 
@@ -62,8 +60,7 @@ def _groups(sweep: Sweep) -> Iterator[tuple[Node, ...]]:
 
 def _packed(done: list[Step | Sweep], sweep: Sweep, members: tuple[Node, ...]) -> Sweep:
     """``sweep`` over ``members`` in one array, made in ``done`` beside the last of these, if by a vertex step."""
-    makers = {r: k for k, step in enumerate(done)
-              for r in ([n for n, _ in (*step.gathers, *step.edges)] if isinstance(step, Sweep) else [step[0]])}
+    makers = {r: k for k, step in enumerate(done) for r in made_by(step)}
     last = max((makers[n] for n in members if n in makers), default=-1)
     if last < 0 or isinstance(done[last], Sweep):
         return sweep
@@ -81,6 +78,4 @@ def _packed(done: list[Step | Sweep], sweep: Sweep, members: tuple[Node, ...]) -
     if packed not in makers:
         done.insert(last + 1, (packed, row))
     places = {n: ir.view(ir.slice_(packed, dim, k, k + 1), n.shape) for k, n in enumerate(members)}
-    waiting = iter(ir.substitute(sweep.operands, places))
-    gathers = tuple((r, g.rebuild([next(waiting) for _ in g.args])) for r, g in sweep.gathers)
-    return replace(sweep, gathers=gathers, edges=tuple((r, next(waiting)) for r, _ in sweep.edges))
+    return sweep.over(ir.substitute(sweep.operands, places))

@@ -15,7 +15,7 @@ from functools import cached_property
 from pyg_fullgraph.saga import features, ir, packing, recompute
 from pyg_fullgraph.saga.adjoint import scales_linearly, softmax_from
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output, pointwise
-from pyg_fullgraph.saga.plans import Plan, Sweep, Target, addend
+from pyg_fullgraph.saga.plans import Plan, Sweep, Target, addend, read_by
 from pyg_fullgraph.saga.rewrites import canonicalize, order_products, reorganize, terms_of
 
 #: Passes that ``disable`` can leave out, for ablations.
@@ -310,7 +310,7 @@ def _add_to(steps: recompute.Steps, results: Mapping[str, Node], name: str,
     without such a sweep a vertex expression.
     """
     total = results[name]
-    read = {*(n for s in steps for n in (s.inputs if isinstance(s, Sweep) else ir.inputs_of(s[1]))),
+    read = {*(n for s in steps for n in read_by(s)),
             *ir.inputs_of(*(r for other, r in results.items() if other != name))}
     for k, step in enumerate(steps):
         if isinstance(step, Sweep) and total not in read and total.is_row and total in [r for r, _ in step.gathers]:

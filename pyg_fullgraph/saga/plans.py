@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -94,6 +94,12 @@ class Sweep:
         """The edge expressions of the sweep."""
         return tuple(a for _, g in self.gathers for a in g.args) + tuple(e for _, e in self.edges)
 
+    def over(self, operands: Iterable[Node]) -> Sweep:
+        """The same over other :attr:`operands`."""
+        waiting = iter(operands)
+        gathers = tuple((r, g.rebuild([next(waiting) for _ in g.args])) for r, g in self.gathers)
+        return replace(self, gathers=gathers, edges=tuple((r, next(waiting)) for r, _ in self.edges))
+
     @cached_property
     def inputs(self) -> tuple[Node, ...]:
         return ir.inputs_of(*self.operands)
@@ -141,6 +147,16 @@ class Sweep:
 Step = tuple[Node, Node]
 
 
+def made_by(step: Step | Sweep) -> tuple[Node, ...]:
+    """The results of a step."""
+    return tuple(r for r, _ in (*step.gathers, *step.edges)) if isinstance(step, Sweep) else step[:1]
+
+
+def read_by(step: Step | Sweep) -> tuple[Node, ...]:
+    """The inputs of a step."""
+    return (*step.inputs, *ir.inputs_of(*step.added)) if isinstance(step, Sweep) else ir.inputs_of(step[1])
+
+
 @dataclass(frozen=True)
 class Plan:
     """What is run, in order: vertex steps ``(result, expression)`` and sweeps; then ``outputs`` over their results.
@@ -155,10 +171,9 @@ class Plan:
     @cached_property
     def done(self) -> tuple[tuple[Node, ...], ...]:
         """Per step the results of steps that nothing reads after it."""
-        made = [[r for r, _ in (*s.gathers, *s.edges)] if isinstance(s, Sweep) else [s[0]] for s in self.steps]
-        last = {n: k for k, nodes in enumerate(made) for n in nodes}
+        last = {n: k for k, step in enumerate(self.steps) for n in made_by(step)}
         for k, step in enumerate(self.steps):
-            for n in step.inputs if isinstance(step, Sweep) else ir.inputs_of(step[1]):
+            for n in read_by(step):
                 if n in last:
                     last[n] = k
         kept = set(ir.inputs_of(*self.outputs.values()))
@@ -212,9 +227,7 @@ class Plan:
     @cached_property
     def inputs(self) -> frozenset[Node]:
         """What the plan reads, its own results among it."""
-        steps = (n for s in self.steps
-                 for n in ((*s.inputs, *ir.inputs_of(*s.added)) if isinstance(s, Sweep) else ir.inputs_of(s[1])))
-        return frozenset((*steps, *ir.inputs_of(*self.outputs.values())))
+        return frozenset((*(n for s in self.steps for n in read_by(s)), *ir.inputs_of(*self.outputs.values())))
 
     def __str__(self) -> str:
         lines = []

@@ -128,9 +128,7 @@ def _handed(steps: Steps, sweep: Sweep, nodes: Sequence[Node], made: Mapping[Nod
         out[made[node]] = Sweep(maker.rows, maker.gathers, (*maker.edges, (result, ir.substitute(node, earlier))))
         stand_ins[node] = result
     given = {n: stand_ins[n] for n in nodes}
-    waiting = iter(ir.substitute(sweep.operands, given))
-    gathers = tuple((r, g.rebuild([next(waiting) for _ in g.args])) for r, g in sweep.gathers)
-    return (*out, Sweep(sweep.rows, gathers, tuple((r, next(waiting)) for r, _ in sweep.edges)))
+    return (*out, sweep.over(ir.substitute(sweep.operands, given)))
 
 
 def _narrow(sweep: Sweep, made: Container[Node]) -> list[Node]:
