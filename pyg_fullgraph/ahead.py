@@ -43,7 +43,7 @@ class Phase(Protocol):
                 save: bool) -> tuple[list[Tensor], list[Tensor]]:
         """Results and statistics."""
 
-    def backward(self, graph: Graph, env: Mapping[Node, Tensor], grads: Sequence[Tensor], like: Tensor,
+    def backward(self, graph: Graph, env: dict[Node, Tensor], grads: Sequence[Tensor], like: Tensor,
                  needs: tuple[bool, ...]) -> list[Tensor | None]:
         """Gradients of the inputs that ``needs`` picks."""
 

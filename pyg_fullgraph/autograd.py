@@ -53,8 +53,7 @@ class _EdgePhaseFunction(torch.autograd.Function):
         # Hooks may want to keep them elsewhere, and processes that have parts of a graph would have to agree.
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is None and not graph.is_part:
             own = range(len(tensors), len(tensors) + len(results))
-            ctx.results = tuple((n, k - own.start, pool[k].detach(), pool[k]._version)
-                                for n, k in zip(ctx.kept, places, strict=True) if k in own)
+            ctx.results = tuple((pool[k].detach(), pool[k]._version) for k in places if k in own)
             # As outputs they would be refused in backward if somebody has written to them.
             pool[own.start:own.stop] = [r.data for r in results]
         ctx.save_for_backward(*(pool[k] for k in places))
@@ -62,11 +61,10 @@ class _EdgePhaseFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        kept = ctx.saved_tensors
-        made = _OnlyOnce.apply(ctx, len(grads), *grads, *kept) if torch.is_grad_enabled() else \
-            _gradients(ctx, grads, kept)
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
-            ctx.results = ()  # whose memory goes with that of what is saved
+        if torch.is_grad_enabled():
+            made = _OnlyOnce.apply(ctx, len(grads), *grads, *ctx.saved_tensors)
+        else:
+            made = _gradients(ctx, grads, dict(zip(ctx.kept, ctx.saved_tensors, strict=True)))
         return (None, None, None, *made)
 
 
@@ -78,16 +76,30 @@ def _begin(phase: EdgePhase, graph: Graph, like: Tensor, tensors: Sequence[Tenso
     return kept
 
 
-def _gradients(ctx: Any, grads: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor | None]:
-    env = dict(zip(ctx.kept, kept, strict=True))
-    if any(view._version != version for _, _, view, version in ctx.results):
-        # Layers add a bias to their result in place. What backward reads of it is computed again.
-        again, _ = ctx.phase.forward(ctx.graph, [env[n] for n in ctx.phase.inputs], ctx.like, False)
-        env.update({n: again[k] for n, k, _, _ in ctx.results})
+def _gradients(ctx: Any, grads: Sequence[Tensor], env: dict[Node, Tensor]) -> list[Tensor | None]:
+    """Gradients of all inputs; what was saved is taken out of ``env``, and its memory is free from its last use on,
+    unless backward may run again.
+    """
+    if any(view._version != version for view, version in ctx.results):
+        env.update(_computed_again(ctx, env))
+    if not torch._C._autograd._get_current_graph_task_keep_graph():
+        ctx.results = ()
+        ctx.maybe_clear_saved_tensors()
     made = ctx.phase.backward(ctx.graph, env, [g.contiguous() for g in grads], ctx.like, ctx.needs_input_grad[3:])
     # What is handed through is no view: of one that nobody else seems to hold, leaves take the memory.
     return [None if g is None else g.to(dtype) if g.shape == shape else g.to(dtype).expand(shape)
             for g, (dtype, shape) in zip(made, ctx.meta, strict=True)]
+
+
+def _computed_again(ctx: Any, env: Mapping[Node, Tensor]) -> dict[Node, Tensor]:
+    """What backward reads of results that somebody has written to, as layers do that add a bias in place; and what
+    they were rounded by, which is another number where the sums of another kernel end in another digit.
+    """
+    is_half = stores_half(ctx.like.dtype)
+    save = "rest" in ctx.phase.statistics(is_half)
+    results, statistics = ctx.phase.forward(ctx.graph, [env[n] for n in ctx.phase.inputs], ctx.like, save)
+    stand_ins = zip(ctx.phase.stand_ins(is_half), [*results, *statistics], strict=False)
+    return {n: t for n, t in stand_ins if n in env}
 
 
 class _OnlyOnce(torch.autograd.Function):
@@ -95,7 +107,7 @@ class _OnlyOnce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, phase_ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor | None, ...]:
-        return tuple(_gradients(phase_ctx, tensors[:count], tensors[count:]))
+        return tuple(_gradients(phase_ctx, tensors[:count], dict(zip(phase_ctx.kept, tensors[count:], strict=True))))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -174,8 +186,8 @@ def _(key: str, graph: Sequence[Tensor], sizes: Sequence[int], tensors: Sequence
     kinds = [(graph[1].shape[0] if r.domain == Domain.EDGE else sizes[1], r, wide if phase.is_exact else dtype)
              for r in phase.results]
     if save:
-        kinds += [(sizes[1], stand_in, graph[0].dtype if stand_in.is_integer else wide)
-                  for stand_in, _ in phase.saved(stores_half(dtype)).values()]
+        kinds += [(sizes[1], stand_in, graph[0].dtype if stand_in.is_integer else dtype if name == "rest" else wide)
+                  for name, stand_in in phase.statistics(stores_half(dtype)).items()]
     return [graph[0].new_empty((rows, *node.shape), dtype=kind) for rows, node, kind in kinds]
 
 
@@ -187,11 +199,8 @@ def edge_phase_backward(key: str, graph: Sequence[Tensor], sizes: Sequence[int],
     phase = _PHASES[key]
     like = torch.empty((), dtype=dtype, device=graph[0].device)
     env = dict(zip(phase.inputs, tensors, strict=True))
-    names = [*(f"out.{o.name}" for o in phase.core.outputs), *phase.saved(stores_half(like.dtype))]
-    for name, result in zip(names, results, strict=True):
-        stand_in = phase.adjoint.saved.get(name)
-        if stand_in is not None:
-            env[stand_in[0]] = result
+    stand_ins = phase.stand_ins(stores_half(like.dtype))
+    env.update({n: t for n, t in zip(stand_ins, results, strict=True) if n is not None})
     made = phase.backward(_orders(graph, sizes), env, grads, like, tuple(needs))
     return _own([torch.zeros_like(t) if g is None else g.to(t.dtype).expand(t.shape)
                  for g, t, need in zip(made, tensors, needs, strict=True) if need], [*tensors, *grads])

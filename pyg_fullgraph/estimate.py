@@ -16,7 +16,7 @@ from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.phases import EdgePhase, stores_half
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node
-from pyg_fullgraph.saga.plans import Plan, Sweep, Target, is_staged
+from pyg_fullgraph.saga.plans import Plan, Sweep, Target, is_staged, read_by
 
 #: How inputs are called whose product with a weight was kept open (see :mod:`pyg_fullgraph.nn.order`).
 FEATURES = ".features"
@@ -104,7 +104,7 @@ def plan_work(plan: Plan, sizes: Sizes, dtypes: Mapping[Node, torch.dtype]) -> W
     for step in plan.steps:
         if isinstance(step, Sweep):
             kinds = {r: g.attr("kind") for r, g in step.gathers}
-            for result in (*kinds, *(r for r, _ in step.edges)):
+            for result in step.results:
                 is_exact = kinds.get(result) == "lse" or result.domain == Domain.PARAM or result in plan.exact
                 made[result] = sizes.id if result.is_integer else sizes.exact if is_exact else sizes.value
             total += _sweep_work(step, sizes, width, plan.staging)
@@ -133,11 +133,10 @@ def _sweep_work(sweep: Sweep, sizes: Sizes, width: Callable[[Node], int], stagin
     uses_eid = not all(map(is_staged, held)) or any(n.op in ("eid", "dropout") for n in ir.walk(*sweep.operands))
     uses_places = sweep.rows != staging and any(map(is_staged, held))
     indices = edges * (1 + uses_eid + uses_places) + own + 1
-    read = sum(width(n) * rows(n) for n in (*sweep.inputs, *ir.inputs_of(*sweep.added))) + indices * sizes.id
-    results = [*(r for r, _ in sweep.gathers), *(r for r, _ in sweep.edges)]
+    read = sum(width(n) * rows(n) for n in read_by(sweep)) + indices * sizes.id
     reduced = sum(_gather_cost(g) * edges for _, g in sweep.gathers)
-    return Work(read, sum(width(r) * sizes.rows(r.domain) for r in results),
-                _expression_flops((*sweep.operands, *sweep.added), rows) + reduced
+    return Work(read, sum(width(r) * sizes.rows(r.domain) for r in sweep.results),
+                _expression_flops((*sweep.operands, *sweep.added, *(e for _, e in sweep.finish)), rows) + reduced
                 + sum(n.numel * own for n in sweep.added))
 
 
@@ -228,15 +227,15 @@ def saved_by(phase: EdgePhase, needs: tuple[bool, ...], target: Target, sizes: S
         return ()
     is_half = stores_half(dtype)
     reads, _ = phase.kept(target, needs, is_half)
-    statistics = phase.saved(is_half)
     found = []
     for node in phase.inputs:
         if node in reads:
             size = dtypes.get(node, dtype).itemsize
             found.append(Saved(node, True, node.numel * sizes.rows(node.domain) * size))
-    for name, (stand_in, _) in phase.adjoint.saved.items():
-        if stand_in in reads:
-            is_exact = name in statistics or phase.is_exact
-            size = sizes.id if stand_in.is_integer else sizes.exact if is_exact else sizes.value
+    results = len(phase.results)
+    for k, stand_in in enumerate(phase.stand_ins(is_half)):
+        if stand_in is not None and stand_in in reads:
+            is_stored = stand_in is phase.rest or (k < results and not phase.is_exact)
+            size = sizes.id if stand_in.is_integer else sizes.value if is_stored else sizes.exact
             found.append(Saved(stand_in, False, stand_in.numel * sizes.num_dst * size))
     return tuple(found)

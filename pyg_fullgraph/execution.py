@@ -87,7 +87,7 @@ class FetchingOrder(Protocol):
 Order = EdgeOrder | FetchingOrder
 
 
-def run_plan(plan: Plan, incoming: Order, outgoing: Order | None, tensors: Mapping[Node, Tensor],
+def run_plan(plan: Plan, incoming: Order, outgoing: Order | None, env: dict[Node, Tensor],
              like: Tensor) -> list[Tensor]:
     """Run every step of ``plan`` and return its outputs.
 
@@ -95,10 +95,9 @@ def run_plan(plan: Plan, incoming: Order, outgoing: Order | None, tensors: Mappi
         plan: What to run.
         incoming: Edges by destination.
         outgoing: Edges by source; needed by plans with a sweep over sources.
-        tensors: Inputs.
+        env: Inputs. Each is taken from it when nothing reads it any more.
         like: A tensor whose dtype results take and whose device is used.
     """
-    env = dict(tensors)
     stat_dtype = chunks.compute_dtype(like.dtype)
     if ir.INV_DEGREE in plan.inputs:
         env[ir.INV_DEGREE] = incoming.inv_degree(stat_dtype)
@@ -120,7 +119,7 @@ def run_plan(plan: Plan, incoming: Order, outgoing: Order | None, tensors: Mappi
                 if isinstance(order, EdgeOrder):
                     env.update(run_sweep(step, order, env.__getitem__, like, plan.exact, staging))
                 else:
-                    env.update(_add_after(step, env.__getitem__, like, plan.exact, functools.partial(
+                    env.update(_finish_after(step, env.__getitem__, like, plan.exact, functools.partial(
                         order.run_sweep, step.bare, env.__getitem__, like)))
         else:
             env.update(run_rows(step, env.__getitem__, exact_like, widen=True))
@@ -256,8 +255,8 @@ def run_sweep(sweep: Sweep, order: EdgeOrder, leaf: chunks.Leaf, like: Tensor, e
         sweep, order, leaf, like, exact: As for :func:`chunks.run_sweep`, whose results are returned.
         staging: The order that a kernel puts the edge values in which it hands to other sweeps; the user's without one.
     """
-    if sweep.added and not _adds(sweep, order, like):
-        return _add_after(sweep, leaf, like, exact, lambda known: run_sweep(sweep.bare, order, leaf, like, known))
+    if not sweep.is_bare and not _finishes(sweep, order, like):
+        return _finish_after(sweep, leaf, like, exact, lambda known: run_sweep(sweep.bare, order, leaf, like, known))
     while (kernel := _kernel_for(sweep, like, order)) is not None:
         try:
             with events.stage(0, like.device):
@@ -266,32 +265,40 @@ def run_sweep(sweep: Sweep, order: EdgeOrder, leaf: chunks.Leaf, like: Tensor, e
                     {r: chunks.Handed(t, staging) if is_staged(r) else t for r, t in made.items()}
         except OutOfResources as error:
             _refuse(kernel, error, "by rows" if kernel.takes_blocks else "in chunks")
-            if sweep.added:
+            if not sweep.is_bare:
                 return run_sweep(sweep, order, leaf, like, exact)
     return chunks.run_sweep(sweep, order, leaf, like, exact)
 
 
-def _adds(sweep: Sweep, order: EdgeOrder, like: Tensor) -> bool:
-    """Whether the kernel that is best for ``sweep`` can add to its result as well: one by blocks cannot."""
-    kernel = _kernel_for(sweep.bare, like, order)
-    return kernel is not None and not kernel.takes_blocks and _kernel_for(sweep, like, order) is not None
+def _finishes(sweep: Sweep, order: EdgeOrder, like: Tensor) -> bool:
+    """Whether the kernel that is best for ``sweep`` can go on with its results as well: one by blocks cannot."""
+    kernel = _kernel_for(sweep, like, order)
+    if kernel is not None and _prefers_blocks(kernel, order.num_edges / max(order.num_rows, 1)):
+        bare = _kernel_for(sweep.bare, like, order)
+        return bare is not None and not bare.takes_blocks
+    return kernel is not None
 
 
-def _add_after(sweep: Sweep, leaf: chunks.Leaf, like: Tensor, exact: Container[Node],
-               run: Callable[[Container[Node]], dict[Node, Any]]) -> dict[Node, Any]:
-    """What ``run`` makes of the bare sweep, given the results that it keeps exact, with the addends added by torch."""
-    if not sweep.added:
+def _finish_after(sweep: Sweep, leaf: chunks.Leaf, like: Tensor, exact: Container[Node],
+                  run: Callable[[Container[Node]], dict[Node, Any]]) -> dict[Node, Any]:
+    """What ``run`` makes of the bare sweep, given the results that it keeps exact, and what is made of that."""
+    if sweep.is_bare:
         return run(exact)
-    result = sweep.total
-    assert result is not None
-    made = run({r for r, _ in (*sweep.gathers, *sweep.edges) if r is result or r in exact})
-    total = made[result]
-    for factor, node in map(addend, sweep.added):
-        if factor is None:
-            total.add_(leaf(node))
-        else:
-            total.addcmul_(leaf(node), leaf(factor))
-    return {**made, result: total if result in exact else total.to(like.dtype)}
+    total = sweep.total if sweep.added or sweep.rest is not None else None
+    read = ir.inputs_of(*(e for _, e in sweep.finish))
+    made = run({r for r, _ in (*sweep.gathers, *sweep.edges) if r is total or r in read or r in exact})
+    made.update(run_rows(sweep.finish, lambda n: made[n] if n in made else leaf(n),
+                         like.to(chunks.compute_dtype(like.dtype)), widen=True))
+    if total is not None:
+        for factor, node in map(addend, sweep.added):
+            if factor is None:
+                made[total].add_(leaf(node))
+            else:
+                made[total].addcmul_(leaf(node), leaf(factor))
+        if sweep.rest is not None:
+            made[sweep.rest] = made[total] - made[total].to(like.dtype)
+    narrowed = {total, sweep.rest, *(r for r, _ in sweep.finish), *(n for n in read if sweep.kinds.get(n) != "lse")}
+    return {r: made[r].to(like.dtype) if r in narrowed and r not in exact else made[r] for r in sweep.results}
 
 
 def run_tiles(sweep: Sweep, rows: EdgeOrder, tiles: Sequence[EdgeOrder], leaves: Iterator[chunks.Leaf], like: Tensor,

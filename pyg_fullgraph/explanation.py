@@ -226,7 +226,7 @@ class ProgramReport:
             return self.names[saved.node]
         kind = saved.node.name.removeprefix("saved.").split(".")[0]
         return {"out": "the result", "arg": "which edge is the extremum", "lse": "log-sum-exp of the softmax",
-                "sum": "a sum that gradients are products with"}.get(kind, kind)
+                "rest": "what storing the result rounded off", "sum": "a sum that gradients are products with"}.get(kind, kind)
 
 
 @dataclass(frozen=True)

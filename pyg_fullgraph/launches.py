@@ -136,6 +136,7 @@ class Prepared:
                 node, (rows.num_edges if node.domain == Domain.EDGE else rows.num_rows, *node.shape),
                 rows.id_dtype if node.is_integer else stat_dtype if is_exact else like.dtype, fill))
         self.written = [b.node for b in kernel.outputs]
+        self.ends = {b.node for b in kernel.ends}
         self.reach = max((math.prod(made.shape) for made in self.results if made.node.domain == Domain.EDGE), default=0)
         self.merged = [b.node for b in kernel.rows]
         self.workspace: list[tuple[tuple[int, int], torch.dtype]] = []
@@ -186,6 +187,7 @@ class Run:
         self.workspace = [_empty_rows(shape, dtype, device) for shape, dtype in prepared.workspace]
         self.totals: dict[Node, Tensor] = {}
         self.added: list[Tensor] = []
+        self.ends: list[Any] = []
         self.is_begun = False
 
     def take(self, k: int, leaf: chunks.Leaf) -> None:
@@ -195,6 +197,7 @@ class Run:
         if site.num_workers == 0 and len(self.tiles) > 1:
             return
         args: list[Any] = []
+        ends: list[Any] = []
         has_places, reach = False, prepared.reach
         if kernel.uses_places:
             order = self.tiles[k]
@@ -209,15 +212,17 @@ class Run:
                 value = contiguous_rows(value, *run)
                 stride = value.stride(0)
                 reach = max(reach, value.shape[0] * max(stride, node.numel))
-                args += value, stride
+                taken = [value, stride]
             else:
                 value = value.contiguous()
                 reach = max(reach, value.numel())
-                args.append(value)
+                taken = [value]
+            args += taken
+            ends += taken if node in prepared.ends else []
         totals = {node: torch.empty((site.num_workers, *node.shape), dtype=dtype, device=prepared.device)
                   for node, dtype in prepared.totals}
         made = {**self.results, **totals} if totals else self.results
-        self.added = [leaf(node).contiguous() for node in prepared.added]
+        self.added, self.ends = [leaf(node).contiguous() for node in prepared.added], ends
         copies = [self.workspace[n].clone() if k else self.workspace[n] for n in kernel.apart]
         written = [made[node] for node in prepared.written]
         site.launch(has_places, k > 0, reach >= _FAR).run([*args, *written, *self.added, *self.workspace, *copies],
@@ -233,7 +238,8 @@ class Run:
         prepared = self.prepared
         if prepared.merge is not None:
             merged = [self.results[node] for node in prepared.merged]
-            prepared.merge.run([*merged, *self.added, *self.workspace], self.added)
+            known = [*self.added, *self.ends]
+            prepared.merge.run([*merged, *known, *self.workspace], known)
         for node, _ in prepared.totals:
             total = self.totals.get(node)
             self.results[node] = torch.zeros(node.shape, dtype=prepared.dtype, device=prepared.device) \

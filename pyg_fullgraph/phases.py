@@ -17,7 +17,7 @@ from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.adjoint import Adjoint, grad_input
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node
-from pyg_fullgraph.saga.passes import Split, Stage, plan, reduction, split
+from pyg_fullgraph.saga.passes import Split, Stage, is_one_sum, plan, reduction, split
 from pyg_fullgraph.saga.plans import Plan, Target, addend
 from pyg_fullgraph.saga.postpone import postpone_products
 from pyg_fullgraph.saga.stored import adjoint_of
@@ -95,12 +95,25 @@ class EdgePhase:
         return found
 
     def _grads(self, is_half: bool) -> Mapping[Node, Node | None]:
-        """Gradients of the inputs of the core; where they read the result, they take off again what was added to it."""
-        found, apart = self.adjoint.grads, self.saved(is_half)
-        bare = {stand_in: functools.reduce(functools.partial(ir.pointwise, "sub"), self.added, stand_in)
-                for name, (stand_in, _) in self.adjoint.saved.items()
-                if self.added and name.startswith("out.") and name not in apart}
-        return {n: None if g is None else ir.substitute(g, bare) for n, g in found.items()} if bare else found
+        """Gradients of the inputs of the core; where they read the result, they take it as exact as it was computed,
+        and take off again what was added to it.
+        """
+        found, apart, rest = self.adjoint.grads, self.saved(is_half), self.rest if is_half else None
+        bare = {}
+        for name, (stand_in, _) in self.adjoint.saved.items():
+            if name.startswith("out.") and name not in apart:
+                whole = stand_in if rest is None else ir.pointwise("add", stand_in, rest)
+                bare[stand_in] = functools.reduce(functools.partial(ir.pointwise, "sub"), self.added, whole)
+        return {n: None if g is None else ir.substitute(g, bare) for n, g in found.items()}
+
+    @cached_property
+    def rest(self) -> Node | None:
+        """Stands for what storing the result in half precision rounds off, if gradients read that and it is to be had.
+        """
+        output, *others = self.core.outputs
+        is_read = f"out.{output.name}" in self.adjoint.saved
+        return ir.input(f"saved.rest.{output.name}", output.domain, output.value.shape) \
+            if is_read and not (self.is_exact or others) and is_one_sum(output) else None
 
     @cached_property
     def _across(self) -> dict[Node, Node]:
@@ -109,27 +122,34 @@ class EdgePhase:
         return {g: ir.input(g.name, Domain.SRC, g.shape) for g in grads} if self.same else {}
 
     def saved(self, is_half: bool = False) -> dict[str, tuple[Node, Node]]:
-        """What backward needs beside inputs and results: name -> (stand-in, forward expression).
+        """What backward needs beside inputs, results and what these were rounded by: name -> (stand-in, expression).
 
-        With half-precision storage the results that gradients are taken from are saved as well, in float32: rounded
-        ones would shift all gradients of a row the same way, and sums over the row would add that up.
+        With half-precision storage gradients are not taken from rounded results, which would shift all gradients of a
+        row the same way, and sums over the row would add that up. What one sum was rounded by is kept beside it, also
+        in half precision, which makes 22 digits of float16, 16 of bfloat16; other results are saved in float32.
         """
-        with_results = is_half and not self.is_exact
+        with_results = is_half and not self.is_exact and self.rest is None
         return {k: v for k, v in self.adjoint.saved.items() if with_results or not k.startswith("out.")}
 
+    def statistics(self, is_half: bool = False) -> dict[str, Node]:
+        """What forward gives beside results for the sake of backward: name -> stand-in."""
+        found = {name: stand_in for name, (stand_in, _) in self.saved(is_half).items()}
+        return found if self.rest is None or not is_half else {**found, "rest": self.rest}
+
     def forward_plan(self, target: Target, save: bool, is_half: bool = False) -> Plan:
-        """The plan of the results; with ``save``, what :meth:`saved` names follows them."""
+        """The plan of the results; with ``save``, :meth:`statistics` follow them."""
         key = (target, save, is_half)
         if key not in self._plans:
-            results = {o.name: reduction(o) for o in self.core.outputs}
+            results, first = {o.name: reduction(o) for o in self.core.outputs}, self.core.outputs[0].name
             kept = {f"saved.{k}": node for k, (_, node) in self.saved(is_half).items()} if save else {}
+            rests = {"saved.rest": first} if save and "rest" in self.statistics(is_half) else {}
             self._plans[key] = plan({**results, **kept}, target, exact=[*kept, *(results if self.is_exact else ())],
-                                    added={self.core.outputs[0].name: self.added} if self.added else {})
+                                    added={first: self.added} if self.added else {}, rests=rests)
         return self._plans[key]
 
     def backward_plan(self, target: Target, needs: Needs, is_half: bool = False) -> Plan:
         """The plan of the gradients of the inputs that ``needs`` picks."""
-        key = (target, needs, is_half and bool(self.added))
+        key = (target, needs, is_half)
         if key not in self._plans:
             grads = {**self._grads(is_half), **self.grads_of_added}
             wanted = {n.name: g for n, need in zip(self.inputs, needs, strict=True) if need
@@ -144,7 +164,7 @@ class EdgePhase:
 
     def forward(self, graph: Graph | Orders, tensors: Sequence[Tensor], like: Tensor,
                 save: bool) -> tuple[list[Tensor], list[Tensor]]:
-        """Results, and what :meth:`saved` names."""
+        """Results, and :meth:`statistics`."""
         is_half = stores_half(like.dtype)
         chosen = self.forward_plan(target_of(like.device), save, is_half)
         made = run_plan(chosen, graph.incoming, None, dict(zip(self.inputs, tensors, strict=True)), like)
@@ -154,20 +174,20 @@ class EdgePhase:
         # Somebody may write to a result: a sum that is kept and happens to be one is another tensor.
         return results, [t.clone() if any(t is r for r in results) else t for t in made[count:]]
 
-    def backward(self, graph: Graph | Orders, env: Mapping[Node, Tensor], grads: Sequence[Tensor], like: Tensor,
+    def backward(self, graph: Graph | Orders, env: dict[Node, Tensor], grads: Sequence[Tensor], like: Tensor,
                  needs: Needs) -> list[Tensor | None]:
         """Gradients of the inputs that ``needs`` picks, None for the others and where a gradient is zero.
 
         Args:
             graph: Both orders, if a source has a gradient.
-            env: The inputs, and the stand-ins of :attr:`adjoint`, that the plan reads.
+            env: The inputs, and the stand-ins of :attr:`adjoint`, that the plan reads. They are taken from it.
             grads: One gradient per output.
             like: A tensor whose dtype results have and whose device is used.
             needs: Which inputs.
         """
         chosen = self.backward_plan(target_of(like.device), needs, stores_half(like.dtype))
         given = {grad_input(o): g for o, g in zip(self.core.outputs, grads, strict=True)}
-        env = {**env, **given, **{n: given[g] for g, n in self._across.items()}}
+        env.update({**given, **{n: given[g] for g, n in self._across.items()}})
         outgoing = graph.outgoing if any(s.rows == Domain.SRC for s in chosen.sweeps) else None
         made = dict(zip(chosen.outputs, run_plan(chosen, graph.incoming, outgoing, env, like), strict=True))
         for node, need in zip(self._added_inputs, needs[len(self.core.inputs):], strict=True):
@@ -176,15 +196,19 @@ class EdgePhase:
                 made[node.name] = columns.column_sum(by_row.view(by_row.shape[0], node.numel)).view(node.shape)
         return [made.get(n.name) for n in self.inputs]
 
+    def stand_ins(self, is_half: bool) -> list[Node | None]:
+        """What stands for each result, None where gradients do not read it, and for each of :meth:`statistics`."""
+        known = self.adjoint.saved
+        names = [f"out.{o.name}" for o in self.core.outputs]
+        return [*(known[n][0] if n in known else None for n in names), *self.statistics(is_half).values()]
+
     def kept(self, target: Target, needs: Needs, is_half: bool) -> ahead.Step:
-        """What the backward plan reads: inputs and stand-ins, and the place of each among inputs, results and what
-        :meth:`saved` names, in this order. Where it reads a result, to which somebody may write, all inputs.
+        """What the backward plan reads: inputs and stand-ins, and the place of each among inputs, results and
+        :meth:`statistics`, in this order. Where it reads a result, to which somebody may write, all inputs.
         """
         key = (target, needs, is_half)
         if key not in self._kept:
-            named = [*(f"out.{o.name}" for o in self.core.outputs), *self.saved(is_half)]
-            known = self.adjoint.saved
-            pool = [*self.inputs, *(known[n][0] if n in known else None for n in named)]
+            pool = [*self.inputs, *self.stand_ins(is_half)]
             places = {n: k for k, n in enumerate(pool)}  # of what is there twice, the exact one, which comes later
             reads = self.backward_plan(target, needs, is_half).inputs
             results = range(len(self.inputs), len(self.inputs) + len(self.results))

@@ -56,8 +56,9 @@ class KernelSource:
         source: The text of the module.
         name: Of the kernel in it; the kernel that merges cut rows, where there is one, is ``merge_name``.
         inputs: Input buffers; those with a row dimension are followed by a row stride parameter.
-        outputs: Results of gathers, then edge results. Those in domain ``PARAM`` get one row per program.
+        outputs: Results, in the order of the sweep's. Those in domain ``PARAM`` get one row per program.
         added: Inputs of what is added to the first result with rows where it is written; contiguous, after ``outputs``.
+        ends: Those of ``inputs`` that are read where a row is done, also by the kernel that merges cut rows.
         carries: Features and integer-ness of each workspace buffer, ``[num_slots, features]``.
         apart: Which of these, counted from 0, a kernel that takes tiles reads from a copy, because one thread writes
             what others read.
@@ -86,6 +87,7 @@ class KernelSource:
     inputs: tuple[Buffer, ...]
     outputs: tuple[Buffer, ...]
     added: tuple[Buffer, ...]
+    ends: tuple[Buffer, ...]
     carries: tuple[tuple[int, bool], ...]
     apart: tuple[int, ...]
     num_tiles: int
@@ -162,17 +164,18 @@ class _Generator:
     def __init__(self, sweep: Sweep, lanes: int, max_width: int | None, takes_blocks: bool,
                  in_rounds: bool = False) -> None:
         self.takes_blocks = takes_blocks
-        lowering = Lowering(sweep.operands, lanes, takes_blocks)
+        lowering = Lowering((*sweep.operands, *(e for _, e in sweep.finish)), lanes, takes_blocks)
         waiting = iter(lowering.roots)
         self.sweep = sweep
         self.gathers = [(r, g.rebuild([next(waiting) for _ in g.args])) for r, g in sweep.gathers]
         self.edges = [(r, next(waiting)) for r, _ in sweep.edges]
+        self.finish = [(r, next(waiting)) for r, _ in sweep.finish]
         for _, g in self.gathers:
             if g.attr("kind") in ("outer", "index_sum") and lanes <= 2:
                 raise NotFusable(["a parameter's gradient is a matrix product in float64"])
         # What is merged row by row has its edges in one dimension.
         has_lanes = not (takes_blocks and reduces_rows(sweep))
-        self.tile = Tile(self.gathers, self.edges, lanes, max_width, has_lanes, takes_blocks)
+        self.tile = Tile(self.gathers, self.edges, lanes, max_width, has_lanes, takes_blocks, self.finish)
         held = (*(r for r, _ in sweep.edges), *(n for n in sweep.inputs if n.domain == Domain.EDGE))
         uses_ids = sweep.needs_ids and not all(map(is_staged, held))
         self.emitter = Emitter(lowering, self.tile, sweep.rows, lanes, uses_ids, takes_blocks)
@@ -185,12 +188,14 @@ class _Generator:
         self.lanes = reducers_of(by_row, self.tile.precision, "_lane") if takes_blocks else self.reducers
         self.carries = [c for r in self.reducers for c in r.carries]
         self.outputs = {result: Buffer(f"out{k}", result, result.shape, result.is_integer)
-                        for k, (result, _) in enumerate([*self.gathers, *self.edges])}
+                        for k, result in enumerate(sweep.results)}
         self.added = {node: Buffer(f"added{k}", node, node.shape, False)
                       for k, node in enumerate(ir.inputs_of(*sweep.added))}
         can_add = any(isinstance(r, Sum | Softmax) and sweep.total in [n for n, _ in r.stores] for r in self.reducers)
-        if self.added and (takes_blocks or not can_add):
+        if (self.added or sweep.rest is not None) and not can_add:
             raise NotFusable(["what is added to results is added to sums of rows only"])
+        if takes_blocks and not sweep.is_bare:
+            raise NotFusable(["results of blocks of edges are left as they are"])
         self.takes_tiles = bool(self.carries) and not takes_blocks
         widest = max(map(self._width, self.carries), default=0)
         self.apart = tuple(k for k, c in enumerate(self.carries) if self.takes_tiles and (
@@ -213,7 +218,8 @@ class _Generator:
         for result, e in self.edges:
             value = self.emitter.number(e)
             place = self.emitter.staged_places() if is_staged(result) else self.emitter.edge_places()
-            self.emitter.lines.append(self._store(self.outputs[result], f"{place}.to(OFFSET)", value, "live"))
+            self.emitter.lines += self._store(self.outputs[result], f"{place}.to(OFFSET)", value, "live")
+        self.ends, self.end_inputs = self._ends()
         text = skeletons.HEADER.format(title=f"Sweep {self.sweep.digest}: "
                                              + ", ".join(g.attr("kind") for _, g in self.gathers)
                                              + (" edge values" if self.edges else ""))
@@ -223,8 +229,9 @@ class _Generator:
         block_e, min_block_e = self._edges_in_flight()
         widths = tuple((self._width(c), c.integer) for c in self.carries)
         return KernelSource(text, self.name, tuple(self.emitter.inputs.values()), tuple(self.outputs.values()),
-                            tuple(self.added.values()), widths, self.apart, self.tile.num_programs, self.tile.width,
-                            block_e, min_block_e, self.tile.num_warps(block_e), self.tile.edge_lanes,
+                            tuple(self.added.values()), self.end_inputs, widths, self.apart,
+                            self.tile.num_programs, self.tile.width, block_e, min_block_e,
+                            self.tile.num_warps(block_e), self.tile.edge_lanes,
                             self._is_sliced_freely, self._head_width, self.emitter.uses_eid, self.emitter.uses_ids,
                             self.emitter.uses_places, self._is_light, self.has_workers, self.in_rounds,
                             self.takes_blocks, self.takes_tiles,
@@ -303,18 +310,18 @@ class _Generator:
         """``before``, what merges the lanes of a piece, and where the result goes."""
         after = [*before, *(line for r in self.reducers for line in r.merge_lanes(self.tile))]
         add = "" if not self.takes_tiles else _fill(skeletons.ADD, merge=_indent(self._merges(self.apart), 1))
-        return _fill(skeletons.RESULT, after=_indent(after, 0), finish=_indent(self._row_stores(), 1),
+        return _fill(skeletons.RESULT, after=_indent(after, 0), finish=_indent(self.ends, 1),
                      add=_indent(add.splitlines(), 1), spill=_indent(self._spills(), 1))
 
     def _merge_kernel(self) -> str:
         """The kernel that merges the pieces of rows that were cut."""
-        rows = [f"{self.outputs[r].name}_ptr" for r, g in self.gathers if g.domain != Domain.PARAM]
-        rows += [f"{b.name}_ptr" for b in self.added.values()]
+        rows = [f"{b.name}_ptr" for r, b in self.outputs.items() if r.domain == self.sweep.rows]
+        rows += [f"{b.name}_ptr" for b in self.added.values()] + pointers(self.end_inputs)
         params = ["split_row_ptr", "split_ptr_ptr", "row_ptr_ptr", "num_split", *rows, *self._workspaces(), *_CONSTANTS]
         return _fill(skeletons.MERGE, name=f"merge_{self.name}", params=", ".join(params),
                      tiles=_indent(self.tile.lines("num_split") + self.tile.flat_lines, 1),
                      before=_indent(self._starts(self.reducers, is_merged=True), 1), loop=_indent(self._merges(), 2),
-                     finish=_indent(self._row_stores(), 1))
+                     finish=_indent(self.ends, 1))
 
     def _merges(self, apart: Container[int] = ()) -> list[str]:
         """Lines that merge what is in a slot into the carries; those ``apart`` are read from a copy."""
@@ -374,11 +381,29 @@ class _Generator:
 
     # --- results ----------------------------------------------------------------------------------------------------
 
-    def _row_stores(self) -> list[str]:
+    def _ends(self) -> tuple[list[str], tuple[Buffer, ...]]:
+        """Lines that write what a row has, once it is merged, and the inputs that they read."""
+        sweep, tile = self.sweep, self.tile
         terms = [(None if factor is None else self.added[factor], self.added[value])
-                 for factor, value in map(addend, self.sweep.added)]
-        return [store(self.tile, self.outputs[result], "row", text, added=terms if result is self.sweep.total else ())
-                for r in self.reducers for result, text in r.stores]
+                 for factor, value in map(addend, sweep.added)]
+        end = Emitter(self.emitter.lowering, tile, sweep.rows, self.emitter.lanes, False, prefix="end")
+        end.inputs = self.emitter.inputs
+        read = set(ir.inputs_of(*(e for _, e in self.finish)))
+        lines: list[str] = []
+        stores: list[str] = []
+        for result, text in (pair for r in self.reducers for pair in r.stores):
+            if result in read:
+                end.bind(result, f"whole{len(lines)}")
+                lines.append(f"{end.names[result]} = {text}")
+            if result in self.outputs:
+                is_total = result is sweep.total
+                rest = self.outputs[sweep.rest] if is_total and sweep.rest is not None else None
+                stores += store(tile, self.outputs[result], "row", end.names.get(result, text),
+                                added=terms if is_total else (), rest=rest)
+        for result, e in self.finish:
+            stores += self._store(self.outputs[result], "row", end.number(e))
+        return [*lines, *end.once_lines, *end.row_lines, *stores], \
+            tuple(b for n, b in self.emitter.inputs.items() if n in sweep.end_inputs)
 
     def _totals(self) -> list[str]:
         lines = [line for r in self.totals for line in r.merge_lanes(self.tile)]
@@ -386,10 +411,10 @@ class _Generator:
             result, value = r.stores[0]
             buffer = self.outputs[result]
             lines += self._store_matrix(buffer, "worker", value) if isinstance(r, Outer) else \
-                [self._store(buffer, "worker", value)]
+                self._store(buffer, "worker", value)
         return lines
 
-    def _store(self, buffer: Buffer, row: str, value: str, *masks: str) -> str:
+    def _store(self, buffer: Buffer, row: str, value: str, *masks: str) -> list[str]:
         return store(self.tile, buffer, row, value, *masks)
 
     def _store_matrix(self, buffer: Buffer, row: str, value: str) -> list[str]:
@@ -492,7 +517,8 @@ class _Generator:
         Not even a factor per vertex: with one, slices took 19 ms in place of 15 (products size, 256 floats, H200).
         """
         tile, inside = self.tile, (Domain.PARAM, self.sweep.rows)
-        return not (tile.has_products or self.totals or self.edges) and all(type(r) is Sum for r in self.reducers) and \
+        return not (tile.has_products or self.totals or self.edges or self.finish) and \
+            all(type(r) is Sum for r in self.reducers) and \
             all(tile.is_flat(n) or n.domain in inside for n in self.emitter.names if n.op == "input") and \
             not any(ir.OPS[n.op].kind == "reduce" for n in self.emitter.names)
 
@@ -532,12 +558,13 @@ class _Generator:
 
 
 def store(tile: Tile, buffer: Buffer, row: str, value: str, *masks: str,
-          added: Sequence[tuple[Buffer | None, Buffer]] = (), part: Node | None = None,
-          place: Place | None = None) -> str:
-    """The line that writes ``value`` to ``row`` of ``buffer``; given ``masks``, to a row per edge of a block.
+          added: Sequence[tuple[Buffer | None, Buffer]] = (), rest: Buffer | None = None, part: Node | None = None,
+          place: Place | None = None) -> list[str]:
+    """Lines that write ``value`` to ``row`` of ``buffer``; given ``masks``, to a row per edge of a block.
 
     Args:
         added: Rows, or parameters, that are added to it, of the same features, each with its factor or None.
+        rest: Takes what ``value`` is rounded by in ``buffer``.
         part, place: A part of the row that is written in place of all of it, and where it lies.
     """
     node = part or buffer.node
@@ -550,20 +577,26 @@ def store(tile: Tile, buffer: Buffer, row: str, value: str, *masks: str,
     def plus(factor: Buffer | None) -> str:
         return " + " if factor is None else f" + tl.load({factor.name}_ptr).to(FLOAT) * "
 
-    if not masks and tile.is_flat(node):
-        index, run = tile.flat(node), f"[{tile.padded(tile.axes.axes(node))}]"
-        mask = tile.mask(node, *tile.first(tile.axes.axes(node), 1), index=index)
-        offset = tile.offset(node, place=place, index=index)
-        mask = f", mask=tl.broadcast_to({mask}, {run})" if mask else ""
-        value = f"tl.reshape(tl.broadcast_to({value}, {shape}), {run})"
-        terms = [f"{plus(f)}tl.load({at(b, offset)}{mask}).to(FLOAT)" for f, b in added]
-        return f"tl.store({at(buffer, offset)}, {value}{''.join(terms)}{mask})"
-    mask = tile.mask(node, *masks, *tile.first(tile.axes.axes(node)))
-    offset = tile.offset(node, place=place)
-    mask = f", mask=tl.broadcast_to({mask}, {shape})" if mask else ""
-    terms = [f"{plus(f)}tl.load(tl.broadcast_to({at(b, offset)}, {shape}){mask}).to(FLOAT)" for f, b in added]
-    where = f"tl.broadcast_to({at(buffer, offset)}, {shape})"
-    return f"tl.store({where}, tl.broadcast_to({value}, {shape}){''.join(terms)}{mask})"
+    is_flat = not masks and tile.is_flat(node)
+    index, rank = (tile.flat(node), 1) if is_flat else (tile.index, tile.rank)
+    mask = tile.mask(node, *masks, *tile.first(tile.axes.axes(node), rank), index=index)
+    offset = tile.offset(node, place=place, index=index)
+    value = f"tl.broadcast_to({value}, {shape})"
+    if is_flat:
+        run = f"[{tile.padded(tile.axes.axes(node))}]"
+        value = f"tl.reshape({value}, {run})"
+    mask = f", mask=tl.broadcast_to({mask}, {run if is_flat else shape})" if mask else ""
+
+    def spread(where: Buffer) -> str:
+        return at(where, offset) if is_flat else f"tl.broadcast_to({at(where, offset)}, {shape})"
+
+    value += "".join(f"{plus(f)}tl.load({spread(b)}{mask}).to(FLOAT)" for f, b in added)
+    if rest is None:
+        return [f"tl.store({spread(buffer)}, {value}{mask})"]
+    name = f"{buffer.name}_value"
+    rounded = f"{name}.to({buffer.name}_ptr.dtype.element_ty).to(FLOAT)"
+    return [f"{name} = {value}", f"tl.store({spread(buffer)}, {name}{mask})",
+            f"tl.store({spread(rest)}, {name} - {rounded}{mask})"]
 
 
 def pointers(inputs: Iterable[Buffer]) -> list[str]:

@@ -70,14 +70,16 @@ class Emitter:
     """
 
     def __init__(self, lowering: Lowering, tile: Tile, rows: Domain, lanes: int, uses_ids: bool,
-                 takes_blocks: bool = False) -> None:
+                 takes_blocks: bool = False, prefix: str = "v") -> None:
         """Args:
             lowering, tile: Of the sweep.
             rows: Whose rows the sweep goes along.
             lanes: Features per 16 bytes.
             uses_ids: See the class.
             takes_blocks: Whether a block has edges of several rows, which are gathered like those of the other side.
+            prefix: Names of tiles start like this.
         """
+        self._prefix = prefix
         self.lowering, self.tile, self.rows, self.lanes = lowering, tile, rows, lanes
         self.others = Domain.EDGE & ~rows
         self.fixed = (Domain.PARAM,) if takes_blocks else (Domain.PARAM, rows)
@@ -100,9 +102,12 @@ class Emitter:
 
     def bind_weight(self, logit: Node, name: str) -> None:
         """Let ``weight(logit)`` mean ``name`` from here on."""
-        node = Node("weight", (logit,), logit.shape, Domain.EDGE)
+        self.bind(Node("weight", (logit,), logit.shape, Domain.EDGE), name, logit)
+
+    def bind(self, node: Node, name: str, like: Node | None = None) -> None:
+        """Let ``node`` mean ``name`` from here on, a tile of floating point numbers with the axes of ``like``."""
         self.names[node], self._types[node] = name, "float"
-        self._present[node] = frozenset(self.tile.axes.axes(logit))
+        self._present[node] = frozenset(self.tile.axes.axes(like or node))
 
     @property
     def uses_eid(self) -> bool:
@@ -197,7 +202,7 @@ class Emitter:
         if node.op in ("view", "permute", "expand", "lift"):
             self.names[node] = self.names[node.args[0]]
             return
-        name = f"v{len(self.names)}"
+        name = f"{self._prefix}{len(self.names)}"
         self.names[node] = name
         if node.op == "const":
             ones = ", ".join(["1"] * self.tile.rank)

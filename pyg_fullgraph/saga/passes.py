@@ -11,15 +11,16 @@ import functools
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
-from pyg_fullgraph.saga import features, ir, packing, recompute
+from pyg_fullgraph.saga import features, finishing, ir, packing, recompute
 from pyg_fullgraph.saga.adjoint import scales_linearly, softmax_from
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output, pointwise
 from pyg_fullgraph.saga.plans import Plan, Sweep, Target, addend, read_by
 from pyg_fullgraph.saga.rewrites import canonicalize, order_products, reorganize, terms_of
 
 #: Passes that ``disable`` can leave out, for ablations.
-PASSES = ("reorganize", "order", "add", "fuse", "hand_on", "pack")
+PASSES = ("reorganize", "order", "add", "fuse", "hand_on", "pack", "finish")
 
 
 # --- hoist ------------------------------------------------------------------------------------------------------
@@ -260,8 +261,22 @@ def expand_softmax(roots: Sequence[Node]) -> tuple[Node, ...]:
     return ir.rewrite(roots, rule)
 
 
+def _reductions(outputs: Iterable[Node], disable: Sequence[str] = ()) -> tuple[Node, ...]:
+    """Outputs over gathers that executors know."""
+    roots = canonicalize(outputs)
+    if "fuse" not in disable:
+        roots = fuse(roots)
+    return canonicalize(features.split_features(expand_softmax(roots)))
+
+
+def is_one_sum(output: Output) -> bool:
+    """Whether a sweep makes ``output`` as a sum or mean of its own, so that it can tell what storing it rounds off."""
+    return output.kind in ("sum", "mean") and _reductions([reduction(output)])[0].op == "gather"
+
+
 def plan(outputs: Mapping[str, Node], target: Target, disable: Sequence[str] = (),
-         exact: Collection[str] = (), added: Mapping[str, Sequence[Node]] | None = None) -> Plan:
+         exact: Collection[str] = (), added: Mapping[str, Sequence[Node]] | None = None,
+         rests: Mapping[str, str] | None = None) -> Plan:
     """Order ``outputs`` (expressions with gathers) into vertex steps and as few sweeps as their dependences allow.
 
     Args:
@@ -270,11 +285,9 @@ def plan(outputs: Mapping[str, Node], target: Target, disable: Sequence[str] = (
         disable: Names of passes to leave out.
         exact: Names of outputs that are wanted in the dtype of the arithmetic.
         added: Terms over inputs that are added to an output with one row per vertex, by its name.
+        rests: Names of further outputs, each what storing another one rounds off (see :func:`is_one_sum`).
     """
-    roots = canonicalize(outputs.values())
-    if "fuse" not in disable:
-        roots = fuse(roots)
-    roots = canonicalize(features.split_features(expand_softmax(roots)))
+    roots = _reductions(outputs.values(), disable)
     gathers = [n for n in ir.walk(*roots) if n.op == "gather"]
     edges = list(dict.fromkeys(p for r in roots if r.domain == Domain.EDGE for p in features.parts(r)))
     known = {g: ir.input(f"%{g.attr('kind')}.{g.digest[:8]}", g.domain, g.shape, g.is_integer) for g in gathers}
@@ -288,6 +301,8 @@ def plan(outputs: Mapping[str, Node], target: Target, disable: Sequence[str] = (
     results = dict(zip(outputs, finals, strict=True))
     for name, terms in (added or {}).items():
         steps, results[name] = _add_to(steps, results, name, terms)
+    for name, whole in (rests or {}).items():
+        steps, results[name] = _with_rest(steps, results[whole])
     made = {*known.values(), *written.values()}
     # Results of vertices alone are steps in front, which share a kernel with others that read the same features, and
     # are computed in the dtype of the arithmetic; as outputs they would come last, in that of their inputs.
@@ -299,6 +314,8 @@ def plan(outputs: Mapping[str, Node], target: Target, disable: Sequence[str] = (
     steps = (*early.items(), *steps)
     if target.packs and "pack" not in disable:
         steps = packing.pack(steps, results.values())
+    if target.finishes and "finish" not in disable:
+        steps, results = finishing.finish(steps, results)
     wanted = {n for name in exact for n in ir.inputs_of(results[name])}
     handed = {r for s in steps if isinstance(s, Sweep) for r, _ in s.edges} - set(written.values())
     return Plan(steps, results, frozenset(wanted | handed))
@@ -312,11 +329,30 @@ def _add_to(steps: recompute.Steps, results: Mapping[str, Node], name: str,
     total = results[name]
     read = {*(n for s in steps for n in read_by(s)),
             *ir.inputs_of(*(r for other, r in results.items() if other != name))}
-    for k, step in enumerate(steps):
-        if isinstance(step, Sweep) and total not in read and total.is_row and total in [r for r, _ in step.gathers]:
-            gathers = tuple(sorted(step.gathers, key=lambda pair: pair[0] is not total))
-            return (*steps[:k], replace(step, gathers=gathers, added=tuple(terms)), *steps[k + 1:]), total
-    return steps, functools.reduce(functools.partial(pointwise, "add"), terms, total)
+    sweep = None if total in read else _sweep_of(steps, total)
+    if sweep is None:
+        return steps, functools.reduce(functools.partial(pointwise, "add"), terms, total)
+    return _with_total(steps, sweep, total, added=tuple(terms)), total
+
+
+def _with_rest(steps: recompute.Steps, total: Node) -> tuple[recompute.Steps, Node]:
+    """The steps with what storing ``total`` rounds off as a result of its sweep, and that result."""
+    sweep = _sweep_of(steps, total)
+    assert sweep is not None
+    rest = ir.input(f"%rest.{total.digest[:8]}", total.domain, total.shape)
+    return _with_total(steps, sweep, total, rest=rest), rest
+
+
+def _sweep_of(steps: recompute.Steps, total: Node) -> Sweep | None:
+    """The sweep that makes ``total``, of one row per vertex, by a gather."""
+    sweeps = (s for s in steps if isinstance(s, Sweep) and total.is_row and total in s.kinds)
+    return next(sweeps, None)
+
+
+def _with_total(steps: recompute.Steps, sweep: Sweep, total: Node, **changes: Any) -> recompute.Steps:
+    """The steps with ``sweep`` changed, whose :attr:`Sweep.total` is to be ``total``."""
+    gathers = tuple(sorted(sweep.gathers, key=lambda pair: pair[0] is not total))
+    return tuple(replace(s, gathers=gathers, **changes) if s is sweep else s for s in steps)
 
 
 _Group = tuple[Domain, list[Node], list[Node]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -40,6 +40,7 @@ class Target:
         operation, product: Bytes moved in the time of one operation on an element, and of one in a matrix product.
         gain: What is left of the price, at most, where numbers per edge are kept in order to save time.
         packs: Numbers of vertices that are read together through an index are packed (see :mod:`packing`).
+        finishes: What is made of sums of a row alone is made where they are (see :mod:`finishing`).
     """
 
     dense: bool
@@ -49,6 +50,7 @@ class Target:
     product: float
     gain: float
     packs: bool = False
+    finishes: bool = False
 
     def row_bytes(self, node: Node) -> int:
         """One row of ``node`` in float32."""
@@ -57,9 +59,14 @@ class Target:
 
 #: Kernels read 32 bytes at least, and do three operations while a byte comes. Memory is what runs out on a GPU: numbers
 #: per edge are kept where that saves a third of the time.
-KERNELS = Target(dense=False, sector=32, write=2.0, operation=0.35, product=0.0625, gain=0.67, packs=True)
+KERNELS = Target(dense=False, sector=32, write=2.0, operation=0.35, product=0.0625, gain=0.67, packs=True,
+                 finishes=True)
 #: Every operation in a chunk is an array that is written and read again.
 CHUNKS = Target(dense=True, sector=4, write=1.0, operation=4.0, product=0.5, gain=1.0)
+
+
+#: A vertex step: its result, and the expression that makes it.
+Step = tuple[Node, Node]
 
 
 @dataclass(frozen=True)
@@ -72,17 +79,41 @@ class Sweep:
         edges: Result input -> edge expression that is written in the user's edge order.
         added: Terms that are added to :attr:`total`: inputs of domain ``rows`` or ``PARAM``, made by no other step;
             those of ``rows`` as they are or times a parameter that is one number.
+        finish: Vertex steps over results of gathers, before anything is added to them, and inputs of ``rows`` or
+            ``PARAM`` that are made by no later step.
+        inner: Results of gathers that these steps alone read.
+        rest: A result beside :attr:`total`, in the dtype of storage: what that one is rounded by when it is stored.
     """
 
     rows: Domain
     gathers: tuple[tuple[Node, Node], ...]
     edges: tuple[tuple[Node, Node], ...]
     added: tuple[Node, ...] = ()
+    finish: tuple[Step, ...] = ()
+    inner: tuple[Node, ...] = ()
+    rest: Node | None = None
 
     @cached_property
     def bare(self) -> Sweep:
-        """The same with nothing added to its result."""
+        """The gathers and edge values alone."""
         return Sweep(self.rows, self.gathers, self.edges)
+
+    @cached_property
+    def is_bare(self) -> bool:
+        """Whether nothing is made of the results of gathers."""
+        return not (self.added or self.finish or self.rest)
+
+    @cached_property
+    def results(self) -> tuple[Node, ...]:
+        """What is written: results of gathers, what is made of them, and edge values."""
+        ends = (*(r for r, _ in self.finish), *([] if self.rest is None else [self.rest]))
+        return (*(r for r, _ in self.gathers if r not in self.inner), *ends, *(r for r, _ in self.edges))
+
+    @cached_property
+    def end_inputs(self) -> tuple[Node, ...]:
+        """What :attr:`finish` reads beside results of gathers."""
+        made = {r for r, _ in self.gathers}
+        return tuple(n for n in ir.inputs_of(*(e for _, e in self.finish)) if n not in made)
 
     @cached_property
     def total(self) -> Node | None:
@@ -116,19 +147,23 @@ class Sweep:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.rows, self.gathers, self.edges, self.added))
+        return hash((self.rows, self.gathers, self.edges, self.added, self.finish, self.inner, self.rest))
 
     def __hash__(self) -> int:  # asked for in every run, to find what was made of the sweep
         return self._hash
 
     def __getstate__(self) -> dict[str, Any]:  # another process has other hashes
-        return {"rows": self.rows, "gathers": self.gathers, "edges": self.edges, "added": self.added}
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     @cached_property
     def digest(self) -> str:
         """A content hash that is the same in every process."""
-        parts = [*(node for pair in (*self.gathers, *self.edges) for node in pair), *self.added]
-        return Node("gather", parts, (), self.rows, kind="sweep", gathers=len(self.gathers)).digest
+        pairs = (*self.gathers, *self.edges, *self.finish)
+        rest = [] if self.rest is None else [self.rest]
+        parts = [*(node for pair in pairs for node in pair), *self.added, *self.inner, *rest]
+        counts = {"finish": len(self.finish), "inner": len(self.inner), "rest": len(rest)}
+        more = {name: count for name, count in counts.items() if count}
+        return Node("gather", parts, (), self.rows, kind="sweep", gathers=len(self.gathers), **more).digest
 
     def __str__(self) -> str:
         names, lines = ir.listing(self.operands)
@@ -139,22 +174,25 @@ class Sweep:
             terms = self.added if result is self.total else ()
             plus = "".join(" + " + " * ".join(n.name for n in addend(t) if n is not None) for t in terms)
             body.append(f"  {result.name}: {result.domain.label}{list(result.shape)} = {g.attr('kind')}({args}){plus}")
+        for result, e in self.finish:
+            _, lines = ir.listing([e])
+            text = "; ".join(line for line in lines if not line.endswith("= input"))
+            body.append(f"  {result.name}: {result.domain.label}{list(result.shape)} = {text}")
+        body += [f"  {self.rest.name}: what storing {self.total.name} rounds off"] if self.rest and self.total else []
+        body += [f"  not written: {', '.join(r.name for r in self.inner)}"] if self.inner else []
         body += [f"  {r.name}: edge{list(r.shape)} = {names[e]}" for r, e in self.edges]
         return "\n".join([f"sweep over {side}, inputs {', '.join(n.name for n in self.inputs)}", *body])
 
 
-#: A vertex step: its result, and the expression that makes it.
-Step = tuple[Node, Node]
-
-
 def made_by(step: Step | Sweep) -> tuple[Node, ...]:
     """The results of a step."""
-    return tuple(r for r, _ in (*step.gathers, *step.edges)) if isinstance(step, Sweep) else step[:1]
+    return step.results if isinstance(step, Sweep) else step[:1]
 
 
 def read_by(step: Step | Sweep) -> tuple[Node, ...]:
     """The inputs of a step."""
-    return (*step.inputs, *ir.inputs_of(*step.added)) if isinstance(step, Sweep) else ir.inputs_of(step[1])
+    return (*step.inputs, *ir.inputs_of(*step.added), *step.end_inputs) if isinstance(step, Sweep) else \
+        ir.inputs_of(step[1])
 
 
 @dataclass(frozen=True)
@@ -170,12 +208,10 @@ class Plan:
 
     @cached_property
     def done(self) -> tuple[tuple[Node, ...], ...]:
-        """Per step the results of steps that nothing reads after it."""
-        last = {n: k for k, step in enumerate(self.steps) for n in made_by(step)}
+        """Per step the inputs and results of steps that nothing reads after it."""
+        last: dict[Node, int] = {}
         for k, step in enumerate(self.steps):
-            for n in read_by(step):
-                if n in last:
-                    last[n] = k
+            last.update(dict.fromkeys((*read_by(step), *made_by(step)), k))
         kept = set(ir.inputs_of(*self.outputs.values()))
         return tuple(tuple(n for n, at in last.items() if at == k and n not in kept) for k in range(len(self.steps)))
 

@@ -94,7 +94,7 @@ def generate(steps: Sequence[Step]) -> RowsSource:
     tile = Tile([], results, 4, ROW_FEATURES, has_lanes=False)
     emitter = _RowEmitter(lowering, tile)
     for (buffer, part, place), (_, root) in zip(written, results, strict=True):
-        emitter.lines.append(store(tile, buffer, "row", emitter.real(root), "live", part=part, place=place))
+        emitter.lines += store(tile, buffer, "row", emitter.real(root), "live", part=part, place=place)
     digest = hashlib.sha256(repr([(r.name, e.digest) for r, e in steps]).encode()).hexdigest()
     name = f"rows_of_{roots[0].domain.label}_{digest[:6]}"
     inputs = tuple(emitter.inputs.values())

@@ -121,7 +121,8 @@ class Tile:
     """
 
     def __init__(self, gathers: Sequence[tuple[Node, Node]], edges: Sequence[tuple[Node, Node]], lanes: int,
-                 max_width: int | None, has_lanes: bool = True, takes_blocks: bool = False) -> None:
+                 max_width: int | None, has_lanes: bool = True, takes_blocks: bool = False,
+                 finish: Sequence[tuple[Node, Node]] = ()) -> None:
         """Choose a tile.
 
         Args:
@@ -130,11 +131,16 @@ class Tile:
             max_width: Features per edge above which axes are split; None for the usual number.
             has_lanes: Whether the edges of a block may be two dimensions.
             takes_blocks: Whether blocks of edges are always full, so that tensor cores pay for all products.
+            finish: Results that are made of those of ``gathers``, with what they are, lowered.
 
         Raises:
             NotFusable: What cannot be split is too wide.
         """
         operands = [*(a for _, g in gathers for a in g.args), *(e for _, e in edges)]
+        if finish:  # which has the features of what is gathered
+            read = set(ir.inputs_of(*(e for _, e in finish)))
+            operands += [ir.pointwise("add", g.args[-1], r) for r, g in gathers if r in read]
+            operands += [e for _, e in finish]
         self.axes = AxisMap(operands)
         nodes = list(ir.walk(*operands))
         if not any(n.op == "mm" for n in nodes) and not any(g.attr("kind") in _MATRICES for _, g in gathers):
@@ -146,7 +152,7 @@ class Tile:
             elif kind == "index_sum":
                 dims = ((Axis(result.shape[0]),), self.axes.axes(g.args[1]))
             self.axes.dims[result] = dims
-        for result, e in edges:
+        for result, e in (*edges, *finish):
             self.axes.dims[result] = self.axes.dims[e]
         reduced, products = self._reduced(nodes)
         products += [self.axes.axes(r) for r, g in gathers if g.attr("kind") in _MATRICES]
