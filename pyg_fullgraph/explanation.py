@@ -225,8 +225,10 @@ class ProgramReport:
         if saved.is_input:
             return self.names[saved.node]
         kind = saved.node.name.removeprefix("saved.").split(".")[0]
-        return {"out": "the result", "arg": "which edge is the extremum", "lse": "log-sum-exp of the softmax",
-                "rest": "what storing the result rounded off", "sum": "a sum that gradients are products with"}.get(kind, kind)
+        names = {"out": "the result", "rest": "what storing the result rounded off",
+                 "arg": "which edge is the extremum", "lse": "log-sum-exp of the softmax",
+                 "sum": "a sum that gradients are products with"}
+        return names.get(kind, kind)
 
 
 @dataclass(frozen=True)

@@ -44,14 +44,20 @@ from triton_kernels import columns, dense, dense_hopper, dots, launch
 TARGET = GPUTarget("cuda", 90, 32)
 
 
-def plans_of(program: EdgeProgram) -> list[Plan]:
-    """The plans of a training step of ``program``, on graphs of few edges per vertex and of many."""
+def plans_of(program: EdgeProgram, is_half: bool = False) -> list[Plan]:
+    """The plans of a training step of ``program``, on graphs of few edges per vertex and of many.
+
+    Args:
+        program: Of one stage.
+        is_half: Whether results are stored in half precision.
+    """
     stage = split(program).stages[0]
     found: list[Plan] = []
     for postpones in (False, True):
         phase = EdgePhase(stage.core, added=stage.added, postpones=postpones)
         needs = tuple(not n.is_integer for n in phase.inputs)
-        found += [phase.forward_plan(KERNELS, save) for save in (False, True)] + [phase.backward_plan(KERNELS, needs)]
+        found += [phase.forward_plan(KERNELS, save, is_half) for save in (False, True)]
+        found.append(phase.backward_plan(KERNELS, needs, is_half))
     return found
 
 
@@ -126,7 +132,8 @@ def _compile(source: ASTSource, num_warps: int, num_stages: int = 3) -> dict[str
     knobs = triton.knobs
     with contextlib.redirect_stdout(io.StringIO()) as log, knobs.nvidia.scope(), knobs.compilation.scope():
         knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
-        made = triton.compile(source, target=TARGET, options={"num_warps": num_warps, "num_stages": num_stages})
+        made = triton.compile(source, target=TARGET, options={
+            "num_warps": num_warps, "num_stages": num_stages, **launch.OPTIONS})
 
     def number(pattern: str) -> int:
         found = re.search(pattern, log.getvalue())
@@ -153,7 +160,7 @@ def _uneven_sums(ptx: str) -> int:
 def _made_ir(source: ASTSource, num_warps: int) -> str:
     """Triton's IR before any pass of Triton's, which may fold a constant, say, and hide that it was rounded."""
     backend = make_backend(TARGET)
-    options, context = backend.parse_options({"num_warps": num_warps}), triton_ir.context()
+    options, context = backend.parse_options({"num_warps": num_warps, **launch.OPTIONS}), triton_ir.context()
     triton_ir.load_dialects(context)
     backend.load_dialects(context)
     return str(source.make_ir(TARGET, options, backend.get_codegen_implementation(options), backend.get_module_map(),
@@ -296,7 +303,7 @@ def main(names: list[str]) -> None:
             kernel = generate(ROW_CASES[case]())
             results[f"{name}/{kernel.name}"] = compile_rows(kernel, dtype, index)
             continue
-        plans = plans_of(cases[case]())
+        plans = plans_of(cases[case](), lanes == 8)
         for kernel in rows_of(plans, lanes == 8):
             results[f"{name}/{kernel.name}"] = compile_rows(kernel, dtype, index)
         for k, sweep in enumerate(sweeps_of(plans)):

@@ -205,7 +205,7 @@ def variants(monkeypatch):
     def ask(found, kernel, programs, args, constants, num_warps):
         monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook",  # true means not to compile
                             lambda **told: found.add((told["fn"].name, told["key"])) or True)
-        kernel.warmup(*args, grid=(programs,), **constants, num_warps=num_warps)
+        kernel.warmup(*args, grid=(programs,), **constants, num_warps=num_warps, **launch.OPTIONS)
 
     launch_run = launch.Launch.run
 

@@ -279,7 +279,8 @@ def test_a_graph_of_another_size_compiles_nothing_anew(monkeypatch, name):
         return True  # compiles nothing
 
     def bind(self, args, *looks):
-        self.kernel.warmup(*self.fixed, *args, grid=(self.programs,), **self.constants, num_warps=self.num_warps)
+        self.kernel.warmup(*self.fixed, *args, grid=(self.programs,), **self.constants, num_warps=self.num_warps,
+                           **launch.OPTIONS)
 
     monkeypatch.setattr(execution, "interpreted", lambda: True)
     monkeypatch.setattr(launch.Launch, "run", bind)

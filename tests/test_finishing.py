@@ -89,43 +89,41 @@ def test_what_others_read_is_written():
     assert made.sweeps[0].finish and not made.sweeps[0].inner
 
 
-@pytest.mark.parametrize("case", ["two sweeps", "a later step", "other side", "integers", "parameter"])
-def test_what_has_to_wait_is_left(case):
-    total = summed()
-    weight = ir.input("w", PARAM, (4,))
-    if case == "two sweeps":
-        level = ir.gather("sum", DST, ir.pointwise("mul", ir.input("z", SRC, (4,)), total))
-        output = ir.pointwise("add", total, level)
-    elif case == "a later step":
-        output = ir.pointwise("mul", total, ir.input("later", DST, (4,)))
-    elif case == "other side":
-        output = ir.pointwise("mul", total, summed("y", SRC))
-    elif case == "integers":
-        output = ir.pointwise("mul", total, ir.input("kind", DST, (), integer=True))
-    else:
-        output = ir.pointwise("mul", total, ir.reduce_features("sum", ir.pointwise("exp", weight), (0,)))
-    if case == "a later step":
-        (sweep,) = plan_of(total).sweeps
-        later = ir.input("later", DST, (4,))
-        value = ir.pointwise("mul", sweep.results[0], later)
-        steps, results = finish((sweep, (later, ir.pointwise("neg", sweep.results[0]))), {"o": value})
-        assert results == {"o": value} and steps[0].is_bare
-    elif case == "other side":
-        made = plan({"o": ir.lift(output)}, KERNELS)
-        assert all(s.is_bare for s in made.sweeps)
-    else:
-        made = plan_of(output)
-        first = next(s for s in made.sweeps if s.rows == DST)
-        assert not first.finish or case == "two sweeps" and first is not made.sweeps[0]
+def test_what_needs_two_sweeps_is_finished_by_the_last():
+    first = summed()
+    second = ir.gather("sum", DST, ir.pointwise("mul", ir.input("z", SRC, (4,)), first))
+    made = plan_of(ir.pointwise("add", first, second))
+    assert [len(s.finish) for s in made.sweeps] == [0, 1]
+    assert made.sweeps[1].inner == (made.sweeps[1].gathers[0][0],) and not made.sweeps[0].inner
 
 
-def test_a_sum_that_is_added_to_is_finished_without():
+@pytest.mark.parametrize("output", [
+    pytest.param(ir.pointwise("mul", summed(), ir.input("kind", DST, (), integer=True)), id="integers"),
+    pytest.param(ir.pointwise("mul", summed(), ir.reduce_features("sum", ir.input("w", PARAM, (4, 4)), (0,))),
+                 id="a sum of parameters"),
+    pytest.param(ir.cat([summed(), summed("y")], 0), id="features side by side"),
+    pytest.param(ir.lift(ir.pointwise("mul", summed(), summed("y", SRC))), id="both sides"),
+    pytest.param(ir.gather("sum", PARAM, ir.pointwise("mul", ir.input("x", SRC, (4,)), ir.input("y", DST, (4,)))),
+                 id="a sum over all edges")])
+def test_what_a_row_does_not_have_is_left(output):
+    assert all(s.is_bare for s in plan_of(output).sweeps)
+
+
+def test_what_a_later_step_makes_is_left():
+    (sweep,), later = plan_of(summed()).sweeps, ir.input("later", DST, (4,))
+    value = ir.pointwise("mul", sweep.results[0], later)
+    steps, results = finish((sweep, (later, ir.pointwise("neg", sweep.results[0]))), {"o": value})
+    assert results == {"o": value} and steps[0] == sweep
+
+
+def test_a_sum_that_is_added_to_and_read_by_a_product():
     """As where a vertex is source and destination: the gradient takes both, the product one."""
     total = ir.gather("sum", DST, ir.pointwise("mul", ir.input("x", SRC, (4,)), ir.input("s", DST, (1,))))
     own, more = ir.input("own", DST, (4,)), ir.input("more", DST, (4,))
     product = ir.reduce_features("sum", ir.pointwise("mul", own, total), (0,))
     made = plan({"grad": total, "score": product}, KERNELS, added={"grad": (more,)})
     (sweep,) = made.sweeps
+    assert len(sweep.finish) == 2 and len(sweep.inner) == 1
     generator = torch.Generator().manual_seed(0)
     tensors = {n: torch.randn(21 if n.domain == SRC else 17, *n.shape, generator=generator, dtype=torch.float64)
                for n in made.inputs if not n.name.startswith("%")}

@@ -84,7 +84,7 @@ def test_a_launch_like_one_before(log):
     launch.run(kernel, 5, [x, 48], constants, 4, device)
     launch.run(kernel, 7, [y, 64], constants, 4, device)
     assert [entry[:2] for entry in log] == [("first", (5,)), ("known", (7, 1, 1))]
-    assert log[0][3] == {**constants, "num_warps": 4}
+    assert log[0][3] == {**constants, "num_warps": 4, **launch.OPTIONS}
     args = log[1][2]
     assert args[0] is y and args[1:] == (64, 32, True)  # in the order of the kernel, options of the launch left out
 

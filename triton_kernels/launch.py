@@ -46,6 +46,8 @@ _logger = logging.getLogger(__name__)
 #: Takes what :func:`run` is given, but for the device.
 Taker = Callable[[Any, int, Sequence[Any], Mapping[str, Any], int], object]
 
+#: Options of Triton in every launch: products and sums may be one instruction, which is its default up to 3.9 only.
+OPTIONS = {"enable_fp_fusion": True}
 #: Most threads that compile, where ``PFG_COMPILE_THREADS`` does not say.
 MAX_THREADS = 16
 
@@ -143,7 +145,8 @@ class Launch:
         if known is not None:
             known.launch(self.programs, (*self.fixed, *args), self.device.index)
             return
-        compiled = self.kernel[self.programs,](*self.fixed, *args, **self.constants, num_warps=self.num_warps)
+        compiled = self.kernel[self.programs,](*self.fixed, *args, **self.constants, num_warps=self.num_warps,
+                                               **OPTIONS)
         if type(compiled) is CompiledKernel:  # nothing comes back from Triton's interpreter
             rest = self.kernel.arg_names[len(self.fixed) + len(args):]
             variants.known[kinds] = _Known(compiled, tuple(self.constants[name] for name in rest),
@@ -289,7 +292,7 @@ def _compile(before: threading.Thread | None, slots: threading.Semaphore, kernel
         with slots:
             if not _is_ending:
                 with torch.cuda.device(device):
-                    made = kernel.warmup(*args, grid=(programs,), **constants, num_warps=num_warps)
+                    made = kernel.warmup(*args, grid=(programs,), **constants, num_warps=num_warps, **OPTIONS)
                     # Triton 3.6 has a C compiler make a function that launches it, which is kept on disk as well.
                     driver.active.launcher_cls(made.src, made.metadata)
     except Exception:
