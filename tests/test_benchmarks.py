@@ -13,7 +13,7 @@ import torch
 from ranks import ranks
 from typer.testing import CliRunner
 
-from benchmarks import checks, epochs, first_use, graphs, locality, measure, table
+from benchmarks import checks, epochs, first_use, graphs, locality, measure, peaks, table
 from benchmarks import run as bench
 from benchmarks.cases import CASES, Case, CaseSkipped, Problem, select
 from benchmarks.checks import CheckFailed, check, compare, sampled_rows_exactly
@@ -68,6 +68,54 @@ def test_a_name_says_how_nodes_are_numbered():
     assert (degree.diff() <= 0).all()
     assert torch.equal(degree, shuffled.flatten().bincount(minlength=300).sort(descending=True).values)
     assert CASES["sum-reddit-shuffled-community-256-forward"].is_sampled
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("layer, node_data, count", [("sum", (), 2), ("gat-phase", (4, 4), 2),
+                                                     ("gatv2-phase", (256,), 3), ("dot-phase", (256, 256), 4)])
+def test_peaks_without_a_gpu(layer, node_data, count, dtype):
+    """Beside the result there is one array per gradient, whatever the precision, and next to nothing else."""
+    heads = 1 if layer == "sum" else 4
+    case = Case("phase", layer, "small", "cpu", num_in=256, width=256, heads=heads, node_data=node_data, dtype=dtype)
+    peak = peaks.peak_of(case)
+    assert peak.unit == 20_000 * 256 * case.torch_dtype.itemsize
+    assert [a.num_bytes for a in peak.largest[:count]] == [peak.unit] * count
+    assert {a.dtype for a in peak.largest[:count]} == {case.torch_dtype}
+    rest = peak.largest[count:]
+    assert peak.num_bytes == count * peak.unit + sum(a.num_bytes for a in rest)
+    # Slots of rows in pieces; numbers of vertices, and where pieces are; of GAT a number per edge and head, and places.
+    slots, per_edge = 2 * 1564 * 4 * (256 + 8), 4 * 6 if layer == "gat-phase" else 0
+    assert sum(a.num_bytes for a in rest) <= slots + 400_000 * per_edge + 20_000 * 120
+
+
+def test_live_memory():
+    """What is made, not what is given or seen in another way, until the last tensor of it is gone."""
+    given = torch.zeros(100)
+    live = peaks.LiveMemory()
+    with live:
+        view = given.view(10, 10)
+        a = view + 1
+        part = a[:5]
+        a.add_(1)
+        b = torch.empty(50, dtype=torch.float64)
+        del a
+        assert live.now == live.peak == 400 + 400
+        del part
+        assert live.now == 400
+        c = b.detach()
+        del b
+        assert live.now == 400 and live.peak == 800
+        live.restart()
+        d = torch.empty(0)
+    assert live.peak == 0 and (view.shape, c.numel(), d.numel()) == ((10, 10), 50, 0)
+    del c
+    assert live.now == 0
+
+
+def test_peaks_as_a_command():
+    done = CliRunner().invoke(_app(peaks.main), ["--case", "sum-tiny", "--largest", "1"])
+    assert done.exit_code == 0, done.output
+    assert "sum-tiny" in done.output and "2 [300, 16] float32" in done.output
 
 
 def test_locality_by_order(monkeypatch, tmp_path):

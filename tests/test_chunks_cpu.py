@@ -1,12 +1,11 @@
 """What the chunked executor does to be fast on a CPU gives what the plain way gives."""
 
-import weakref
 from unittest import mock
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.peaks import LiveMemory
 from oracle import check, program_of, random_case
 from programs import CASES, HEADS, make_tensors
 from pyg_fullgraph import chunks, recipe
@@ -183,35 +182,6 @@ def test_weights_that_are_all_zero_sum_to_zero():
         assert got.tolist() == [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0]]
 
 
-class LiveBytes(TorchDispatchMode):
-    """The most memory of tensors that are alive at one time."""
-
-    def __init__(self):
-        super().__init__()
-        self.now = self.peak = 0
-        self.users: dict[int, int] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        for t in made if isinstance(made, (tuple, list)) else [made]:
-            if isinstance(t, torch.Tensor) and t.layout == torch.strided and t.numel() > 0:
-                storage = t.untyped_storage()
-                key, size = storage.data_ptr(), storage.nbytes()
-                is_known = key in self.users
-                if is_known or not t._is_view():
-                    self.users[key] = self.users.get(key, 0) + 1
-                    self.now += 0 if is_known else size
-                    self.peak = max(self.peak, self.now)
-                    weakref.finalize(t, self._release, key, size)
-        return made
-
-    def _release(self, key: int, size: int) -> None:
-        self.users[key] -= 1
-        if self.users[key] == 0:
-            del self.users[key]
-            self.now -= size
-
-
 @pytest.mark.parametrize("name, handed", [("edge-mlp", 0), ("edge-mlp-wide", 0), ("edge-mlp-deep", 0), ("joined", 0),
                                           ("gatv2-edge-wide", 2 * HEADS), ("gat-dropout", 2 * HEADS)])
 def test_memory_is_bounded_by_the_budget(name, handed):
@@ -226,7 +196,7 @@ def test_memory_is_bounded_by_the_budget(name, handed):
         return torch.autograd.grad([o.sum() for o in out], [t for t in tensors.values() if t.requires_grad])
 
     step()  # prepares orders, derives the backward program
-    with mock.patch.dict(chunks.CHUNK_ELEMENTS, {"cpu": budget}), LiveBytes() as live:
+    with mock.patch.dict(chunks.CHUNK_ELEMENTS, {"cpu": budget}), LiveMemory() as live:
         step()
     # Beside the chunk: indices, gradients of edge data, edge results with their gradients, attention handed on.
     whole = 4 + handed + sum(n.numel for n in program.inputs if n.domain == EDGE)
