@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 import typer
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -149,7 +150,7 @@ def main(
 ) -> None:
     """Print the peaks of steps of ours as they are on a GPU."""
     table = Table("case", "MB", "arrays of N x width", "the largest at the peak")
-    for chosen in select(case):
+    for chosen in track(select(case), "drawing and counting", console=Console(stderr=True), transient=True):
         peak = peak_of(chosen)
         kinds = Counter(f"{list(a.shape)} {str(a.dtype).removeprefix('torch.')}" for a in peak.largest)
         named = "\n".join(f"{count} {kind}" for kind, count in list(kinds.items())[:largest])

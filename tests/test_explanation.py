@@ -184,7 +184,7 @@ def test_picture_and_dictionary():
     assert layer["verdict"] == "fused"
     (program,) = layer["programs"]
     assert program["num_edges"] == report.layers["convs.0"].parts[0].graph.num_edges
-    assert [s["rows"] for s in program["phases"][0]["backward"]] == ["destination", "source"]
+    assert [s["rows"] for s in program["phases"][0]["backward"]] == ["source", "destination"]
     assert program["saved_bytes"] == sum(s["num_bytes"] for p in program["phases"] for s in p["saved"])
 
 

@@ -198,11 +198,19 @@ def test_forward_is_one_sweep(name):
 
 
 @pytest.mark.parametrize("name, rows", [
-    ("gcn", [SRC]), ("gin", [SRC]), ("sage-mean", [SRC]), ("gat-wide", [SRC, DST]), ("gat-dropout", [DST, SRC]),
+    ("gcn", [SRC]), ("gin", [SRC]), ("sage-mean", [SRC]), ("gat-wide", [SRC, DST]), ("gat-dropout", [SRC, DST]),
     ("gatv2", [DST, SRC]), ("edge-max", [DST, SRC]), ("gmm", [SRC])])
 def test_backward_is_one_sweep_per_side_and_what_edges_get_joins_one_of_them(name, rows):
     _, backward = plans(name, KERNELS)
     assert [s.rows for s in backward.sweeps] == rows
+
+
+def test_gradients_of_keys_and_values_come_before_those_of_queries():
+    query, key, value = ir.input("q", DST, (3, 4)), ir.input("k", SRC, (3, 4)), ir.input("v", SRC, (3, 4))
+    weight = ir.softmax(ir.reduce_features("sum", ir.pointwise("mul", query, key), (1,)))
+    program = EdgeProgram((Output("sum", ir.pointwise("mul", ir.view(weight, (3, 1)), value)),))
+    phase = EdgePhase(split(program).stages[0].core)
+    assert [s.rows for s in phase.backward_plan(KERNELS, (True,) * len(phase.inputs)).sweeps] == [SRC, DST]
 
 
 @pytest.mark.parametrize("name, target", [

@@ -57,15 +57,27 @@ def _price_of(sweep: Sweep, target: Target) -> float:
 
 
 def cheapest(candidates: Iterable[Steps], target: Target) -> Steps:
-    """The best of ``candidates``, with narrow edge values handed on if that saves enough (see :class:`Target`)."""
+    """The best of ``candidates``, with narrow edge values handed on if that saves enough (see :class:`Target`).
+
+    Of equals that one whose sweeps with most features to carry come first: pieces of rows are summed up beside results,
+    of which there are fewest in the beginning.
+    """
+    def rank(steps: Steps) -> tuple[float, list[int]]:
+        return round(price(steps, target), 6), [-_carried(s) for s in steps if isinstance(s, Sweep)]
+
     plain = list(candidates)
-    best = min(plain, key=lambda s: price(s, target))
-    handed = min((_hand_on(s, target) for s in plain), key=lambda s: price(s, target))
+    best = min(plain, key=rank)
+    handed = min((_hand_on(s, target) for s in plain), key=rank)
     sweeps = [s for s in handed if isinstance(s, Sweep)]
     numbers = sum(r.numel for s in sweeps for r, _ in s.edges if is_staged(r))
     is_little = numbers <= HANDED_SHARE * max((_edge_features(s) for s in sweeps), default=0)
     gain = max(target.gain, LITTLE_GAIN) if is_little else target.gain
     return handed if price(handed, target) < gain * price(best, target) else best
+
+
+def _carried(sweep: Sweep) -> int:
+    """Features of a row that ``sweep`` carries from piece to piece."""
+    return sum(r.numel for r, _ in sweep.gathers if r.is_row)
 
 
 def _edge_features(sweep: Sweep) -> int:
