@@ -215,7 +215,7 @@ class Run:
                 taken = [value, stride]
             else:
                 value = value.contiguous()
-                reach = max(reach, value.numel())
+                reach = max(reach, value.numel() if is_handed else 0)  # no edge has a parameter of its own
                 taken = [value]
             args += taken
             ends += taken if node in prepared.ends else []
@@ -225,8 +225,8 @@ class Run:
         self.added, self.ends = [leaf(node).contiguous() for node in prepared.added], ends
         copies = [self.workspace[n].clone() if k else self.workspace[n] for n in kernel.apart]
         written = [made[node] for node in prepared.written]
-        site.launch(has_places, k > 0, reach >= _FAR).run([*args, *written, *self.added, *self.workspace, *copies],
-                                           [*args, *self.added])
+        site.launch(has_places, k > 0, reach >= _FAR).run(
+            [*args, *written, *self.added, *self.workspace, *copies], [*args, *self.added])
         self.is_begun = True
         # A parameter's gradient leaves the kernel as one row per program.
         for node, value in totals.items():

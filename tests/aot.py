@@ -36,7 +36,7 @@ from pyg_fullgraph.phases import EdgePhase
 from pyg_fullgraph.saga.codegen import KernelSource
 from pyg_fullgraph.saga.ir import EdgeProgram
 from pyg_fullgraph.saga.passes import split
-from pyg_fullgraph.saga.plans import KERNELS, Plan, Sweep, is_staged
+from pyg_fullgraph.saga.plans import KERNELS, Plan, Sweep, is_packed, is_staged
 from pyg_fullgraph.saga.rows import RowsSource, generate
 from tests.programs import CASES, MORE_CASES, ROW_CASES, WIDE_CASES
 from triton_kernels import columns, dense, dense_hopper, dots, launch
@@ -89,7 +89,7 @@ def compile_kernel(kernel: KernelSource, name: str, dtype: str = "fp32", index: 
             signature[arg] = "i32"
         elif buffer is not None:
             is_seed = buffer.integer and not buffer.node.is_row
-            kept = stat if is_staged(buffer.node) else dtype
+            kept = stat if is_staged(buffer.node) or is_packed(buffer.node) else dtype
             signature[arg] = "*i64" if is_seed else f"*{index}" if buffer.integer else f"*{kept}"
         elif arg.startswith(("ws", "old")):
             is_index = kernel.carries[int(arg.removeprefix("ws").removeprefix("old")[:-4])][1]

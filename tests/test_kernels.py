@@ -30,7 +30,7 @@ from pyg_fullgraph.phases import compile_program
 from pyg_fullgraph.saga import interpret, ir
 from pyg_fullgraph.saga.codegen import KernelSource
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
-from pyg_fullgraph.saga.plans import KERNELS, STAGED
+from pyg_fullgraph.saga.plans import KERNELS, STAGED, Sweep
 from triton_kernels import launch, reference, segment
 
 INTERPRETER = pytest.param("cpu", marks=pytest.mark.interpreter, id="interpreter")
@@ -501,6 +501,27 @@ def test_how_far_rows_are_from_each_other(stride, limit, offset, device, offsets
     graph = Graph.from_edge_index(torch.tensor([[9, 3, 0], [1, 1, 2]], device=device), (10, 3))
     (out,) = run(EdgeProgram((Output("sum", ir.input("x", SRC, (6,))),)), graph, {"x": x})
     assert torch.equal(out, torch.stack([torch.zeros_like(x[0]), x[9] + x[3], x[0]]))
+    assert offsets == {offset}
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@pytest.mark.parametrize("limit, offset", [(900, tl.int64), (901, tl.int32)])
+def test_how_far_values_of_edges_are_from_each_other(limit, offset, device, offsets, monkeypatch):
+    """Of 300 edges with 3 numbers each, that are a result, and on their way from one sweep to another."""
+    case = random_case(21, 17, 300)
+    graph = Graph.from_edge_index(case.edge_index.to(device), case.size)
+    x, staged = ir.input("x", SRC, (3,)), ir.input(f"{STAGED}x", Domain.EDGE, (3,))
+    value = torch.randn(21, 3, device=device)
+    like = torch.empty((), device=device)
+    monkeypatch.setattr(launches, "_FAR", limit)
+    (out,) = run(EdgeProgram((Output("edge", ir.pointwise("exp", x)),)), graph, {"x": value})
+    torch.testing.assert_close(out, value[case.edge_index[0].to(device)].exp())
+    assert offsets == {offset}
+    offsets.clear()
+    total = ir.input("%total", Domain.DST, (3,))
+    sweep = Sweep(Domain.DST, ((total, ir.gather("sum", Domain.DST, staged)),), ())
+    handed = chunks.Handed(out, graph.incoming)
+    execution.run_sweep(sweep, graph.incoming, {staged: handed}.__getitem__, like, staging=graph.incoming)
     assert offsets == {offset}
 
 

@@ -13,7 +13,7 @@ from pyg_fullgraph.saga.codegen import KernelSource
 from pyg_fullgraph.saga.ir import Domain
 from pyg_fullgraph.saga.packing import columns_of, pack
 from pyg_fullgraph.saga.passes import split
-from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, PACKED, Sweep
+from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, PACKED, Plan, Sweep, is_packed
 
 SRC, DST = Domain.SRC, Domain.DST
 
@@ -25,12 +25,12 @@ def backward_of(name, target=KERNELS, postpones=False):
 
 
 def packed_in(plan):
-    return [s for s in plan.steps if not isinstance(s, Sweep) and s[0].name.startswith(PACKED)]
+    return [s for s in plan.steps if not isinstance(s, Sweep) and is_packed(s[0])]
 
 
 def narrow(sweep):
     """What is read of vertices through an index, but for rows of features."""
-    return [n for n in sweep.inputs if n.domain == Domain.EDGE & ~sweep.rows and (n.numel <= 4 or PACKED in n.name)]
+    return [n for n in sweep.inputs if n.domain == Domain.EDGE & ~sweep.rows and (n.numel <= 4 or is_packed(n))]
 
 
 @pytest.mark.parametrize("name, postpones, shape", [("gat", False, (3, 4)), ("gat", True, (3, 4)),
@@ -75,7 +75,7 @@ def test_only_what_a_vertex_step_makes_last():
     assert pack([given], [result]) == (given,)  # a pass of its own would have to do it
     before, early = sweep_over(ir.input("x", DST, (3,)))
     step = made("b", (3,))
-    assert pack([step, before, given], [result, early])[0][0].name.startswith(PACKED)
+    assert is_packed(pack([step, before, given], [result, early])[0][0])
     # The last of them comes from a sweep.
     late = ir.input("%total", DST, (3,))
     before = Sweep(DST, ((late, ir.gather("sum", DST, ir.lift(ir.input("x", SRC, (3,))))),), ())
@@ -98,7 +98,7 @@ def test_arrays_of_one_shape_are_packed(shapes, groups):
     result = ir.input("%total", SRC, ())
     sweep = Sweep(SRC, ((result, ir.gather("sum", SRC, ir.lift(total))),), ())
     plan = pack([*steps, sweep], [result])
-    assert [s[0].shape for s in plan if not isinstance(s, Sweep) and s[0].name.startswith(PACKED)] == groups
+    assert [s[0].shape for s in plan if not isinstance(s, Sweep) and is_packed(s[0])] == groups
 
 
 def test_what_others_read_stays_a_result():
@@ -122,7 +122,7 @@ def test_one_load_brings_what_a_head_needs():
         (sweep,) = (s for s in backward_of(name, postpones=postpones).sweeps if s.rows == SRC)
         kernel = kernel_of(sweep)
         assert isinstance(kernel, KernelSource)
-        (packed,) = (b for b in kernel.inputs if b.node.name.startswith(PACKED))
+        (packed,) = (b for b in kernel.inputs if is_packed(b.node))
         assert kernel.source.count(f"tl.load({packed.name}_ptr") == loads
 
 
@@ -148,6 +148,35 @@ def test_columns_that_one_load_brings(shape, device, monkeypatch):
     monkeypatch.setattr(execution, "_kernel_for", lambda *args: None)
     want = execution.run_sweep(sweep, order, given.__getitem__, like)[result]
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@pytest.mark.parametrize("heads, first, end", [(3, 0, 1), (3, 1, 2), (4, 0, 1), (4, 1, 3), (4, 0, 2), (4, 0, 4)])
+def test_heads_of_a_column(heads, first, end, device, monkeypatch):
+    """What takes some heads of a packed value gets those, and not others or another column."""
+    (a, value), b, x = made("a", (heads,)), ir.input("b", DST, (heads,)), ir.input("x", DST, (heads,))
+    y, total = ir.input("y", DST, (end - first,)), ir.input("%t", SRC, x.shape)
+    part = ir.input("%p", SRC, y.shape)
+    whole = ir.pointwise("mul", ir.lift(ir.pointwise("mul", a, b)), x)
+    some = ir.pointwise("mul", ir.lift(ir.slice_(a, 0, first, end)), y)
+    steps = pack([(a, value), Sweep(SRC, ((total, ir.gather("sum", SRC, whole)),
+                                          (part, ir.gather("sum", SRC, some))), ())], [total, part])
+    (sweep,) = (s for s in steps if isinstance(s, Sweep))
+    assert any(map(is_packed, sweep.inputs))
+    case = random_case(21, 17, 300)
+    graph = Graph.from_edge_index(case.edge_index.to(device), case.size)
+    given = {n: torch.randn(case.num_dst, *n.shape, dtype=torch.float64, device=device)
+             for n in (*ir.inputs_of(value), b, x, y)}
+    like, plan = torch.empty((), dtype=torch.float64, device=device), Plan(steps, {"t": total, "p": part})
+
+    def run():
+        return execution.run_plan(plan, graph.incoming, graph.outgoing, dict(given), like)
+
+    kernel = kernel_of(sweep)
+    assert isinstance(kernel, KernelSource) and "tl.split" in kernel.source
+    got = run()
+    monkeypatch.setattr(execution, "_kernel_for", lambda *args: None)
+    torch.testing.assert_close(got, run(), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])

@@ -15,8 +15,8 @@ from pyg_fullgraph.saga.axes import Axis
 from pyg_fullgraph.saga.features import Place
 from pyg_fullgraph.saga.idle import IdleLanes
 from pyg_fullgraph.saga.ir import Domain, Node
-from pyg_fullgraph.saga.plans import PACKED, is_staged
-from pyg_fullgraph.saga.tiles import MIN_DOT_SIZE, WARP, Edges, Lowering, Tile, next_power_of_2
+from pyg_fullgraph.saga.plans import is_packed, is_staged
+from pyg_fullgraph.saga.tiles import MIN_DOT_SIZE, WARP, Edges, Lowering, Tile, contiguous_strides, next_power_of_2
 from triton_kernels.reference import dropout_threshold
 
 __all__ = ["Buffer", "Emitter"]
@@ -288,7 +288,7 @@ class Emitter:
         if node.is_integer and node.domain == Domain.PARAM:
             return f"tl.load({buffer.name}_ptr)"
         inside = node.domain in self.fixed
-        if self.reads_columns and buffer.node.name.startswith(PACKED) and not inside:
+        if self.reads_columns and not inside and self._is_column(node):
             return self._load_column(node, buffer)
         cast = "" if node.is_integer else ".to(FLOAT)"
         is_flat = tile.is_flat(node)
@@ -317,6 +317,13 @@ class Emitter:
             return f"tl.load({place}){cast}"
         value = f"tl.load({place}{f', mask={mask}, other=0' if mask else ''}){cast}"
         return f"tl.reshape({value}, {tile.shape(node, Edges.ONE if inside else Edges.BLOCK)})" if is_flat else value
+
+    def _is_column(self, node: Node) -> bool:
+        """Whether ``node`` is one of two or four columns of packed values, and all of it."""
+        whole, place = self.lowering.source(node), self.lowering.places.get(node)
+        return is_packed(whole) and place is not None and whole.shape[-1] in (2, 4) and \
+            place.offset < whole.shape[-1] and place.strides == contiguous_strides(whole.shape) and \
+            node.shape == (*whole.shape[:-1], 1)
 
     def _load_column(self, node: Node, buffer: Buffer) -> str:
         """A column of packed values, which one load brings for all columns that are asked for."""

@@ -29,6 +29,11 @@ def is_staged(node: Node) -> bool:
     return node.name.startswith(STAGED)
 
 
+def is_packed(node: Node) -> bool:
+    """Whether ``node`` is vertex values that a vertex step puts side by side, see :mod:`packing`."""
+    return node.name.startswith(PACKED)
+
+
 @dataclass(frozen=True)
 class Target:
     """What the executor can do in one pass, and what it pays for (bytes per edge, see :mod:`recompute`).
@@ -190,9 +195,10 @@ def made_by(step: Step | Sweep) -> tuple[Node, ...]:
 
 
 def read_by(step: Step | Sweep) -> tuple[Node, ...]:
-    """The inputs of a step."""
-    return (*step.inputs, *ir.inputs_of(*step.added), *step.end_inputs) if isinstance(step, Sweep) else \
-        ir.inputs_of(step[1])
+    """The inputs of a step, each once."""
+    if not isinstance(step, Sweep):
+        return ir.inputs_of(step[1])
+    return tuple(dict.fromkeys((*step.inputs, *ir.inputs_of(*step.added), *step.end_inputs)))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ at its own row, and results are stored there.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +19,7 @@ from pyg_fullgraph.saga.features import Place
 from pyg_fullgraph.saga.ir import Domain, Node
 from pyg_fullgraph.saga.packing import columns_of
 from pyg_fullgraph.saga.plans import Step
-from pyg_fullgraph.saga.tiles import Lowering, Tile
+from pyg_fullgraph.saga.tiles import Lowering, Tile, contiguous_strides
 from triton_kernels import skeletons
 from triton_kernels.skeletons import fill, indent
 
@@ -110,8 +109,8 @@ def generate(steps: Sequence[Step]) -> RowsSource:
 def _parts(buffer: Buffer, value: Node) -> list[tuple[Node, Place | None]]:
     """What is written to ``buffer``, each with its place in a row: ``value``, or its columns."""
     columns = columns_of(value)
-    strides = tuple(math.prod(value.shape[k + 1:]) for k in range(len(value.shape)))
-    return [(ir.input(f"{buffer.name}[{k}]", value.domain, column.shape), Place(buffer.node, k, strides))
+    return [(ir.input(f"{buffer.name}[{k}]", value.domain, column.shape),
+             Place(buffer.node, k, contiguous_strides(value.shape)))
             for k, column in enumerate(columns)] or [(buffer.node, None)]
 
 

@@ -23,7 +23,8 @@ from pyg_fullgraph.saga.axes import Axis, AxisMap
 from pyg_fullgraph.saga.features import Place, place_slices
 from pyg_fullgraph.saga.ir import Domain, Node
 
-__all__ = ["MAX_TILE_FEATURES", "MIN_DOT_SIZE", "TILE_FEATURES", "Edges", "Lowering", "Tile", "next_power_of_2"]
+__all__ = ["MAX_TILE_FEATURES", "MIN_DOT_SIZE", "TILE_FEATURES", "Edges", "Lowering", "Tile", "contiguous_strides",
+           "next_power_of_2"]
 
 #: Features that one program holds per edge before it splits them over programs if not told otherwise, without and with
 #: matrix products, and the most it can hold unsplit.
@@ -53,7 +54,8 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def _contiguous_strides(shape: ir.Shape) -> tuple[int, ...]:
+def contiguous_strides(shape: ir.Shape) -> tuple[int, ...]:
+    """Of features of ``shape`` that lie side by side."""
     return tuple(math.prod(shape[k + 1:]) for k in range(len(shape)))
 
 
@@ -85,7 +87,7 @@ class Lowering:
             if table.op != "input":
                 raise NotFusable(["a lookup in a table that is not stored"])
             row = ir.input(f"{table.name}[]", Domain.PARAM, table.shape[1:], table.is_integer)
-            self.tables[row] = Place(table, 0, _contiguous_strides(row.shape))
+            self.tables[row] = Place(table, 0, contiguous_strides(row.shape))
             return node.rebuild((row, index))
         return self._product(node) if node.op == "mm" else None
 
