@@ -52,6 +52,7 @@ LAYERS = (
     "pyg_fullgraph.saga.stored",
     "pyg_fullgraph.saga.plans",
     "pyg_fullgraph.saga.packing",
+    "pyg_fullgraph.saga.finishing",
     "pyg_fullgraph.saga.recompute",
     "pyg_fullgraph.saga.rewrites",
     "pyg_fullgraph.saga.passes",
