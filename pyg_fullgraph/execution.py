@@ -468,6 +468,8 @@ def _default_shape(kernel: codegen.KernelSource, order: EdgeOrder) -> tune.Shape
     mean_degree = order.num_edges / max(order.num_rows, 1)
     filled = kernel.block_e if kernel.takes_blocks else tiles.next_power_of_2(max(math.ceil(mean_degree), 4))
     block_e = max(min(kernel.block_e, filled), kernel.min_block_e)
+    if kernel.full_degree:
+        block_e = kernel.block_e if mean_degree >= kernel.full_degree else kernel.min_block_e
     return tune.Shape(kernel.width, block_e, kernel.num_warps(block_e), _max_piece(order.num_edges))
 
 

@@ -363,15 +363,51 @@ def test_kernels_of_float64_compute_in_float64(tmp_path):
     assert {k: lines for k, lines in report.items() if lines} == {}
 
 
-@pytest.mark.parametrize("heads, features, want", [(1, 64, 32), (1, 128, 32), (2, 128, 16), (4, 64, 8), (8, 32, 4),
-                                                   (1, 256, 8)], ids=str)
-def test_as_many_edges_in_flight_as_lanes_have_scores(heads, features, want):
-    """But of heads so wide that registers would not hold these."""
+def weighted(heads, features, is_softmax):
+    """A sweep of features of each head times a number of the edge."""
     a, x = ir.input("a", SRC, (heads, 1)), ir.input("x", SRC, (heads, features))
     score = ir.pointwise("tanh", ir.pointwise("add", a, ir.input("b", DST, (heads, 1))))
     result = ir.input("%total", DST, x.shape)
-    kernel = kernel_of(Sweep(DST, ((result, ir.gather("sum", DST, ir.pointwise("mul", score, x))),), ()))
-    assert (kernel.block_e, kernel.min_block_e) == (want, 1 if heads * want < 32 else want)
+    if is_softmax:
+        weight = ir.Node("weight", (score,), score.shape, Domain.EDGE)
+        gather = ir.gather("softmax_sum", DST, score, ir.pointwise("mul", weight, x))
+    else:
+        gather = ir.gather("sum", DST, ir.pointwise("mul", score, x))
+    return Sweep(DST, ((result, gather),), ())
+
+
+@pytest.mark.parametrize("heads, features, want, softmax", [
+    (1, 64, (4, 4), (32, 4)), (1, 128, (4, 4), (32, 4)), (2, 128, (4, 4), (4, 4)), (4, 64, (8, 8), (8, 8)),
+    (8, 32, (4, 4), (4, 4)), (8, 8, (4, 4), (4, 4)), (1, 256, (2, 2), (2, 2))], ids=str)
+def test_as_many_edges_in_flight_as_lanes_have_scores_or_few(heads, features, want, softmax):
+    for is_softmax, (most, fewest) in ((False, want), (True, softmax)):
+        kernel = kernel_of(weighted(heads, features, is_softmax))
+        assert (kernel.block_e, kernel.min_block_e) == (most, fewest)
+        assert bool(kernel.full_degree) == (most > fewest)
+
+
+@pytest.mark.parametrize("num_edges, want", [(100, 4), (1100, 4), (1200, 32), (5000, 32)])
+def test_a_softmax_has_many_edges_in_flight_in_long_rows_only(num_edges, want):
+    """And nothing between: 100 rows of 1, 11, 12 and 50 edges."""
+    order = Graph.from_edge_index(torch.randint(100, (2, num_edges)), 100).incoming
+    assert execution._default_shape(kernel_of(weighted(1, 64, True)), order).block_e == want
+
+
+@pytest.mark.parametrize("name, rows, features, most", [
+    ("gatv2", DST, 64, 8), ("gatv2", DST, 128, 4), ("gatv2", SRC, 64, 2), ("gatv2", SRC, 128, 2),
+    ("dot", DST, 64, 8), ("dot", DST, 128, 4), ("dot", SRC, 64, 2)])
+def test_few_edges_in_flight_where_features_are_summed_up_per_edge(name, rows, features, most):
+    """Forward and by destination more than by source, where two rows are gathered and twice as much is held."""
+    x = ir.input("x", SRC, (1, features))
+    y = ir.input("y", DST, (1, features))
+    met = ir.pointwise("mul", x, y) if name == "dot" else ir.pointwise(
+        "mul", ir.pointwise("tanh", ir.pointwise("add", x, y)), ir.input("w", Domain.PARAM, (1, features)))
+    value = ir.input("v", SRC, (1, features)) if name == "dot" else x
+    weight = ir.view(ir.softmax(ir.reduce_features("sum", met, (1,))), (1, 1))
+    phase = EdgePhase(EdgeProgram((Output("sum", ir.pointwise("mul", weight, value)),)))
+    sweeps = phase.forward_plan(KERNELS, True).sweeps if rows == DST else \
+        phase.backward_plan(KERNELS, (True,) * len(phase.inputs)).sweeps
+    assert [kernel_of(s).block_e for s in sweeps if s.rows == rows] == [most]
 
 
 def test_addresses_have_64_bits(tmp_path):

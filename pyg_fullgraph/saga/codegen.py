@@ -33,6 +33,13 @@ __all__ = ["KernelSource", "generate", "pointers", "reduces_rows", "store"]
 #: source with 8 edges in flight, 19 and 27 with 16, whose scores are as many as lanes; GAT of 1 x 128 on arxiv 0.54 and
 #: 1.11 with 16, 0.29 and 0.55 with 32.
 MAX_HELD, MAX_HELD_TO_FILL, MAX_HELD_FILLED = 72, 96, 160
+#: Edges in flight where each has narrow values, of which there are as many as lanes with more than so many edges; where
+#: registers do not hold these; and the mean degree from which a softmax over rows of so many features has them all the
+#: same. Numbers between leave lanes idle, and few edges leave room for more programs.
+FEW_EDGES, FEWEST_EDGES, FULL_DEGREE, FULL_FEATURES = 4, 2, 12, 128
+#: The most where features are summed up per edge and the gradient of a parameter rides along, and features of all edges
+#: in flight without. All measured on an H200, see docs/performance.md.
+MAX_RIDING_EDGES, SUMMED_FEATURES = 8, 512
 #: Values of the widest tile in flight per program, where there are matrix products.
 PRODUCT_VALUES = 1024
 #: The same where edges in flight belong to several rows that are reduced or to none, without and with extrema, and the
@@ -66,6 +73,7 @@ class KernelSource:
         width: Features of the widest tile.
         block_e: Most edges in flight per program.
         min_block_e: Fewest.
+        full_degree: Mean degree from which there are most of them, and below fewest; 0 if rows fill what they can.
         max_warps: Warps of a program with ``block_e`` edges.
         edge_lanes: See :class:`Tile`.
         is_sliced_freely: Whether programs that share the features of a row repeat next to nothing.
@@ -94,6 +102,7 @@ class KernelSource:
     width: int
     block_e: int
     min_block_e: int
+    full_degree: int
     max_warps: int
     edge_lanes: int
     is_sliced_freely: bool
@@ -163,7 +172,7 @@ def reduces_rows(sweep: Sweep) -> bool:
 class _Generator:
     def __init__(self, sweep: Sweep, lanes: int, max_width: int | None, takes_blocks: bool,
                  in_rounds: bool = False) -> None:
-        self.takes_blocks = takes_blocks
+        self.takes_blocks, self.by_heads = takes_blocks, max_width is not None
         lowering = Lowering((*sweep.operands, *(e for _, e in sweep.finish)), lanes, takes_blocks)
         waiting = iter(lowering.roots)
         self.sweep = sweep
@@ -226,11 +235,11 @@ class _Generator:
         text += self._kernel()
         if self.carries:
             text += self._merge_kernel()
-        block_e, min_block_e = self._edges_in_flight()
+        block_e, min_block_e, full_degree = self._edges_in_flight()
         widths = tuple((self._width(c), c.integer) for c in self.carries)
         return KernelSource(text, self.name, tuple(self.emitter.inputs.values()), tuple(self.outputs.values()),
                             tuple(self.added.values()), self.end_inputs, widths, self.apart,
-                            self.tile.num_programs, self.tile.width, block_e, min_block_e,
+                            self.tile.num_programs, self.tile.width, block_e, min_block_e, full_degree,
                             self.tile.num_warps(block_e), self.tile.edge_lanes,
                             self._is_sliced_freely, self._head_width, self.emitter.uses_eid, self.emitter.uses_ids,
                             self.emitter.uses_places, self._is_light, self.has_workers, self.in_rounds,
@@ -458,14 +467,14 @@ class _Generator:
 
     # --- shape ------------------------------------------------------------------------------------------------------
 
-    def _edges_in_flight(self) -> tuple[int, int]:
-        """Most and fewest edges in flight per program."""
+    def _edges_in_flight(self) -> tuple[int, int, int]:
+        """Most and fewest edges in flight per program, and the mean degree from which there are most, or 0."""
         tile = self.tile
         inputs = [n for n in self.emitter.names if n.op == "input"]
         inside = self.emitter.fixed
         gathered = [tile.padded(tile.axes.axes(n)) for n in inputs if n.domain not in inside]
         if not tile.edge_lanes:
-            return self._edges_in_a_row(gathered)
+            return (*self._edges_in_a_row(gathered), 0)
         carries = [(r.held, tile.padded(tile.axes.axes(c.node))) for r in (*self.reducers, *self.totals)
                    for c in r.carries]
         others = set(ir.walk(*(a for _, g in self.gathers if g.domain != Domain.PARAM for a in g.args),
@@ -489,14 +498,46 @@ class _Generator:
             if 2 * most * per_edge + once > (MAX_HELD_TO_FILL if fills else MAX_HELD) * threads:
                 break
             most *= 2
-        filled = WARP * tile.num_warps(1) // narrow if narrow and not wide else 0
-        if tile.edge_lanes <= filled <= 64 and sum(w for w in gathered if w > narrow) <= tile.width and \
-                filled * per_edge + once <= MAX_HELD_FILLED * threads:
-            # A factor alone, beside few features, is no work: rows of few edges then take fewer at a time.
-            has_work = any(ir.OPS[n.op].kind == "pointwise" and n.domain not in inside and
-                           tile.padded(tile.axes.axes(n)) <= narrow for n in self.emitter.names)
-            return max(most, filled), filled if has_work or tile.edge_lanes == 1 else tile.edge_lanes
-        return most, tile.edge_lanes
+        fewest = tile.edge_lanes
+        if self._dots:
+            return max(min(most, self._edges_with_dots()), fewest), fewest, 0
+        filled = threads // narrow if narrow and not wide else 0
+        if not filled or sum(w for w in gathered if w > narrow) > tile.width or tile.edge_lanes > filled:
+            return most, fewest, 0
+        fits = filled <= 64 and filled * per_edge + once <= MAX_HELD_FILLED * threads
+        # A factor alone, beside few features, is no work: rows of few edges then take fewer at a time.
+        has_work = any(ir.OPS[n.op].kind == "pointwise" and n.domain not in inside and
+                       tile.padded(tile.axes.axes(n)) <= narrow for n in self.emitter.names) or tile.edge_lanes == 1
+        is_plain = has_work and all(isinstance(r, Sum | Softmax) for r in self.reducers) and not any(
+            ir.OPS[n.op].kind == "reduce" and n.domain not in inside for n in self.emitter.names)
+        if self.by_heads or not is_plain:
+            return (max(most, filled), filled if has_work else fewest, 0) if fits else (most, fewest, 0)
+        few = filled if fits and filled <= 2 * FEW_EDGES else FEW_EDGES if fits else FEWEST_EDGES
+        few = max(few, fewest)
+        is_softmax = any(isinstance(r, Softmax) for r in self.reducers)
+        if fits and filled > few and is_softmax and tile.width <= FULL_FEATURES:
+            return filled, few, FULL_DEGREE
+        return few, few, 0
+
+    @property
+    def _dots(self) -> list[Node]:
+        """Sums over the features of a head, at least eight of them, per edge."""
+        return [n for n in self.emitter.names if ir.OPS[n.op].kind == "reduce" and n.domain not in self.emitter.fixed
+                and n.attr("dims") == (len(n.args[0].shape) - 1,) and n.args[0].shape[-1] >= 8]
+
+    def _edges_with_dots(self) -> int:
+        """Most edges in flight where features are summed up per edge, as registers go."""
+        tile, inside = self.tile, self.emitter.fixed
+        if self.totals:
+            return MAX_RIDING_EDGES
+        wide = [n for n in self.emitter.names if n.domain not in inside
+                and tile.padded(tile.axes.axes(n)) >= tile.width]
+        rows = [n for n in wide if n.op == "input"]
+        work = [n for n in wide if ir.OPS[n.op].kind == "pointwise" and n.op not in ir.TRUTHS]
+        carried = [c for c in self.carries if tile.padded(tile.axes.axes(c.node)) >= tile.width]
+        if min(len(rows), len(self._dots)) > 1 and (len(carried) > 1 or len(work) > 2 * len(rows)):
+            return FEWEST_EDGES
+        return max(FEW_EDGES, SUMMED_FEATURES // max(tile.width, 1))
 
     def _edges_in_a_row(self, gathered: Sequence[int]) -> tuple[int, int]:
         """The same where they are one dimension of the tile; ``gathered`` are features loaded per edge."""
