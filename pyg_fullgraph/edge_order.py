@@ -15,15 +15,27 @@ from pyg_fullgraph.memo import keep
 from triton_kernels import segment
 from triton_kernels.segment import RowSchedule
 
-__all__ = ["EdgeOrder", "HeadOrder", "schedule_tiles"]
+__all__ = ["EdgeOrder", "HeadOrder", "schedule_tiles", "sorts_rows"]
 
 # Row ids of this many edges are kept once computed; more are computed on demand.
 _MAX_CACHED_ROWS = 1 << 20
 
 
+def sorts_rows(num_edges: int) -> bool:
+    """Whether edges of a row ascend by their other endpoints: in graphs so large that a sort pays.
+
+    Rows that are reduced at the same time then go through the same part of the other side at about the same time, and
+    find what they read in the cache of a multiprocessor.
+    """
+    return num_edges > segment.ASYNC_EDGES
+
+
 @dataclass(frozen=True, eq=False)
 class EdgeOrder:
-    """The edges grouped by one endpoint ("row"); within a row they keep the user's order.
+    """The edges grouped by one endpoint ("row").
+
+    Within a row they keep the user's order; in large graphs (:func:`sorts_rows`) they ascend by the other endpoint,
+    unless the user's order is grouped by row.
 
     Attributes:
         ptr: [num_rows + 1] positions ``ptr[r] .. ptr[r + 1]`` are the edges of row r.
@@ -159,11 +171,15 @@ class EdgeOrder:
     def transpose(self) -> EdgeOrder:
         """The same edges grouped by the other endpoint. Cost: at most one stable sort of E keys."""
         assert self.ids is None
-        # From the user's order, not from this one, so that rows of the result ascend in it too.
-        others = segment.scatter_by(self.other, self.eid)
-        rows = segment.scatter_by(segment.expand_rows(self.ptr, self.num_edges), self.eid)
-        ptr, other, eid = segment.build_csr(others, rows, self.num_others)
-        return EdgeOrder(ptr, other, eid, self.num_others, self.num_rows)
+        others, rows, eid = segment.scatter_by(self.other, self.eid), segment.expand_rows(self.ptr, self.num_edges), None
+        if sorts_rows(self.num_edges) and not segment.is_sorted(others):
+            others, eid = self.other, self.eid  # by row of this order, so that those of the result ascend
+        else:
+            rows = segment.scatter_by(rows, self.eid)
+        ptr, other, place = segment.build_csr(others, rows, self.num_others)
+        if eid is not None:
+            place = eid if place is None else eid.index_select(0, place)
+        return EdgeOrder(ptr, other, place, self.num_others, self.num_rows)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> EdgeOrder:
         eid = None if self.eid is None else change(self.eid)

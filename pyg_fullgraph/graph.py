@@ -17,7 +17,7 @@ from torch import Tensor
 from torch_geometric import EdgeIndex
 
 from pyg_fullgraph import errors
-from pyg_fullgraph.edge_order import EdgeOrder
+from pyg_fullgraph.edge_order import EdgeOrder, sorts_rows
 from pyg_fullgraph.memo import Memo, is_unchanged, keep, keep_by, state_of, taken
 from triton_kernels import segment
 
@@ -135,7 +135,7 @@ class Graph(Tensor):
     @classmethod
     def _from_coo(cls, src: Tensor, dst: Tensor, num_src: int, num_dst: int) -> Graph:
         dtype = segment.index_dtype(num_src, num_dst, src.numel())
-        ptr, other, eid = segment.build_csr(_own(dst, dtype), _own(src, dtype), num_dst)
+        ptr, other, eid = segment.build_csr(_own(dst, dtype), _own(src, dtype), num_dst, sorts_rows(src.numel()))
         return cls(EdgeOrder(ptr, other, eid, num_dst, num_src))
 
     @classmethod

@@ -16,14 +16,14 @@ from pyg_fullgraph.edge_order import EdgeOrder, schedule_tiles
 from pyg_fullgraph.saga import codegen
 from pyg_fullgraph.saga.ir import Domain, Node
 from pyg_fullgraph.saga.plans import Sweep, is_staged
-from triton_kernels import launch, segment, tune
+from triton_kernels import launch, segment, skeletons, tune
 
 __all__ = ["Prepared", "Run", "contiguous_rows"]
 
-#: Most programs that hold weights or sums over edges, and most elements that they write for one parameter together.
+#: Most programs that hold weights, and elements that programs may always write for one parameter together.
 MAX_WORKERS, WORKER_ELEMENTS = 8448, 1 << 23
-#: Most pieces that a program takes in rounds, as long as there are so many programs, four times what an H200 holds.
-ROUNDS, MIN_ROUND_PROGRAMS = 8, 16384
+#: Programs, four times what an H200 holds, above which each takes several pieces in rounds.
+MIN_ROUND_PROGRAMS = 16384
 #: Elements below which places have 32 bits: with 64 a loop of GAT has up to a quarter more instructions.
 _FAR = 1 << 31
 
@@ -89,12 +89,15 @@ class _Site:
 
 
 class _Input(NamedTuple):
-    """An input: whether it is on its way from another sweep, whether its stride is passed, and its runs of features."""
+    """An input: whether it is on its way from another sweep, whether its stride is passed, its runs of features, and how
+    many numbers of a row lie side by side where it is laid out feature by feature.
+    """
 
     node: Node
     is_staged: bool
     has_stride: bool
     run: tuple[int, int]
+    columns: int
 
 
 class _Made(NamedTuple):
@@ -123,7 +126,7 @@ class Prepared:
         stat_dtype = chunks.compute_dtype(like.dtype)
         constants = _constants(stat_dtype, rows.id_dtype)
         schedules = _schedules(kernel, shape, rows, tiles)
-        self.inputs = [_Input(b.node, is_staged(b.node), b.has_stride, b.run) for b in kernel.inputs]
+        self.inputs = [_Input(b.node, is_staged(b.node), b.has_stride, b.run, b.columns) for b in kernel.inputs]
         self.added = [b.node for b in kernel.added]
         self.totals = [(b.node, rows.id_dtype if b.node.is_integer else stat_dtype) for b in kernel.totals]
         self.results = []
@@ -204,12 +207,12 @@ class Run:
             places = order.eid if self.staging is None else order.places_in(self.staging)
             has_places = places is not None
             args.append(order.ptr if places is None else places)
-        for node, is_handed, has_stride, run in prepared.inputs:
+        for node, is_handed, has_stride, run, columns in prepared.inputs:
             value = leaf(node)
             if is_handed:
                 value = chunks.in_order(value, self.staging)
             if has_stride:
-                value = contiguous_rows(value, *run)
+                value = _by_feature(value, columns) if columns else contiguous_rows(value, *run)
                 stride = value.stride(0)
                 reach = max(reach, value.shape[0] * max(stride, node.numel))
                 taken = [value, stride]
@@ -247,6 +250,11 @@ class Run:
         return self.results
 
 
+def _by_feature(value: Tensor, columns: int) -> Tensor:
+    """``value`` as ``[features, rows * columns]``, where ``columns`` numbers of a row and feature lie side by side."""
+    return value.reshape(value.shape[0], -1, columns).transpose(0, 1).flatten(1).contiguous()
+
+
 def _empty_rows(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory for rows; the same each time where there are none."""
     return torch.empty(shape, dtype=dtype, device=device) if shape[0] else _no_rows(shape, dtype, device)
@@ -265,13 +273,20 @@ def _constants(dtype: torch.dtype, id_dtype: torch.dtype) -> Mapping[str, Any]:
 
 
 def _num_workers(kernel: codegen.KernelSource, num_pieces: int) -> int:
-    """Programs per feature tile: one per piece, or fewer that take several."""
+    """Programs per feature tile: one per piece, or fewer that take several.
+
+    Those that add up gradients of parameters leave up to an eighth of the elements that the rows of a sweep have.
+    """
     if not kernel.has_workers:
         return num_pieces
+    rounds = -(-num_pieces // skeletons.ROUNDS)
     if kernel.in_rounds:
-        return min(num_pieces, max(-(-num_pieces // ROUNDS), MIN_ROUND_PROGRAMS))
+        return min(num_pieces, max(rounds, MIN_ROUND_PROGRAMS))
     widest = max((b.node.numel for b in kernel.totals), default=1)
-    return min(num_pieces, max(min(MAX_WORKERS, WORKER_ELEMENTS // widest), 1))
+    if kernel.holds_weights or kernel.takes_blocks:
+        return min(num_pieces, max(min(MAX_WORKERS, WORKER_ELEMENTS // widest), 1))
+    most = max(WORKER_ELEMENTS, num_pieces * kernel.width // skeletons.ROUNDS) // widest
+    return min(num_pieces, max(min(max(MAX_WORKERS, rounds), most), 1))
 
 
 def contiguous_rows(value: Tensor, run: int = 1, pitch: int = 1) -> Tensor:

@@ -49,25 +49,36 @@ def compress_rows(row: Tensor, num_rows: int) -> Tensor:
     return torch.searchsorted(row, bounds, out_int32=row.dtype == torch.int32)
 
 
-def build_csr(row: Tensor, other: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor | None]:
+def build_csr(row: Tensor, other: Tensor, num_rows: int,
+              sorts_rows: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
     """Group edges by row and keep their order within a row.
 
     Args:
         row: [E] row id of each edge, in ``[0, num_rows)``; any order, duplicates allowed.
         other: [E] the other endpoint, same dtype (int32 or int64) and device.
         num_rows: R, may be 0 when E is 0.
+        sorts_rows: put the edges of a row in the order of their other endpoints, and keep that of equal ones; not where
+            edges are grouped by row already.
 
     Returns: ``(ptr [R + 1], other [E], eid [E] or None)`` in the dtype of ``row``. ``eid`` is the original position of
-        each edge and ascends within a row; it is None where the input is seen to be sorted already (if the host may
-        wait, see :func:`may_wait`), and ``other`` is then the input itself.
-    Cost: a stable sort of E keys; on CUDA a peak of 32 bytes per edge above int32 inputs (torch 2.11).
+        each edge, and ascends within a row if its order was kept; it is None where the input is seen to be sorted
+        already (if the host may wait, see :func:`may_wait`), and ``other`` is then the input itself.
+    Cost: a stable sort of E keys; on CUDA a peak of 32 bytes per edge above int32 inputs (torch 2.11). Sorting rows,
+        unless the other endpoints ascend as they come, a second sort, and 8 bytes per edge more.
     """
     if may_wait(row.device, row.numel()) and is_sorted(row):
         return compress_rows(row, num_rows), other, None
+    first = None
+    if sorts_rows and not is_sorted(other):
+        other, order = torch.sort(other, stable=True)
+        first = order.to(row.dtype)
+        del order
+        row = row.index_select(0, first)
     sorted_row, order = torch.sort(row, stable=True)
     ptr = compress_rows(sorted_row, num_rows)
-    del sorted_row
-    return ptr, other.index_select(0, order), order.to(row.dtype)
+    del sorted_row, row
+    eid = order.to(other.dtype) if first is None else first.index_select(0, order)
+    return ptr, other.index_select(0, order), eid
 
 
 def expand_rows(ptr: Tensor, num_edges: int) -> Tensor:

@@ -6,9 +6,10 @@ partial results, so the loop needs no communication, and are merged once at the 
 are written). A piece that is a whole row writes the result, a piece of a cut row writes its carry to a workspace slot.
 Where edges come in tiles, all pieces do, and from the second tile on (``ADDS``) they merge with what is in the slot.
 
-``ONE_PIECE`` is a kernel with one program per piece. ``WORKERS`` has a fixed number of programs that take every
-``num_workers``-th piece; they hold matrices of weights, and sums over all edges: gradients of parameters, which leave
-as one row per program.
+``ONE_PIECE`` is a kernel with one program per piece. ``WORKERS`` has programs that take several, up to ``ROUNDS``
+consecutive ones and then as many further on, until there are none; they hold matrices of weights, and sums over all
+edges: gradients of parameters, which leave as one row per program. Programs that run at the same time so read rows that
+lie close together, as long as there are few pieces per program.
 
 ``BLOCKS`` has a fixed number of programs too, which take every ``num_workers``-th block of consecutive edges, whatever
 rows these belong to, so that no lane waits for an edge that its row has not. Where rows are reduced, the lanes of each
@@ -27,6 +28,9 @@ Vertex-balanced mapping for reductions and per-edge work alike (SAGA-opt 5), wit
 """
 
 from collections.abc import Iterable
+
+#: Most consecutive pieces that a program takes.
+ROUNDS = 8
 
 HEADER = '''"""{title}"""
 
@@ -59,7 +63,9 @@ def {name}({params}):
     worker = pid % num_workers
 {tiles}
 {once}
-    for piece in range(worker, num_pieces, num_workers):
+    most = tl.minimum((num_pieces + num_workers - 1) // num_workers, {rounds})
+    for first in range(worker * most, num_pieces, num_workers * most):
+        for piece in range(first, tl.minimum(first + most, num_pieces)):
 {piece}
 {totals}
 '''

@@ -83,6 +83,7 @@ class KernelSource:
         uses_places: Whether it needs the places of edges among values on their way between sweeps.
         is_light: Whether programs do so little per edge that for short rows they should go in rounds.
         has_workers: Whether programs take piece after piece, and the kernel their number after that of pieces.
+        holds_weights: Whether programs hold matrices of weights.
         in_rounds: Whether they do so only as programs would be launched slower than they run.
         takes_blocks: Whether programs take blocks of edges, of whatever rows: it has workers, and takes the row of each
             edge and the number of edges in place of pieces and their number; pieces, if it reduces rows, go by block.
@@ -112,6 +113,7 @@ class KernelSource:
     uses_places: bool
     is_light: bool
     has_workers: bool
+    holds_weights: bool
     in_rounds: bool
     takes_blocks: bool
     takes_tiles: bool
@@ -242,7 +244,8 @@ class _Generator:
                             self.tile.num_programs, self.tile.width, block_e, min_block_e, full_degree,
                             self.tile.num_warps(block_e), self.tile.edge_lanes,
                             self._is_sliced_freely, self._head_width, self.emitter.uses_eid, self.emitter.uses_ids,
-                            self.emitter.uses_places, self._is_light, self.has_workers, self.in_rounds,
+                            self.emitter.uses_places, self._is_light, self.has_workers, self.tile.has_products,
+                            self.in_rounds,
                             self.takes_blocks, self.takes_tiles,
                             self._product_work())
 
@@ -277,7 +280,8 @@ class _Generator:
             return _fill(skeletons.BLOCKS, **holes, loop=_indent(body.splitlines(), 1), totals=_indent(totals, 1))
         if not self.has_workers:
             return _fill(skeletons.ONE_PIECE, **holes, piece=_indent(body.splitlines(), 1))
-        return _fill(skeletons.WORKERS, **holes, piece=_indent(body.splitlines(), 2), totals=_indent(totals, 1))
+        return _fill(skeletons.WORKERS, **holes, rounds=str(skeletons.ROUNDS), piece=_indent(body.splitlines(), 3),
+                     totals=_indent(totals, 1))
 
     def _piece(self) -> str:
         """What a program does for a piece of a row."""

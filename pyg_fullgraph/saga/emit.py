@@ -39,6 +39,8 @@ class Buffer:
         integer: Whether it holds integers.
         run: Features of its innermost axis, and how many the kernel expects in memory there (zeros follow them):
             rows that are gathered start every run at a multiple of 16 bytes, so that loads are wide.
+        columns: How many numbers of a row lie side by side, where all rows of one feature come before those of the next;
+            0 where rows are whole. A program that reads one feature then finds many rows in what the cache loads.
     """
 
     name: str
@@ -46,10 +48,11 @@ class Buffer:
     shape: ir.Shape
     integer: bool
     run: tuple[int, int] = (1, 1)
+    columns: int = 0
 
     @property
     def has_stride(self) -> bool:
-        """Whether its rows lie apart by a number that a launch passes: between sweeps values have no gaps."""
+        """Whether its rows, or features, lie apart by a number that a launch passes: between sweeps values have no gaps."""
         return self.node.is_row and not is_staged(self.node)
 
 
@@ -311,7 +314,11 @@ class Emitter:
                 offset, mask = f"({offset})[None, :]", f"({mask})[None, :]" if mask else ""
             mask = f"{live} & {mask}" if mask else live
             # What is the same for all blocks of edges first: it is added up before the loop.
-            offset = f"({offset}) + {index}.to(OFFSET){across} * {stride}"
+            if buffer.columns:
+                first = self.lowering.places[node].offset if node in self.lowering.places else 0
+                offset = f"{self._column_start(node, buffer)} + {first} + {index}.to(OFFSET) * {buffer.columns}"
+            else:
+                offset = f"({offset}) + {index}.to(OFFSET){across} * {stride}"
         place += f" + {offset}"
         if offset == "0" and tile.order and inside:
             return f"tl.load({place}){cast}"
@@ -332,9 +339,10 @@ class Emitter:
         if buffer.node not in self._packed:
             self._packed.add(buffer.node)
             column = f"tl.arange(0, {count})[{'None, ' * rank}:]"
-            offset = tile.offset(node, place=Place(place.source, 0, place.strides))
+            offset = self._column_start(node, buffer) if buffer.columns else \
+                tile.offset(node, place=Place(place.source, 0, place.strides))
             first = column if offset == "0" else f"(tl.expand_dims({offset}, {rank}) + {column})"
-            row = f"{self.ends(node.domain, False)}.to(OFFSET) * {buffer.name}_stride"
+            row = f"{self.ends(node.domain, False)}.to(OFFSET) * {buffer.columns or f'{buffer.name}_stride'}"
             mask = f"tl.expand_dims({tile.mask(node, 'live')}, {rank})"
             load = f"tl.load({buffer.name}_ptr + {first} + tl.expand_dims({row}, {rank}), mask={mask}, other=0)"
             if count == 2:
@@ -346,10 +354,25 @@ class Emitter:
                                f"{name}0, {name}2 = tl.split({name}_even)", f"{name}1, {name}3 = tl.split({name}_odd)"]
         return f"{name}{place.offset}"
 
+    def _column_start(self, node: Node, buffer: Buffer) -> str:
+        """Where this program's feature of ``node`` starts in a buffer that lies feature by feature."""
+        feature = self.tile.offset(node, place=Place(buffer.node, 0, contiguous_strides(node.shape)))
+        return f"({feature}).to(OFFSET) * {buffer.name}_stride"
+
     def _buffer(self, node: Node, run: tuple[int, int] = (1, 1)) -> Buffer:
         source = self.lowering.source(node)
         return self.inputs.setdefault(source, Buffer(f"in{len(self.inputs)}", source, source.shape, source.is_integer,
-                                                     run))
+                                                     run, self._columns(source)))
+
+    def _columns(self, source: Node) -> int:
+        """The ``columns`` of the buffer of ``source``: where a program reads one feature, of rows asked for by index."""
+        if source.domain != self.others or self.rows not in self.fixed or source.is_integer:
+            return 0
+        parts = [n for n, place in self.lowering.places.items() if place.source is source]
+        nodes, count = ([source], 1) if not parts else (parts, source.shape[-1])
+        is_one = all((axes := self.tile.axes.axes(n)) and all(self.tile.block[a] == 1 for a in axes) and
+                     (not parts or self._is_column(n)) for n in nodes)
+        return count if is_one else 0
 
     def _load_entry(self, node: Node) -> str:
         """A row of a parameter table: NaN, or 0 for integers, where there is no such row."""

@@ -156,9 +156,11 @@ class ArgPeak(Reducer):
         return [f"{fresh} = {value}", *self._take(fresh, ids, "live & ")]
 
     def _take(self, value: str, ids: str, condition: str = "") -> list[str]:
-        # Not "at most the peak" is true of a larger value and of NaN.
+        # Not "at most the peak" is true of a larger value and of NaN. Of equals the smallest id: neither the edges of a
+        # row nor the pieces of several tiles come in the order of ids.
         take, larger = f"take_{self.peak}", f"(~({value} <= {self.peak}) & ({self.peak} == {self.peak}))"
-        return [f"{take} = {condition}(({self.ids} == UNSET) | {larger})",
+        earlier = f"((({value} == {self.peak}) | ({value} != {value})) & ({ids} < {self.ids}))"
+        return [f"{take} = {condition}(({self.ids} == UNSET) | {larger} | {earlier})",
                 f"{self.peak} = tl.where({take}, {value}, {self.peak})",
                 f"{self.ids} = tl.where({take}, {ids}, {self.ids})"]
 
@@ -167,13 +169,9 @@ class ArgPeak(Reducer):
                                f"device.lane_max({self.peak}, {self.ids}, UNSET, {{axis}})", self.held)
 
     def merge_piece(self) -> list[str]:
-        # Of equals the smallest id: pieces of several tiles do not come in the order of ids.
-        new, ids = f"new_{self.peak}", f"new_{self.ids}"
         # Triton's interpreter cannot combine the truth of one number with that of a tile.
-        spread = f"{new} = {new} + tl.zeros_like({self.peak})"
-        is_equal = f"(({new} == {self.peak}) | (({new} != {new}) & ({self.peak} != {self.peak})))"
-        is_earlier = f"{is_equal} & ({ids} < {self.ids})"
-        return [spread, *self._take(new, ids), f"{self.ids} = tl.where({is_earlier}, {ids}, {self.ids})"]
+        new = f"new_{self.peak}"
+        return [f"{new} = {new} + tl.zeros_like({self.peak})", *self._take(new, f"new_{self.ids}")]
 
 
 class Softmax(Reducer):
