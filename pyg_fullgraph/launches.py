@@ -251,8 +251,15 @@ class Run:
 
 
 def _by_feature(value: Tensor, columns: int) -> Tensor:
-    """``value`` as ``[features, rows * columns]``, where ``columns`` numbers of a row and feature lie side by side."""
-    return value.reshape(value.shape[0], -1, columns).transpose(0, 1).flatten(1).contiguous()
+    """``value`` as ``[features, rows * columns]``, where ``columns`` numbers of a row and feature lie side by side.
+
+    Features lie apart by a multiple of 16 numbers, so that several columns are one load.
+    """
+    rows = value.reshape(value.shape[0], -1, columns).transpose(0, 1)
+    width = value.shape[0] * columns
+    made = value.new_empty((rows.shape[0], -(-width // 16) * 16))
+    made[:, :width].view(rows.shape).copy_(rows)
+    return made[:, :width]
 
 
 def _empty_rows(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
