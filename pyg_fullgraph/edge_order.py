@@ -171,9 +171,11 @@ class EdgeOrder:
     def transpose(self) -> EdgeOrder:
         """The same edges grouped by the other endpoint. Cost: at most one stable sort of E keys."""
         assert self.ids is None
-        others, rows, eid = segment.scatter_by(self.other, self.eid), segment.expand_rows(self.ptr, self.num_edges), None
-        if sorts_rows(self.num_edges) and not segment.is_sorted(others):
-            others, eid = self.other, self.eid  # by row of this order, so that those of the result ascend
+        others, eid = segment.scatter_by(self.other, self.eid), None
+        rows = segment.expand_rows(self.ptr, self.num_edges)
+        waits = segment.may_wait(others.device, self.num_edges)
+        if sorts_rows(self.num_edges) and not (waits and segment.is_sorted(others)):
+            others, eid = self.other, self.eid  # from this order, so that rows of the result ascend by its rows
         else:
             rows = segment.scatter_by(rows, self.eid)
         ptr, other, place = segment.build_csr(others, rows, self.num_others)

@@ -89,8 +89,8 @@ class _Site:
 
 
 class _Input(NamedTuple):
-    """An input: whether it is on its way from another sweep, whether its stride is passed, its runs of features, and how
-    many numbers of a row lie side by side where it is laid out feature by feature.
+    """An input: whether it is on its way from another sweep, whether its stride is passed, and ``run`` and ``columns`` of
+    its buffer.
     """
 
     node: Node

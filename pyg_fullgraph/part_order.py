@@ -229,7 +229,8 @@ class ShardOrder:
 
     Attributes:
         rows: edges by local row; other endpoints are numbered from this rank's own vertices on, then those of the halo.
-            Within a row edges ascend by id, so that sums over all at once are those of the whole graph, bit by bit.
+            Within a row edges ascend by id, so that sums over all at once are those of the whole graph, bit by bit, if
+            that one has its rows in the user's order.
         store: what holds the edges.
         bounds: places at which the other vertices of each rank begin; P + 1.
         rank: this rank.

@@ -123,6 +123,28 @@ def test_outgoing_is_made_on_first_use():
     assert built.outgoing is built.outgoing
 
 
+@pytest.mark.parametrize("case", zoo.ALL, ids=str)
+@pytest.mark.parametrize("grouped_by", [None, 0, 1])
+def test_rows_of_large_graphs_ascend_by_the_other_endpoint(case, grouped_by, monkeypatch):
+    """In both orders, but in that by which the user's edges are grouped, which stays as it is."""
+    monkeypatch.setattr(segment, "ASYNC_EDGES", -1)
+    edge_index = case.edge_index
+    if grouped_by is not None:
+        edge_index = edge_index[:, edge_index[grouped_by].argsort(stable=True)]
+    built = Graph.from_edge_index(edge_index, case.size)
+    for order, row in ((built.incoming, 1), (built.outgoing, 0)):
+        eid = torch.arange(case.num_edges) if order.eid is None else order.eid.long()
+        assert torch.equal(edge_index[row][eid], order.row.long())
+        assert torch.equal(edge_index[1 - row][eid], order.other.long())
+        if order.eid is None:
+            assert segment.is_sorted(edge_index[row])
+        else:
+            assert not segment.is_sorted(edge_index[row])
+            keys = list(zip(order.row.tolist(), order.other.tolist(), eid.tolist(), strict=True))
+            assert keys == sorted(keys)
+    assert torch.equal(built.to_edge_index(), edge_index)
+
+
 def test_reverse_shares_memory_and_is_remembered():
     case = zoo.bipartite()
     built = Graph.from_edge_index(case.edge_index, case.size)

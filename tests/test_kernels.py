@@ -6,6 +6,7 @@ Triton decides at import whether it interprets, so the tests marked `interpreter
 
 import dataclasses
 import gc
+import math
 import os
 import subprocess
 import sys
@@ -184,6 +185,39 @@ def test_programs_that_take_many_pieces(name, runner, device, only_kernels, monk
         programs.append((kernel.in_rounds, known(kernel, count), count)) or programs[-1][1]))
     check(program_of(name), zoo.hub(), torch.float64, device, runner=runner)
     assert any(in_rounds and few < count for in_rounds, few, count in programs)
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@pytest.mark.parametrize("name", ["gatv2", "gmm", "edge-mlp"])
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_programs_that_hold_sums_and_weights_take_many_pieces(name, workers, device, only_kernels, monkeypatch):
+    """Whatever their number: consecutive ones, and then as many further on."""
+    monkeypatch.setattr(launches, "MAX_WORKERS", workers)
+    monkeypatch.setattr(launches, "WORKER_ELEMENTS", 1 << 23 if workers > 2 else 1)
+    taken = []
+    monkeypatch.setattr(launches, "_num_workers", lambda kernel, count, known=launches._num_workers: (
+        taken.append((kernel.has_workers, known(kernel, count), count)) or taken[-1][1]))
+    check(program_of(name), random_case(60, 57, 300), torch.float64, device)
+    assert any(has_workers and few < count for has_workers, few, count in taken)
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+def test_equal_maxima_go_to_the_first_edge_whatever_the_order_of_rows(device, only_kernels, monkeypatch):
+    case = random_case(30, 9, 400)
+    x = torch.randint(3, (30, 40), generator=torch.Generator().manual_seed(0)).double().to(device)
+    x[3, 5] = x[7, 5] = math.nan
+    program = EdgeProgram((Output("max", ir.input("x", SRC, (40,))),))
+    found = []
+    for least in (segment.ASYNC_EDGES, -1):
+        monkeypatch.setattr(segment, "ASYNC_EDGES", least)
+        graph = Graph.from_edge_index(case.edge_index.to(device), case.size)
+        given = x.clone().requires_grad_()
+        (out,) = run(program, graph, {"x": given})
+        weight = torch.arange(1.0, out.numel() + 1, device=device).reshape(out.shape)
+        found.append((graph.incoming.other, out, *torch.autograd.grad(out, given, weight.double())))
+    assert not torch.equal(found[0][0], found[1][0])
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(found[0][2], found[1][2])
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
@@ -487,8 +521,11 @@ def test_heads_one_by_one(long_rows, device, only_kernels, monkeypatch):
     chosen, known = {}, execution.kernel_on
     monkeypatch.setattr(execution, "kernel_on", lambda sweep, *args: chosen.setdefault(sweep, known(sweep, *args)))
     check(program_of("gat-wide"), random_case(21, 17, 300), torch.float64, device)
-    tiles = [(kernel.width, kernel.num_tiles) for kernel in chosen.values()]
-    assert tiles.count((32, 3)) == (1 if long_rows else 2), tiles
+    by_head = [kernel for kernel in chosen.values() if (kernel.width, kernel.num_tiles) == (32, 3)]
+    assert len(by_head) == (1 if long_rows else 2), chosen
+    # Scores lie head by head, and so do score, log-sum-exp and the result's product with its gradient.
+    columns = [max(b.columns for b in kernel.inputs) for kernel in by_head]
+    assert columns == ([1] if long_rows else [1, 4])
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])

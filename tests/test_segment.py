@@ -39,6 +39,19 @@ def test_build_csr_matches_python(case, dtype, device):
 
 
 @pytest.mark.parametrize("case", zoo.ALL, ids=str)
+def test_build_csr_sorts_rows_but_where_edges_are_grouped(case, device):
+    src, dst = case.edge_index.to(device)
+    ptr, other, eid = segment.build_csr(dst, src, case.num_dst, sorts_rows=True)
+    assert ptr.tolist() == csr_by_hand(dst.tolist(), src.tolist(), case.num_dst)[0]
+    if eid is None:
+        assert segment.is_sorted(dst) and other is src
+        return
+    assert torch.equal(src[eid], other) and torch.equal(dst[eid], segment.expand_rows(ptr, case.num_edges))
+    order = list(zip(segment.expand_rows(ptr, case.num_edges).tolist(), other.tolist(), eid.tolist(), strict=True))
+    assert order == sorted(order)
+
+
+@pytest.mark.parametrize("case", zoo.ALL, ids=str)
 def test_expand_rows_inverts_compress_rows(case, device):
     row = case.edge_index[1].sort().values.to(device)
     ptr = segment.compress_rows(row, case.num_dst)

@@ -66,10 +66,11 @@ def build_csr(row: Tensor, other: Tensor, num_rows: int,
     Cost: a stable sort of E keys; on CUDA a peak of 32 bytes per edge above int32 inputs (torch 2.11). Sorting rows,
         unless the other endpoints ascend as they come, a second sort, and 8 bytes per edge more.
     """
-    if may_wait(row.device, row.numel()) and is_sorted(row):
+    waits = may_wait(row.device, row.numel())
+    if waits and is_sorted(row):
         return compress_rows(row, num_rows), other, None
     first = None
-    if sorts_rows and not is_sorted(other):
+    if sorts_rows and not (waits and is_sorted(other)):
         other, order = torch.sort(other, stable=True)
         first = order.to(row.dtype)
         del order

@@ -245,9 +245,7 @@ class _Generator:
                             self.tile.num_warps(block_e), self.tile.edge_lanes,
                             self._is_sliced_freely, self._head_width, self.emitter.uses_eid, self.emitter.uses_ids,
                             self.emitter.uses_places, self._is_light, self.has_workers, self.tile.has_products,
-                            self.in_rounds,
-                            self.takes_blocks, self.takes_tiles,
-                            self._product_work())
+                            self.in_rounds, self.takes_blocks, self.takes_tiles, self._product_work())
 
     # --- kernels ----------------------------------------------------------------------------------------------------
 

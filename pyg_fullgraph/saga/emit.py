@@ -39,8 +39,8 @@ class Buffer:
         integer: Whether it holds integers.
         run: Features of its innermost axis, and how many the kernel expects in memory there (zeros follow them):
             rows that are gathered start every run at a multiple of 16 bytes, so that loads are wide.
-        columns: How many numbers of a row lie side by side, where all rows of one feature come before those of the next;
-            0 where rows are whole. A program that reads one feature then finds many rows in what the cache loads.
+        columns: How many numbers of a row lie side by side where all rows of one feature come before those of the
+            next; 0 where rows are whole. A program that reads one feature finds several rows in what the cache loads.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Buffer:
 
     @property
     def has_stride(self) -> bool:
-        """Whether its rows, or features, lie apart by a number that a launch passes: between sweeps values have no gaps."""
+        """Whether its rows or features lie apart by a number that a launch passes; between sweeps there are no gaps."""
         return self.node.is_row and not is_staged(self.node)
 
 
@@ -315,8 +315,9 @@ class Emitter:
             mask = f"{live} & {mask}" if mask else live
             # What is the same for all blocks of edges first: it is added up before the loop.
             if buffer.columns:
-                first = self.lowering.places[node].offset if node in self.lowering.places else 0
-                offset = f"{self._column_start(node, buffer)} + {first} + {index}.to(OFFSET) * {buffer.columns}"
+                place_in_row = self.lowering.places.get(node)
+                column = f" + {place_in_row.offset}" if place_in_row is not None and place_in_row.offset else ""
+                offset = f"{self._column_start(node, buffer)}{column} + {index}.to(OFFSET) * {buffer.columns}"
             else:
                 offset = f"({offset}) + {index}.to(OFFSET){across} * {stride}"
         place += f" + {offset}"
@@ -365,7 +366,7 @@ class Emitter:
                                                      run, self._columns(source)))
 
     def _columns(self, source: Node) -> int:
-        """The ``columns`` of the buffer of ``source``: where a program reads one feature, of rows asked for by index."""
+        """Of the buffer of ``source``, see there: where a program reads one feature of rows asked for by index."""
         if source.domain != self.others or self.rows not in self.fixed or source.is_integer:
             return 0
         parts = [n for n, place in self.lowering.places.items() if place.source is source]
