@@ -89,8 +89,8 @@ class _Site:
 
 
 class _Input(NamedTuple):
-    """An input: whether it is on its way from another sweep, whether its stride is passed, and ``run`` and ``columns`` of
-    its buffer.
+    """An input: whether it is on its way from another sweep, whether its stride is passed, and its buffer's ``run`` and
+    ``columns``.
     """
 
     node: Node
