@@ -212,7 +212,7 @@ class Run:
             if is_handed:
                 value = chunks.in_order(value, self.staging)
             if has_stride:
-                value = _by_feature(value, columns) if columns else contiguous_rows(value, *run)
+                value = _by_feature(value, node.numel // columns, columns) if columns else contiguous_rows(value, *run)
                 stride = value.stride(0)
                 reach = max(reach, value.shape[0] * max(stride, node.numel))
                 taken = [value, stride]
@@ -250,14 +250,14 @@ class Run:
         return self.results
 
 
-def _by_feature(value: Tensor, columns: int) -> Tensor:
+def _by_feature(value: Tensor, features: int, columns: int) -> Tensor:
     """``value`` as ``[features, rows * columns]``, where ``columns`` numbers of a row and feature lie side by side.
 
     Features lie apart by a multiple of 16 numbers, so that several columns are one load.
     """
-    rows = value.reshape(value.shape[0], -1, columns).transpose(0, 1)
+    rows = value.reshape(value.shape[0], features, columns).transpose(0, 1)
     width = value.shape[0] * columns
-    made = value.new_empty((rows.shape[0], -(-width // 16) * 16))
+    made = value.new_empty((features, -(-width // 16) * 16))
     made[:, :width].view(rows.shape).copy_(rows)
     return made[:, :width]
 
@@ -282,7 +282,8 @@ def _constants(dtype: torch.dtype, id_dtype: torch.dtype) -> Mapping[str, Any]:
 def _num_workers(kernel: codegen.KernelSource, num_pieces: int) -> int:
     """Programs per feature tile: one per piece, or fewer that take several.
 
-    Those that add up gradients of parameters leave up to an eighth of the elements that the rows of a sweep have.
+    For each parameter whose gradient they add up they leave ``WORKER_ELEMENTS`` numbers, or an eighth of what the rows
+    of a sweep have if that is more, in float32 or float64.
     """
     if not kernel.has_workers:
         return num_pieces

@@ -526,6 +526,8 @@ def test_heads_one_by_one(long_rows, device, only_kernels, monkeypatch):
     # Scores lie head by head, and so do score, log-sum-exp and the result's product with its gradient.
     columns = [max(b.columns for b in kernel.inputs) for kernel in by_head]
     assert columns == ([1] if long_rows else [1, 4])
+    for case in (zoo.no_nodes(), zoo.no_destinations(), zoo.no_edges()):
+        check(program_of("gat-wide"), case, torch.float64, device)
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])

@@ -64,7 +64,7 @@ def build_csr(row: Tensor, other: Tensor, num_rows: int,
         each edge, and ascends within a row if its order was kept; it is None where the input is seen to be sorted
         already (if the host may wait, see :func:`may_wait`), and ``other`` is then the input itself.
     Cost: a stable sort of E keys; on CUDA a peak of 32 bytes per edge above int32 inputs (torch 2.11). Sorting rows,
-        unless the other endpoints ascend as they come, a second sort, and 8 bytes per edge more.
+        unless the other endpoints ascend as they come, a second sort, and 4 bytes per edge more.
     """
     waits = may_wait(row.device, row.numel())
     if waits and is_sorted(row):

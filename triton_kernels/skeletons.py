@@ -6,10 +6,10 @@ partial results, so the loop needs no communication, and are merged once at the 
 are written). A piece that is a whole row writes the result, a piece of a cut row writes its carry to a workspace slot.
 Where edges come in tiles, all pieces do, and from the second tile on (``ADDS``) they merge with what is in the slot.
 
-``ONE_PIECE`` is a kernel with one program per piece. ``WORKERS`` has programs that take several, up to ``ROUNDS``
-consecutive ones and then as many further on, until there are none; they hold matrices of weights, and sums over all
-edges: gradients of parameters, which leave as one row per program. Programs that run at the same time so read rows that
-lie close together, as long as there are few pieces per program.
+``ONE_PIECE`` is a kernel with one program per piece. ``WORKERS`` has programs that take several: one each of the first
+pieces, as these may be long, and then up to ``ROUNDS - 1`` consecutive ones at a time, until there are none. Programs
+that run at the same time so read rows that lie close together, as long as there are few pieces per program. They hold
+matrices of weights, and sums over all edges: gradients of parameters, which leave as one row per program.
 
 ``BLOCKS`` has a fixed number of programs too, which take every ``num_workers``-th block of consecutive edges, whatever
 rows these belong to, so that no lane waits for an edge that its row has not. Where rows are reduced, the lanes of each
@@ -29,7 +29,7 @@ Vertex-balanced mapping for reductions and per-edge work alike (SAGA-opt 5), wit
 
 from collections.abc import Iterable
 
-#: Most consecutive pieces that a program takes.
+#: Pieces that a program takes of neighbouring rows, at most.
 ROUNDS = 8
 
 HEADER = '''"""{title}"""
@@ -63,9 +63,11 @@ def {name}({params}):
     worker = pid % num_workers
 {tiles}
 {once}
-    most = tl.minimum((num_pieces + num_workers - 1) // num_workers, {rounds})
-    for first in range(worker * most, num_pieces, num_workers * most):
-        for piece in range(first, tl.minimum(first + most, num_pieces)):
+    rest = tl.maximum(num_pieces - num_workers, 0)
+    most = tl.minimum(tl.maximum((rest + num_workers - 1) // num_workers, 1), {rounds} - 1)
+    for turn in range(0, 1 + (rest + num_workers * most - 1) // (num_workers * most)):
+        first = tl.where(turn == 0, worker, num_workers + ((turn - 1) * num_workers + worker) * most)
+        for piece in range(first, tl.minimum(first + tl.where(turn == 0, 1, most), num_pieces)):
 {piece}
 {totals}
 '''

@@ -189,7 +189,9 @@ class _Generator:
         self.tile = Tile(self.gathers, self.edges, lanes, max_width, has_lanes, takes_blocks, self.finish)
         held = (*(r for r, _ in sweep.edges), *(n for n in sweep.inputs if n.domain == Domain.EDGE))
         uses_ids = sweep.needs_ids and not all(map(is_staged, held))
-        self.emitter = Emitter(lowering, self.tile, sweep.rows, lanes, uses_ids, takes_blocks)
+        # Laying values out anew is a launch, so only in programs that were asked for one head at a time.
+        by_feature = self.by_heads and not takes_blocks
+        self.emitter = Emitter(lowering, self.tile, sweep.rows, lanes, uses_ids, takes_blocks, by_feature)
         reducers = reducers_of(self.gathers, self.tile.precision,
                                has_large_blocks=takes_blocks and self.tile.has_products)
         self.reducers = [r for r in reducers if r.stores[0][0].domain != Domain.PARAM]

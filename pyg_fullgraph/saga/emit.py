@@ -73,16 +73,17 @@ class Emitter:
     """
 
     def __init__(self, lowering: Lowering, tile: Tile, rows: Domain, lanes: int, uses_ids: bool,
-                 takes_blocks: bool = False, prefix: str = "v") -> None:
+                 takes_blocks: bool = False, by_feature: bool = False, prefix: str = "v") -> None:
         """Args:
             lowering, tile: Of the sweep.
             rows: Whose rows the sweep goes along.
             lanes: Features per 16 bytes.
             uses_ids: See the class.
             takes_blocks: Whether a block has edges of several rows, which are gathered like those of the other side.
+            by_feature: Whether values that are read through an index lie feature by feature where a program reads one.
             prefix: Names of tiles start like this.
         """
-        self._prefix = prefix
+        self._prefix, self._by_feature = prefix, by_feature
         self.lowering, self.tile, self.rows, self.lanes = lowering, tile, rows, lanes
         self.others = Domain.EDGE & ~rows
         self.fixed = (Domain.PARAM,) if takes_blocks else (Domain.PARAM, rows)
@@ -366,10 +367,10 @@ class Emitter:
                                                      run, self._columns(source)))
 
     def _columns(self, source: Node) -> int:
-        """Of the buffer of ``source``, see there: where a program reads one feature of rows asked for by index."""
-        if source.domain != self.others or self.rows not in self.fixed or source.is_integer:
+        """Of the buffer of ``source``, see there."""
+        if not self._by_feature or source.domain != self.others or source.is_integer:
             return 0
-        parts = [n for n, place in self.lowering.places.items() if place.source is source]
+        parts = [n for n, place in self.lowering.places.items() if place.source is source and n in self.tile.axes.dims]
         nodes, count = ([source], 1) if not parts else (parts, source.shape[-1])
         is_one = all((axes := self.tile.axes.axes(n)) and all(self.tile.block[a] == 1 for a in axes) and
                      (not parts or self._is_column(n)) for n in nodes)
