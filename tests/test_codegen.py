@@ -20,7 +20,7 @@ from triton.runtime.errors import OutOfResources
 
 from oracle import check, program_of, random_case
 from programs import CASES, MORE_CASES, ROW_CASES, WIDE_CASES, make_tensors
-from pyg_fullgraph import errors, execution
+from pyg_fullgraph import errors, execution, launches
 from pyg_fullgraph.autograd import run
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.execution import kernel_of
@@ -31,7 +31,7 @@ from pyg_fullgraph.saga.codegen import KernelSource
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
 from pyg_fullgraph.saga.passes import split
 from pyg_fullgraph.saga.plans import KERNELS, Sweep
-from triton_kernels import launch
+from triton_kernels import launch, skeletons
 
 SRC, DST, EDGE, PARAM = Domain.SRC, Domain.DST, Domain.EDGE, Domain.PARAM
 GOLDEN = Path(__file__).parent / "golden"
@@ -363,6 +363,23 @@ def test_kernels_of_float64_compute_in_float64(tmp_path):
     report = lines_of_ir(tmp_path, "--narrow", *names)
     assert {k.partition("/")[0] for k in report} == set(names)
     assert {k: lines for k, lines in report.items() if lines} == {}
+
+
+@pytest.mark.parametrize("name, takes_blocks", [("gatv2", None), ("edge-mlp-deep", False)])
+def test_programs_that_hold_sums_over_edges_are_many_and_those_that_hold_weights_few(name, takes_blocks):
+    """So many that each has neighbouring pieces alone; weights are read once per program, so there are few of these."""
+    kernels = [kernel_of(s, takes_blocks=takes_blocks) for s in sweeps_of(program_of(name))]
+    workers = [k for k in kernels if isinstance(k, KernelSource) and k.has_workers and not k.takes_blocks]
+    assert workers and all(k.holds_weights == (name != "gatv2") for k in workers)
+    for kernel in workers:
+        assert launches._num_workers(kernel, 100) == 100
+        many = launches._num_workers(kernel, 1 << 22)
+        widest = max((b.node.numel for b in kernel.totals), default=1)
+        if kernel.holds_weights:
+            assert many == min(launches.MAX_WORKERS, launches.WORKER_ELEMENTS // widest)
+        else:
+            assert many == (1 << 22) // skeletons.ROUNDS > launches.MAX_WORKERS
+            assert many * widest <= (1 << 22) * kernel.width // skeletons.ROUNDS
 
 
 def weighted(heads, features, is_softmax):

@@ -191,7 +191,7 @@ def test_programs_that_take_many_pieces(name, runner, device, only_kernels, monk
 @pytest.mark.parametrize("name", ["gatv2", "gmm", "edge-mlp"])
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_programs_that_hold_sums_and_weights_take_many_pieces(name, workers, device, only_kernels, monkeypatch):
-    """Whatever their number: consecutive ones, and then as many further on."""
+    """Whatever their number: each piece once, the first ones apart and neighbouring ones together."""
     monkeypatch.setattr(launches, "MAX_WORKERS", workers)
     monkeypatch.setattr(launches, "WORKER_ELEMENTS", 1 << 23 if workers > 2 else 1)
     taken = []

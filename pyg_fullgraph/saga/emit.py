@@ -367,7 +367,7 @@ class Emitter:
                                                      run, self._columns(source)))
 
     def _columns(self, source: Node) -> int:
-        """Of the buffer of ``source``, see there."""
+        """How many numbers of a row lie side by side in the buffer of ``source``; 0 where its rows are whole."""
         if not self._by_feature or source.domain != self.others or source.is_integer:
             return 0
         parts = [n for n, place in self.lowering.places.items() if place.source is source and n in self.tile.axes.dims]
