@@ -10,19 +10,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pyg_fullgraph import ahead, dense, dots, reuse
-from pyg_fullgraph.chunks import compute_dtype
+from pyg_fullgraph.chunks import as_dtype, compute_dtype, stand_in
 from pyg_fullgraph.edge_order import EdgeOrder
 from pyg_fullgraph.errors import DoubleBackwardError, ForwardModeError, FunctionTransformError, InputError
 from pyg_fullgraph.execution import target_of
@@ -50,10 +49,11 @@ class _EdgePhaseFunction(torch.autograd.Function):
         ctx.meta = [(t.dtype, t.shape) for t in tensors]
         pool = [*tensors, *results, *statistics]
         ctx.results = ()
+        own = range(len(tensors), len(tensors) + len(results))
+        saved = [k for k in places if k in own]
         # Hooks may want to keep them elsewhere, and processes that have parts of a graph would have to agree.
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is None and not graph.is_part:
-            own = range(len(tensors), len(tensors) + len(results))
-            ctx.results = tuple((pool[k].detach(), pool[k]._version) for k in places if k in own)
+        if saved and torch._C._autograd._top_saved_tensors_default_hooks(True) is None and not graph.is_part:
+            ctx.results = tuple((pool[k].detach(), pool[k]._version) for k in saved)
             # As outputs they would be refused in backward if somebody has written to them.
             pool[own.start:own.stop] = [r.data for r in results]
         ctx.save_for_backward(*(pool[k] for k in places))
@@ -87,7 +87,7 @@ def _gradients(ctx: Any, grads: Sequence[Tensor], env: dict[Node, Tensor]) -> li
         ctx.maybe_clear_saved_tensors()
     made = ctx.phase.backward(ctx.graph, env, [g.contiguous() for g in grads], ctx.like, ctx.needs_input_grad[3:])
     # What is handed through is no view: of one that nobody else seems to hold, leaves take the memory.
-    return [None if g is None else g.to(dtype) if g.shape == shape else g.to(dtype).expand(shape)
+    return [None if g is None else as_dtype(g, dtype) if g.shape == shape else as_dtype(g, dtype).expand(shape)
             for g, (dtype, shape) in zip(made, ctx.meta, strict=True)]
 
 
@@ -326,15 +326,13 @@ def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tu
     """
     check_derivatives(tensors.values())
     taken(graph)
-    asked, program, same = program, *_merge_inputs(program, tensors)
-    env = _bind(program, graph, tensors)
+    is_plain = all(type(t) in _PLAIN for t in tensors.values()) and not torch.compiler.is_compiling()
+    asked, route = program, _route_of(program, graph, tensors, is_plain)
+    program = route.program
+    env = {n: graph.draw_seed() if name is None else tensors[name] for n, name in route.inputs}
     unchanged = reuse.constant_inputs(program, graph, env)
-    is_plain = all(type(t) in _PLAIN for t in env.values()) and not torch.compiler.is_compiling()
-    # Parts of a graph fetch rows on the way to a sweep, and a compiler adds up gradients by itself.
-    is_whole = is_plain and not graph.is_part
-    postpones = is_whole and has_long_rows(graph) and _trains_vertices(env)
-    compiled = compile_program(program, unchanged, same if is_whole else (), postpones)
-    like = _like(env, graph.device)
+    compiled = compile_program(program, unchanged, route.same, route.postpones) if unchanged else route.compiled
+    like = torch.empty((), device=graph.device) if route.like is None else route.like
     if compiled.uses_degree:
         wide = compute_dtype(like.dtype)
         env[ir.DEGREE] = graph.incoming.degree.to(wide)
@@ -342,25 +340,13 @@ def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tu
     # The operator is for compilers, which see no parts of graphs: those are tensors of no plain kind.
     call = _call if is_plain or graph.is_part else call_operator
     given: set[Node] = set()  # results that somebody else holds as well
-
-    def run_stage(stage: Stage, phase: EdgePhase) -> Sequence[Tensor]:
-        if is_plain:
-            _take_dots(stage, env, like)
-        for result, expression in stage.hoisted.items():
-            if result not in env:
-                env[result] = _vertex(expression, env, like)
-        return call(phase, graph, like, [env[n] for n in phase.inputs])
-
-    def run_constant(stage: Stage, phase: EdgePhase) -> list[Tensor]:
-        return [dense.padded(t) for t in run_stage(stage, phase)]
-
     for stage, phase, constant in zip(compiled.split.stages, compiled.phases, compiled.constant, strict=True):
+        run_stage = functools.partial(_run_stage, stage, phase, call, graph, like, env, is_plain)
         if constant is None:
-            made = run_stage(stage, phase)
+            made = run_stage()
         else:
             held = [env[n] for n in constant]
-            place = phase.key, like.dtype
-            made = reuse.kept(graph, place, held, functools.partial(run_constant, stage, phase))
+            made = reuse.kept(graph, (phase.key, like.dtype), held, functools.partial(_padded, run_stage))
             given.update(stage.results)
         env.update(zip(stage.results, made, strict=True))
     outputs = []
@@ -377,29 +363,18 @@ def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tu
     return tuple(outputs)
 
 
-def _trains_vertices(env: Mapping[Node, Tensor]) -> bool:
-    """Whether all features of vertices have a gradient, as far as anything has."""
-    rows = (t for n, t in env.items() if n.domain in (Domain.SRC, Domain.DST) and t.is_floating_point())
-    return not torch.is_grad_enabled() or all(t.requires_grad for t in rows)
+def _padded(run_stage: Callable[[], Sequence[Tensor]]) -> list[Tensor]:
+    return [dense.padded(t) for t in run_stage()]
 
 
-def _like(env: Mapping[Node, Tensor], device: torch.device) -> Tensor:
-    """A tensor of the dtype that results have: row inputs decide, parameters follow, then torch's default."""
-    floating = [(n, t) for n, t in env.items() if t.is_floating_point()]
-    rows = [t for n, t in floating if n.is_row] or [t for _, t in floating]
-    if not rows:
-        return torch.empty((), device=device)
-    dtype = functools.reduce(torch.promote_types, (t.dtype for t in rows))
-    if all(type(t) in _PLAIN for t in rows):
-        return _empty(dtype, rows[0].device)
-    return torch.empty((), dtype=dtype, device=rows[0].device)
-
-
-@lru_cache
-def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of which only dtype and device are asked for, in any mode."""
-    with _disable_current_modes(), torch.inference_mode(False):
-        return torch.empty((), dtype=dtype, device=device)
+def _run_stage(stage: Stage, phase: EdgePhase, call: Callable[..., Sequence[Tensor]], graph: Graph, like: Tensor,
+               env: dict[Node, Tensor], is_plain: bool) -> Sequence[Tensor]:
+    if stage.dots and is_plain:
+        _take_dots(stage, env, like)
+    for result, expression in stage.hoisted.items():
+        if result not in env:
+            env[result] = _vertex(expression, env, like)
+    return call(phase, graph, like, [env[n] for n in phase.inputs])
 
 
 def _call(phase: EdgePhase, graph: Graph, like: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -430,63 +405,127 @@ def _take_dots(stage: Stage, env: dict[Node, Tensor], like: Tensor) -> None:
 
 def _result(value: Node, env: Mapping[Node, Tensor], graph: Graph, like: Tensor) -> Tensor:
     """An output as a tensor; what vertex expressions computed in a wider dtype is rounded."""
-    made = (env[value] if value in env else _vertex(value, env, like)).to(like.dtype)
+    made = as_dtype(env[value] if value in env else _vertex(value, env, like), like.dtype)
     return made if value.is_row else made.expand(graph.num_dst, *value.shape)
 
 
+class _Route(NamedTuple):
+    """What :func:`run` finds out about some tensors, and what holds for all others of their kinds.
+
+    Attributes:
+        program: Where inputs that are one tensor are one input.
+        inputs: Of the program, with the name of the tensor, None for a seed that is to be drawn.
+        same: Inputs of destinations and of sources that are one tensor.
+        postpones: As of :func:`compile_program`.
+        compiled: The program, if none of its inputs is constant.
+        like: Of dtype and device of the results; None where only torch's default says.
+    """
+
+    program: EdgeProgram
+    inputs: tuple[tuple[Node, str | None], ...]
+    same: tuple[tuple[Node, Node], ...]
+    postpones: bool
+    compiled: CompiledProgram
+    like: Tensor | None
+
+
+class _Kind(NamedTuple):
+    """What a route depends on of one tensor, and the name of the first that is the same tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    device: torch.device
+    requires_grad: bool
+    first: str
+
+
+def _route_of(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor], is_plain: bool) -> _Route:
+    """The route of these tensors; found once for plain ones, as others may have sizes that are no numbers."""
+    names: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        names.setdefault(id(tensor), name)
+    kinds = tuple([(name, _Kind(t.dtype, t.shape, t.device, t.requires_grad, names[id(t)]))
+                   for name, t in tensors.items()])
+    sizes = graph.num_src, graph.num_dst, graph.num_edges
+    find = _route if is_plain else _route.__wrapped__
+    return find(program, kinds, sizes, is_plain, is_plain and not graph.is_part, torch.is_grad_enabled())
+
+
+@lru_cache(maxsize=1024)
+def _route(program: EdgeProgram, kinds: tuple[tuple[str, _Kind], ...], sizes: tuple[int, int, int], is_plain: bool,
+           is_whole: bool, has_grad: bool) -> _Route:
+    """See :func:`_route_of`.
+
+    Args:
+        program, kinds, is_plain: What runs, on tensors of which kinds, and whether all of them are plain.
+        sizes: Sources, destinations and edges.
+        is_whole: Whether tensors are plain and the graph is no part. Parts of a graph fetch rows on the way to a sweep,
+            and a compiler adds up gradients by itself.
+        has_grad: Whether gradients are on.
+    """
+    given = dict(kinds)
+    merged, same = _merge_inputs(program, given)
+    inputs = tuple(_inputs(merged, given, sizes))
+    rows = [given[name] for n, name in inputs if name is not None and n.domain in (Domain.SRC, Domain.DST)]
+    trains = not has_grad or all(kind.requires_grad for kind in rows if kind.dtype.is_floating_point)
+    postpones = is_whole and has_long_rows(*sizes) and trains
+    same = same if is_whole else ()
+    return _Route(merged, inputs, same, postpones, compile_program(merged, frozenset(), same, postpones),
+                  _like([(n, given[name]) for n, name in inputs if name is not None], is_plain))
+
+
+def _like(inputs: Sequence[tuple[Node, _Kind]], is_plain: bool) -> Tensor | None:
+    """A tensor of the dtype that results have: row inputs decide, parameters follow, then torch's default (None)."""
+    floating = [(n, kind) for n, kind in inputs if kind.dtype.is_floating_point]
+    rows = [kind for n, kind in floating if n.is_row] or [kind for _, kind in floating]
+    if not rows:
+        return None
+    dtype = functools.reduce(torch.promote_types, (kind.dtype for kind in rows))
+    return stand_in(dtype, rows[0].device) if is_plain else torch.empty((), dtype=dtype, device=rows[0].device)
+
+
 def _merge_inputs(program: EdgeProgram,
-                  tensors: Mapping[str, Tensor]) -> tuple[EdgeProgram, tuple[tuple[Node, Node], ...]]:
+                  given: Mapping[str, _Kind]) -> tuple[EdgeProgram, tuple[tuple[Node, Node], ...]]:
     """Let inputs of one domain that are the same tensor be one input, so that its rows are read once.
 
     Returns: the program, and its inputs of destinations with those of sources that are the same tensor.
     """
-    if len(set(map(id, tensors.values()))) == len(tensors):
-        return program, ()
     first: dict[object, Node] = {}
-    same = {n: first.setdefault((id(tensors.get(n.name)), n.domain, n.shape), n)
-            for n in program.inputs if n.name in tensors}
-    sides = [(n, first.get((id(tensors[n.name]), Domain.SRC, n.shape))) for n in first.values()
+    same = {n: first.setdefault((given[n.name].first, n.domain, n.shape), n)
+            for n in program.inputs if n.name in given}
+    sides = [(n, first.get((given[n.name].first, Domain.SRC, n.shape))) for n in first.values()
              if n.domain == Domain.DST]
     same = {n: other for n, other in same.items() if n is not other}
-    return _merged(program, tuple(same.items())) if same else program, \
+    return ir.substitute(program, same) if same else program, \
         tuple((n, other) for n, other in sides if other is not None)
 
 
-@lru_cache(maxsize=1024)
-def _merged(program: EdgeProgram, same: tuple[tuple[Node, Node], ...]) -> EdgeProgram:
-    return ir.substitute(program, dict(same))
-
-
-@lru_cache(maxsize=1024)
-def _seeds(program: EdgeProgram) -> tuple[Node, ...]:
-    """Inputs that hold the seed of a dropout mask; :func:`run` draws what it is not given."""
+def _inputs(program: EdgeProgram, given: Mapping[str, _Kind],
+            sizes: tuple[int, int, int]) -> Iterator[tuple[Node, str | None]]:
+    """See :class:`_Route`."""
     nodes = ir.walk(*(o.value for o in program.outputs))
-    return tuple(dict.fromkeys(n.args[0] for n in nodes if n.op == "dropout"))
-
-
-def _bind(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> dict[Node, Tensor]:
-    env: dict[Node, Tensor] = {}
+    # Inputs that hold the seed of a dropout mask: what is not given is drawn.
+    seeds = {n.args[0] for n in nodes if n.op == "dropout"}
     for node in program.inputs:
         if node is ir.DEGREE or node is ir.INV_DEGREE:
             continue
-        value = tensors.get(node.name)
-        if value is None and node in _seeds(program):
-            value = graph.draw_seed()
-        if value is None:
-            raise InputError(node.name, "among the inputs of the program", sorted(tensors))
-        rows, per = _rows_of(graph, node)
-        want = node.shape if rows is None else (rows, *node.shape)
-        if value.shape != want:
-            what = "a parameter" if rows is None else f"one row per {per}"
-            raise InputError(node.name, f"to have shape {list(want)}, {what}", list(value.shape))
-        env[node] = value
-    return env
+        kind = given.get(node.name)
+        if kind is None and node not in seeds:
+            raise InputError(node.name, "among the inputs of the program", sorted(given))
+        if kind is not None:
+            rows, per = _rows_of(sizes, node)
+            want = node.shape if rows is None else (rows, *node.shape)
+            if kind.shape != want:
+                what = "a parameter" if rows is None else f"one row per {per}"
+                raise InputError(node.name, f"to have shape {list(want)}, {what}", list(kind.shape))
+        yield node, None if kind is None else node.name
 
 
-def _rows_of(graph: Graph, node: Node) -> tuple[int | None, str]:
+def _rows_of(sizes: tuple[int, int, int], node: Node) -> tuple[int | None, str]:
     """How many rows an input has, None for a parameter, and what each is of."""
+    num_src, num_dst, num_edges = sizes
     if node.domain == Domain.SRC:
-        return graph.num_src, "source"
+        return num_src, "source"
     if node.domain == Domain.DST:
-        return graph.num_dst, "destination"
-    return (graph.num_edges, "edge") if node.is_row else (None, "")
+        return num_dst, "destination"
+    return (num_edges, "edge") if node.is_row else (None, "")

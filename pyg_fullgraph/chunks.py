@@ -11,10 +11,12 @@ import sys
 import warnings
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from pyg_fullgraph import events
 from pyg_fullgraph.edge_order import EdgeOrder, HeadOrder
@@ -56,6 +58,18 @@ def in_order(value: Tensor | Handed, order: EdgeOrder | None = None) -> Tensor:
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """Half precision is storage only: arithmetic is in float32, float64 stays float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@lru_cache
+def stand_in(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of which only dtype and device are asked for, in any mode."""
+    with _disable_current_modes(), torch.inference_mode(False):
+        return torch.empty((), dtype=dtype, device=device)
+
+
+def as_dtype(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """``value.to(dtype)``, which takes as long as a launch to find that there is nothing to do."""
+    return value if value.dtype is dtype else value.to(dtype)
 
 
 def run_sweep(sweep: Sweep, order: EdgeOrder, leaf: Leaf, like: Tensor,

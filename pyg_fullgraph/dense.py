@@ -105,19 +105,25 @@ def _pays_to_pad(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+_no_products: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+
+
 def in_layer(values: Iterable[Any],
              has_chains: Callable[[], bool] = lambda: False) -> contextlib.AbstractContextManager[Any]:
     """Around the forward of a layer with ``values`` for arguments: products and sums are taken in it, if any may be.
 
     ``has_chains`` says whether products of the same features may be a chain.
     """
-    return Products(has_chains()) if any(_is_tall(v) for v in values) else contextlib.nullcontext()
+    for value in values:
+        if _is_tall(value):
+            return Products(has_chains())
+    return _no_products
 
 
 def _is_tall(value: Any) -> bool:
     if isinstance(value, (tuple, list, dict)):
         return any(_is_tall(v) for v in (value.values() if isinstance(value, dict) else value))
-    if not isinstance(value, Tensor) or value.dim() < 2:
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() < 2:
         return False
     is_tall = value.dtype == torch.float32 and value.numel() * MAX_WIDTH >= MIN_PRODUCTS
     return columns.may_take(value) or (_is_on and is_tall and _is_wanted(value.device))

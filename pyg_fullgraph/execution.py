@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -19,6 +20,7 @@ from triton.runtime.errors import OutOfResources
 from pyg_fullgraph import chunks, events, launches
 from pyg_fullgraph.edge_order import EdgeOrder
 from pyg_fullgraph.errors import NotFusable, TileRefusedError
+from pyg_fullgraph.memo import keep
 from pyg_fullgraph.saga import codegen, interpret, ir, tiles
 from pyg_fullgraph.saga.ir import Domain, Node
 from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, Plan, Step, Sweep, Target, addend, is_staged
@@ -99,20 +101,16 @@ def run_plan(plan: Plan, incoming: Order, outgoing: Order | None, env: dict[Node
         like: A tensor whose dtype results take and whose device is used.
     """
     stat_dtype = chunks.compute_dtype(like.dtype)
-    if ir.INV_DEGREE in plan.inputs:
-        env[ir.INV_DEGREE] = incoming.inv_degree(stat_dtype)
-    if ir.DEGREE in plan.inputs:
-        env[ir.DEGREE] = incoming.degree.to(stat_dtype)
-
+    for node in plan.degrees:
+        env[node] = incoming.inv_degree(stat_dtype) if node is ir.INV_DEGREE else incoming.degree.to(stat_dtype)
     # Vertex expressions cancel (softmax gradients do): they are computed in the dtype of the arithmetic.
-    exact_like = like.to(stat_dtype)
-    orders = {Domain.DST: incoming, Domain.SRC: outgoing}
+    exact_like = chunks.as_dtype(like, stat_dtype)
     # Parts of a graph exchange edge values between sweeps, in the order that all edge tensors have there.
-    chosen = orders[plan.staging]
+    chosen = incoming if plan.staging == Domain.DST else outgoing
     staging = chosen if isinstance(chosen, EdgeOrder) else None
     for step, done in plan.batches:
         if isinstance(step, Sweep):
-            order = orders[step.rows]
+            order = incoming if step.rows == Domain.DST else outgoing
             assert order is not None
             way = "whole" if isinstance(order, EdgeOrder) else order.way.name
             with events.sweep(step, way, like.device):
@@ -255,19 +253,33 @@ def run_sweep(sweep: Sweep, order: EdgeOrder, leaf: chunks.Leaf, like: Tensor, e
         sweep, order, leaf, like, exact: As for :func:`chunks.run_sweep`, whose results are returned.
         staging: The order that a kernel puts the edge values in which it hands to other sweeps; the user's without one.
     """
+    prepared = None if tune.is_enabled(like.device) else order._cache.get(_place(sweep, like, exact))
+    if prepared is not None:  # in most calls; what a device refuses after all is asked for again below
+        with contextlib.suppress(OutOfResources), events.stage(0, like.device):
+            return _handed(_run(prepared, order, leaf, staging), staging)
     if not sweep.is_bare and not _finishes(sweep, order, like):
         return _finish_after(sweep, leaf, like, exact, lambda known: run_sweep(sweep.bare, order, leaf, like, known))
     while (kernel := _kernel_for(sweep, like, order)) is not None:
         try:
             with events.stage(0, like.device):
-                made = _launch_sweep(sweep, kernel, order, leaf, like, exact, staging)
-                return made if staging is None else \
-                    {r: chunks.Handed(t, staging) if is_staged(r) else t for r, t in made.items()}
+                return _handed(_launch_sweep(sweep, kernel, order, leaf, like, exact, staging), staging)
         except OutOfResources as error:
             _refuse(kernel, error, "by rows" if kernel.takes_blocks else "in chunks")
             if not sweep.is_bare:
                 return run_sweep(sweep, order, leaf, like, exact)
     return chunks.run_sweep(sweep, order, leaf, like, exact)
+
+
+def _place(sweep: Sweep, like: Tensor, exact: Container[Node]) -> object:
+    """Where an order keeps what runs a sweep, as long as no kernel is refused that may be the one."""
+    return "run", sweep, like.dtype, exact, len(_TOO_LARGE)
+
+
+def _handed(made: dict[Node, Tensor], staging: EdgeOrder | None) -> dict[Node, Any]:
+    """``made``, with edge values on their way to another sweep as those of the order that they are in."""
+    if staging is None:
+        return made
+    return {r: chunks.Handed(t, staging) if is_staged(r) else t for r, t in made.items()}
 
 
 def _finishes(sweep: Sweep, order: EdgeOrder, like: Tensor) -> bool:
@@ -286,7 +298,7 @@ def _finish_after(sweep: Sweep, leaf: chunks.Leaf, like: Tensor, exact: Containe
         return run(exact)
     total = sweep.total if sweep.added or sweep.rest is not None else None
     read = ir.inputs_of(*(e for _, e in sweep.finish))
-    made = run({r for r, _ in (*sweep.gathers, *sweep.edges) if r is total or r in read or r in exact})
+    made = run(frozenset(r for r, _ in (*sweep.gathers, *sweep.edges) if r is total or r in read or r in exact))
     made.update(run_rows(sweep.finish, lambda n: made[n] if n in made else leaf(n),
                          like.to(chunks.compute_dtype(like.dtype)), widen=True))
     if total is not None:
@@ -487,6 +499,14 @@ def _launch_in(shape: tune.Shape | None, sweep: Sweep, kernel: codegen.KernelSou
     prepared = order._cached(
         ("launches", kernel, shape, like.dtype, *[b.node in exact for b in kernel.outputs]),
         lambda: launches.Prepared(shape or _default_shape(kernel, order), sweep, kernel, order, [order], like, exact))
+    made = _run(prepared, order, leaf, staging)
+    if shape is None:
+        keep(order._cache, _place(sweep, like, exact), prepared)
+    return made
+
+
+def _run(prepared: launches.Prepared, order: EdgeOrder, leaf: chunks.Leaf,
+         staging: EdgeOrder | None) -> dict[Node, Tensor]:
     run = launches.Run(prepared, [order], staging)
     run.take(0, leaf)
     return run.finish()

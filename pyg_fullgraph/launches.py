@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Container, Mapping, Sequence
 from functools import lru_cache
@@ -105,13 +106,11 @@ class _Made(NamedTuple):
 
     node: Node
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    like: Tensor
     fill: int | None
 
-    def empty(self, device: torch.device) -> Tensor:
-        if self.fill is None:
-            return torch.empty(self.shape, dtype=self.dtype, device=device)
-        return torch.full(self.shape, self.fill, dtype=self.dtype, device=device)
+    def empty(self) -> Tensor:
+        return self.like.new_empty(self.shape) if self.fill is None else self.like.new_full(self.shape, self.fill)
 
 
 class Prepared:
@@ -124,6 +123,7 @@ class Prepared:
                  tiles: Sequence[EdgeOrder], like: Tensor, exact: Container[Node]) -> None:
         self.kernel, self.device, self.dtype = kernel, like.device, like.dtype
         stat_dtype = chunks.compute_dtype(like.dtype)
+        of_kind = functools.partial(chunks.stand_in, device=like.device)
         constants = _constants(stat_dtype, rows.id_dtype)
         schedules = _schedules(kernel, shape, rows, tiles)
         self.inputs = [_Input(b.node, is_staged(b.node), b.has_stride, b.run, b.columns) for b in kernel.inputs]
@@ -137,25 +137,26 @@ class Prepared:
             fill = {"argmax": -1, "mul": 1}.get(kind, 0) if kernel.takes_blocks and kind is not None else None
             self.results.append(_Made(
                 node, (rows.num_edges if node.domain == Domain.EDGE else rows.num_rows, *node.shape),
-                rows.id_dtype if node.is_integer else stat_dtype if is_exact else like.dtype, fill))
+                of_kind(rows.id_dtype if node.is_integer else stat_dtype if is_exact else like.dtype), fill))
         self.written = [b.node for b in kernel.outputs]
         self.ends = {b.node for b in kernel.ends}
         self.reach = max((math.prod(made.shape) for made in self.results if made.node.domain == Domain.EDGE), default=0)
         self.merged = [b.node for b in kernel.rows]
-        self.workspace: list[tuple[tuple[int, int], torch.dtype]] = []
+        # No rows, and the shape of those that a run takes.
+        self.workspace: list[tuple[Tensor, tuple[int, int]]] = []
         self.merge: launch.Launch | None = None
-        dtypes = {**{made.node: made.dtype for made in self.results}, **dict(self.totals)}
+        dtypes = {**{made.node: made.like.dtype for made in self.results}, **dict(self.totals)}
         schedule = schedules[0]
         if kernel.has_merge:
             assert schedule is not None
-            self.workspace = [((schedule.num_slots, features), rows.id_dtype if integer else stat_dtype)
-                              for features, integer in kernel.carries]
+            self.workspace = [(of_kind(rows.id_dtype if integer else stat_dtype).new_empty((0, features)),
+                               (schedule.num_slots, features)) for features, integer in kernel.carries]
             if schedule.num_split > 0:
                 self.merge = launch.Launch.of(
                     kernel.source, kernel.merge_name, schedule.num_split * kernel.num_tiles, constants, shape.num_warps,
                     like.device, [schedule.split_row, schedule.split_ptr, rows.ptr, schedule.num_split],
-                    [*(dtypes[node] for node in self.merged), *(dtype for _, dtype in self.workspace)])
-        made = [*(dtypes[node] for node in self.written), *(dtype for _, dtype in self.workspace)]
+                    [*(dtypes[node] for node in self.merged), *(none.dtype for none, _ in self.workspace)])
+        made = [*(dtypes[node] for node in self.written), *(none.dtype for none, _ in self.workspace)]
         self.sites = [_Site(kernel, shape, tile, schedule, sweep.needs_ids, constants, made)
                       for tile, schedule in zip(tiles, schedules, strict=True)]
 
@@ -185,9 +186,8 @@ class Run:
 
     def __init__(self, prepared: Prepared, tiles: Sequence[EdgeOrder], staging: EdgeOrder | None = None) -> None:
         self.prepared, self.tiles, self.staging = prepared, tiles, staging
-        device = prepared.device
-        self.results = {made.node: made.empty(device) for made in prepared.results}
-        self.workspace = [_empty_rows(shape, dtype, device) for shape, dtype in prepared.workspace]
+        self.results = {made.node: made.empty() for made in prepared.results}
+        self.workspace = [none.new_empty(shape) if shape[0] else none for none, shape in prepared.workspace]
         self.totals: dict[Node, Tensor] = {}
         self.added: list[Tensor] = []
         self.ends: list[Any] = []
@@ -260,16 +260,6 @@ def _by_feature(value: Tensor, features: int, columns: int) -> Tensor:
     made = value.new_empty((features, -(-width // 16) * 16))
     made[:, :width].view(rows.shape).copy_(rows)
     return made[:, :width]
-
-
-def _empty_rows(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory for rows; the same each time where there are none."""
-    return torch.empty(shape, dtype=dtype, device=device) if shape[0] else _no_rows(shape, dtype, device)
-
-
-@lru_cache
-def _no_rows(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device=device)
 
 
 @lru_cache

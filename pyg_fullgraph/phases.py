@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyg_fullgraph import ahead, columns
-from pyg_fullgraph.chunks import compute_dtype
+from pyg_fullgraph.chunks import as_dtype, compute_dtype
 from pyg_fullgraph.edge_order import EdgeOrder
 from pyg_fullgraph.execution import run_plan, target_of
 from pyg_fullgraph.graph import Graph
@@ -116,10 +116,13 @@ class EdgePhase:
             if is_read and not (self.is_exact or others) and is_one_sum(output) else None
 
     @cached_property
+    def _grad_inputs(self) -> tuple[Node, ...]:
+        return tuple(map(grad_input, self.core.outputs))
+
+    @cached_property
     def _across(self) -> dict[Node, Node]:
         """The gradient of the result -> the same as rows of the sources, where those are the destinations."""
-        grads = map(grad_input, self.core.outputs)
-        return {g: ir.input(g.name, Domain.SRC, g.shape) for g in grads} if self.same else {}
+        return {g: ir.input(g.name, Domain.SRC, g.shape) for g in self._grad_inputs} if self.same else {}
 
     def saved(self, is_half: bool = False) -> dict[str, tuple[Node, Node]]:
         """What backward needs beside inputs, results and what these were rounded by: name -> (stand-in, expression).
@@ -170,7 +173,7 @@ class EdgePhase:
         made = run_plan(chosen, graph.incoming, None, dict(zip(self.inputs, tensors, strict=True)), like)
         count = len(self.results)
         dtype = compute_dtype(like.dtype) if self.is_exact else like.dtype
-        results = [t.to(dtype) for t in made[:count]]
+        results = [as_dtype(t, dtype) for t in made[:count]]
         # Somebody may write to a result: a sum that is kept and happens to be one is another tensor.
         return results, [t.clone() if any(t is r for r in results) else t for t in made[count:]]
 
@@ -186,9 +189,10 @@ class EdgePhase:
             needs: Which inputs.
         """
         chosen = self.backward_plan(target_of(like.device), needs, stores_half(like.dtype))
-        given = {grad_input(o): g for o, g in zip(self.core.outputs, grads, strict=True)}
-        env.update({**given, **{n: given[g] for g, n in self._across.items()}})
-        outgoing = graph.outgoing if any(s.rows == Domain.SRC for s in chosen.sweeps) else None
+        given = dict(zip(self._grad_inputs, grads, strict=True))
+        env.update(given)
+        env.update((n, given[g]) for g, n in self._across.items())
+        outgoing = graph.outgoing if chosen.walks_sources else None
         made = dict(zip(chosen.outputs, run_plan(chosen, graph.incoming, outgoing, env, like), strict=True))
         for node, need in zip(self._added_inputs, needs[len(self.core.inputs):], strict=True):
             if need and not node.is_row:
@@ -266,9 +270,9 @@ def compile_program(program: EdgeProgram, constant: frozenset[Node] = frozenset(
     return CompiledProgram(program, constant, same, postpones)
 
 
-def has_long_rows(graph: Graph) -> bool:
+def has_long_rows(num_src: int, num_dst: int, num_edges: int) -> bool:
     """Whether vertices have so many edges that an array more for each side costs less than numbers per edge."""
-    return graph.num_edges >= LONG_ROWS * max(graph.num_src, graph.num_dst)
+    return num_edges >= LONG_ROWS * max(num_src, num_dst)
 
 
 def stores_half(dtype: torch.dtype) -> bool:

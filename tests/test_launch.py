@@ -143,7 +143,7 @@ def compiled(monkeypatch):
 
 @pytest.mark.parametrize("hooks", ["chains", "none", "functions", "hooked chains", "exit alone"])
 def test_known_launches_are_those_of_triton(compiled, hooks):
-    """In what the kernel is given, and in what hooks are told."""
+    """In what the kernel is given, and in what hooks are told; tensors that stay are given by their addresses."""
     args, rest = (torch.ones(3), 4), (32, True)
     with knobs.runtime.scope():
         if hooks == "none":
@@ -156,8 +156,11 @@ def test_known_launches_are_those_of_triton(compiled, hooks):
                 knobs.runtime.launch_enter_hook.add(print)
             knobs.runtime.launch_exit_hook.add(repr)
         compiled[5, 1, 1](*args, *rest)
-        launch._Known(compiled, rest, driver.active.get_current_stream).launch(5, args, 1)
+        known = launch._Known(compiled, rest, driver.active.get_current_stream)
+        known.launch(5, args[:1], (args[0].data_ptr(),), args[1:], 1)
     want, got = map(list, compiled.calls)
+    if hooks in ("chains", "none"):  # nobody sees an address in the place of a tensor
+        want[want.index(args[0])] = args[0].data_ptr()
     if want[6] is not None and hooks != "chains":
         want[6], got[6] = want[6].get(), got[6].get()
         assert got[6]["name"] == "kernel"

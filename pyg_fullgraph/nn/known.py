@@ -84,8 +84,10 @@ def find(conv: Any, function: str, edge_index: Any, size: Any, kwargs: Mapping[s
         layer.num_changes += 1
         layer.calls.clear()
         return None
-    with contextlib.suppress(KeyError):  # another thread may have found the layer changed
+    try:
         layer.calls.move_to_end(look)
+    except KeyError:  # another thread found the layer changed
+        return None
     return found.bind(edge_index, kwargs)
 
 

@@ -18,7 +18,7 @@ from torch_geometric import EdgeIndex
 from torch_geometric.nn import HANConv, aggr
 from torch_geometric.utils import is_sparse
 
-from pyg_fullgraph import debug
+from pyg_fullgraph import autograd, debug
 from pyg_fullgraph.errors import NotFusable, NotFusedError, ShardedGraphError
 from pyg_fullgraph.graph import is_part
 from pyg_fullgraph.nn import classes, compiled, derived, dots, known, order
@@ -130,7 +130,8 @@ class FusedMixin(_Layer):
             if later is not None:
                 return later
             debug.record(self, "propagate", bound.program, bound.graph)
-            (out,) = run(bound.program, bound.graph, bound.tensors)
+            # What is remembered came without autocast, and is not found under it.
+            (out,) = autograd.run(bound.program, bound.graph, bound.tensors)
             bound.leave_behind(self)
             return out
         if isinstance(self, _OVER_ALL_NODES) and is_part(edge_index):

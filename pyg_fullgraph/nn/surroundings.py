@@ -378,6 +378,7 @@ class Watch:
         """See :meth:`of`."""
         self.kind, self.methods = type(conv), methods
         self.found = reached(self.kind, methods)
+        self._ids = [id(getattr(self.kind, m, None)) for m in methods]
         names = self.found.names
         self._functions = [(f, f.__code__, f.__defaults__, f.__kwdefaults__, _cells(f))
                            for ref in self.found.functions if (f := ref()) is not None]
@@ -420,7 +421,9 @@ class Watch:
 
     def holds(self, conv: Module) -> bool:
         """Whether everything is as it was."""
-        if type(conv) is not self.kind or reached(self.kind, self.methods) is not self.found:
+        kind = self.kind
+        if type(conv) is not kind or [id(getattr(kind, m, None)) for m in self.methods] != self._ids or \
+                not self.found.is_current(kind):
             return False
         # Loops, as this is asked in every call of a layer, and generators take twice the time.
         for view in self._views:
@@ -435,7 +438,7 @@ class Watch:
                     (cells and not all(map(operator.is_, _cells(f), cells))):
                 return False
         for name, value in self._class:
-            if getattr(self.kind, name, _ABSENT) is not value:
+            if getattr(kind, name, _ABSENT) is not value:
                 return False
         return all(space.get(name) is value for space, name, value in self._globals)
 
@@ -476,7 +479,10 @@ class _View:
             return False
         for name, keys, refs in self.contents:
             known = fields[name]
-            if tuple(known) != keys or not all(map(operator.is_, known.values(), [ref() for ref in refs])):
+            if len(known) != len(keys):
+                return False
+            if keys and (tuple(known) != keys
+                         or not all(map(operator.is_, known.values(), [ref() for ref in refs]))):
                 return False
         return not self.changing or all(_description(fields[n]) == was for n, was in self.changing)
 

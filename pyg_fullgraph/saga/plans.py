@@ -34,9 +34,10 @@ def is_packed(node: Node) -> bool:
     return node.name.startswith(PACKED)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Target:
-    """What the executor can do in one pass, and what it pays for (bytes per edge, see :mod:`recompute`).
+    """What the executor can do in one pass, and what it pays for (bytes per edge, see :mod:`recompute`). One is as
+    another only if it is the same object: plans are found by it in every run.
 
     Attributes:
         dense: Products of edge values with edge values, summed over all edges, ride along with other reductions.
@@ -267,9 +268,19 @@ class Plan:
         return tuple(s for s in self.steps if isinstance(s, Sweep))
 
     @cached_property
+    def walks_sources(self) -> bool:
+        """Whether a sweep walks the outgoing edges of sources."""
+        return any(s.rows == Domain.SRC for s in self.sweeps)
+
+    @cached_property
     def inputs(self) -> frozenset[Node]:
         """What the plan reads, its own results among it."""
         return frozenset((*(n for s in self.steps for n in read_by(s)), *ir.inputs_of(*self.outputs.values())))
+
+    @cached_property
+    def degrees(self) -> tuple[Node, ...]:
+        """Those of the degrees of destinations, and their inverses, that are read."""
+        return tuple(n for n in (ir.INV_DEGREE, ir.DEGREE) if n in self.inputs)
 
     def __str__(self) -> str:
         lines = []
