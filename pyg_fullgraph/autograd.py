@@ -331,7 +331,7 @@ def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tu
     program = route.program
     env = {n: graph.draw_seed() if name is None else tensors[name] for n, name in route.inputs}
     unchanged = reuse.constant_inputs(program, graph, env)
-    compiled = compile_program(program, unchanged, route.same, route.postpones) if unchanged else route.compiled
+    compiled = compile_program(program, unchanged, route.same, route.postpones)
     like = torch.empty((), device=graph.device) if route.like is None else route.like
     if compiled.uses_degree:
         wide = compute_dtype(like.dtype)
@@ -417,7 +417,6 @@ class _Route(NamedTuple):
         inputs: Of the program, with the name of the tensor, None for a seed that is to be drawn.
         same: Inputs of destinations and of sources that are one tensor.
         postpones: As of :func:`compile_program`.
-        compiled: The program, if none of its inputs is constant.
         like: Of dtype and device of the results; None where only torch's default says.
     """
 
@@ -425,7 +424,6 @@ class _Route(NamedTuple):
     inputs: tuple[tuple[Node, str | None], ...]
     same: tuple[tuple[Node, Node], ...]
     postpones: bool
-    compiled: CompiledProgram
     like: Tensor | None
 
 
@@ -468,9 +466,7 @@ def _route(program: EdgeProgram, kinds: tuple[tuple[str, _Kind], ...], sizes: tu
     inputs = tuple(_inputs(merged, given, sizes))
     rows = [given[name] for n, name in inputs if name is not None and n.domain in (Domain.SRC, Domain.DST)]
     trains = not has_grad or all(kind.requires_grad for kind in rows if kind.dtype.is_floating_point)
-    postpones = is_whole and has_long_rows(*sizes) and trains
-    same = same if is_whole else ()
-    return _Route(merged, inputs, same, postpones, compile_program(merged, frozenset(), same, postpones),
+    return _Route(merged, inputs, same if is_whole else (), is_whole and has_long_rows(*sizes) and trains,
                   _like([(n, given[name]) for n, name in inputs if name is not None], is_plain))
 
 
