@@ -445,20 +445,22 @@ def _route_of(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor],
     kinds = tuple([(name, _Kind(t.dtype, t.shape, t.device, t.requires_grad, names[id(t)]))
                    for name, t in tensors.items()])
     sizes = graph.num_src, graph.num_dst, graph.num_edges
+    # Parts of a graph fetch rows on the way to a sweep, and a compiler adds up gradients by itself.
+    is_whole = is_plain and not graph.is_part
     find = _route if is_plain else _route.__wrapped__
-    return find(program, kinds, sizes, is_plain, is_plain and not graph.is_part, torch.is_grad_enabled())
+    return find(program, kinds, sizes, is_plain, is_whole, is_whole and has_long_rows(*sizes), torch.is_grad_enabled())
 
 
 @lru_cache(maxsize=1024)
 def _route(program: EdgeProgram, kinds: tuple[tuple[str, _Kind], ...], sizes: tuple[int, int, int], is_plain: bool,
-           is_whole: bool, has_grad: bool) -> _Route:
+           is_whole: bool, may_postpone: bool, has_grad: bool) -> _Route:
     """See :func:`_route_of`.
 
     Args:
         program, kinds, is_plain: What runs, on tensors of which kinds, and whether all of them are plain.
         sizes: Sources, destinations and edges.
-        is_whole: Whether tensors are plain and the graph is no part. Parts of a graph fetch rows on the way to a sweep,
-            and a compiler adds up gradients by itself.
+        is_whole: Whether inputs of both sides may be taken for one.
+        may_postpone: Whether products may come after sums, if all vertices have gradients.
         has_grad: Whether gradients are on.
     """
     given = dict(kinds)
@@ -466,7 +468,7 @@ def _route(program: EdgeProgram, kinds: tuple[tuple[str, _Kind], ...], sizes: tu
     inputs = tuple(_inputs(merged, given, sizes))
     rows = [given[name] for n, name in inputs if name is not None and n.domain in (Domain.SRC, Domain.DST)]
     trains = not has_grad or all(kind.requires_grad for kind in rows if kind.dtype.is_floating_point)
-    return _Route(merged, inputs, same if is_whole else (), is_whole and has_long_rows(*sizes) and trains,
+    return _Route(merged, inputs, same if is_whole else (), may_postpone and trains,
                   _like([(n, given[name]) for n, name in inputs if name is not None], is_plain))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -73,7 +73,7 @@ def as_dtype(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def run_sweep(sweep: Sweep, order: EdgeOrder, leaf: Leaf, like: Tensor,
-              exact: Container[Node] = ()) -> dict[Node, Any]:
+              exact: frozenset[Node] = frozenset()) -> dict[Node, Any]:
     """Run one sweep.
 
     Args:
@@ -91,7 +91,7 @@ def run_sweep(sweep: Sweep, order: EdgeOrder, leaf: Leaf, like: Tensor,
 
 
 def run_tiles(sweep: Sweep, rows: EdgeOrder, tiles: Iterable[tuple[EdgeOrder, Leaf]], like: Tensor,
-              exact: Container[Node] = ()) -> dict[Node, Any]:
+              exact: frozenset[Node] = frozenset()) -> dict[Node, Any]:
     """Run one sweep over edges that come in tiles; what is reduced is carried from tile to tile.
 
     Args:
@@ -110,7 +110,7 @@ def run_tiles(sweep: Sweep, rows: EdgeOrder, tiles: Iterable[tuple[EdgeOrder, Le
 
 
 class _ChunkedSweep:
-    def __init__(self, sweep: Sweep, rows: EdgeOrder, like: Tensor, exact: Container[Node]) -> None:
+    def __init__(self, sweep: Sweep, rows: EdgeOrder, like: Tensor, exact: frozenset[Node]) -> None:
         self.sweep, self.rows = sweep, rows
         self.out_dtype, self.device = like.dtype, like.device
         self.dtype = compute_dtype(like.dtype)

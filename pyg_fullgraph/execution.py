@@ -8,7 +8,7 @@ import itertools
 import math
 import os
 import warnings
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -82,7 +82,7 @@ class FetchingOrder(Protocol):
     def inv_degree(self, dtype: torch.dtype = ...) -> Tensor:
         """As of an :class:`EdgeOrder`."""
 
-    def run_sweep(self, sweep: Sweep, leaf: chunks.Leaf, like: Tensor, exact: Container[Node]) -> dict[Node, Tensor]:
+    def run_sweep(self, sweep: Sweep, leaf: chunks.Leaf, like: Tensor, exact: frozenset[Node]) -> dict[Node, Tensor]:
         """As :func:`run_sweep`."""
 
 
@@ -245,7 +245,7 @@ def _dtypes(roots: tuple[Node, ...], inputs: tuple[tuple[Node, torch.dtype], ...
 _TOO_LARGE: set[str] = set()
 
 
-def run_sweep(sweep: Sweep, order: EdgeOrder, leaf: chunks.Leaf, like: Tensor, exact: Container[Node] = (),
+def run_sweep(sweep: Sweep, order: EdgeOrder, leaf: chunks.Leaf, like: Tensor, exact: frozenset[Node] = frozenset(),
               staging: EdgeOrder | None = None) -> dict[Node, Any]:
     """One sweep by a generated kernel where there is one for it and for the device, else in chunks.
 
@@ -270,7 +270,7 @@ def run_sweep(sweep: Sweep, order: EdgeOrder, leaf: chunks.Leaf, like: Tensor, e
     return chunks.run_sweep(sweep, order, leaf, like, exact)
 
 
-def _place(sweep: Sweep, like: Tensor, exact: Container[Node]) -> object:
+def _place(sweep: Sweep, like: Tensor, exact: frozenset[Node]) -> object:
     """Where an order keeps what runs a sweep, as long as no kernel is refused that may be the one."""
     return "run", sweep, like.dtype, exact, len(_TOO_LARGE)
 
@@ -291,8 +291,8 @@ def _finishes(sweep: Sweep, order: EdgeOrder, like: Tensor) -> bool:
     return kernel is not None
 
 
-def _finish_after(sweep: Sweep, leaf: chunks.Leaf, like: Tensor, exact: Container[Node],
-                  run: Callable[[Container[Node]], dict[Node, Any]]) -> dict[Node, Any]:
+def _finish_after(sweep: Sweep, leaf: chunks.Leaf, like: Tensor, exact: frozenset[Node],
+                  run: Callable[[frozenset[Node]], dict[Node, Any]]) -> dict[Node, Any]:
     """What ``run`` makes of the bare sweep, given the results that it keeps exact, and what is made of that."""
     if sweep.is_bare:
         return run(exact)
@@ -314,7 +314,7 @@ def _finish_after(sweep: Sweep, leaf: chunks.Leaf, like: Tensor, exact: Containe
 
 
 def run_tiles(sweep: Sweep, rows: EdgeOrder, tiles: Sequence[EdgeOrder], leaves: Iterator[chunks.Leaf], like: Tensor,
-              exact: Container[Node] = ()) -> dict[Node, Tensor]:
+              exact: frozenset[Node] = frozenset()) -> dict[Node, Tensor]:
     """One sweep over edges in tiles, whose vertices on the other side come one tile after the other.
 
     Args:
@@ -437,7 +437,7 @@ _MOST_VALUES, _MOST_VALUES_PER_THREAD = 16384, 128
 
 
 def _launch_sweep(sweep: Sweep, kernel: codegen.KernelSource, order: EdgeOrder, leaf: chunks.Leaf, like: Tensor,
-                  exact: Container[Node], staging: EdgeOrder | None) -> dict[Node, Tensor]:
+                  exact: frozenset[Node], staging: EdgeOrder | None) -> dict[Node, Tensor]:
     """Run ``kernel``, or the same sweep in another shape where that was found to be faster."""
     lanes = 16 // like.element_size()
     if not tune.is_enabled(like.device):
@@ -493,7 +493,7 @@ def _max_piece(num_edges: int) -> int:
 
 
 def _launch_in(shape: tune.Shape | None, sweep: Sweep, kernel: codegen.KernelSource, order: EdgeOrder,
-               leaf: chunks.Leaf, like: Tensor, exact: Container[Node],
+               leaf: chunks.Leaf, like: Tensor, exact: frozenset[Node],
                staging: EdgeOrder | None) -> dict[Node, Tensor]:
     """Run ``kernel`` in ``shape``, the default one if it is None."""
     prepared = order._cached(

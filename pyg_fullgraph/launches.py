@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -120,7 +120,7 @@ class Prepared:
     """
 
     def __init__(self, shape: tune.Shape, sweep: Sweep, kernel: codegen.KernelSource, rows: EdgeOrder,
-                 tiles: Sequence[EdgeOrder], like: Tensor, exact: Container[Node]) -> None:
+                 tiles: Sequence[EdgeOrder], like: Tensor, exact: frozenset[Node]) -> None:
         self.kernel, self.device, self.dtype = kernel, like.device, like.dtype
         stat_dtype = chunks.compute_dtype(like.dtype)
         of_kind = functools.partial(chunks.stand_in, device=like.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -38,7 +38,7 @@ class Broadcast(Way):
         self._buffers = Buffers()
 
     def run_sweep(self, sweep: Sweep, side: ShardOrder, group: Group, leaf: Leaf, like: Tensor,
-                  exact: Container[Node]) -> dict[Node, Any]:
+                  exact: frozenset[Node]) -> dict[Node, Any]:
         own = {n: leaf(n).contiguous() for n in fetched_inputs(sweep)}
         shared = _shared(own, side, group)
         others = [owner for owner in range(group.size) if owner != group.rank]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from weakref import WeakKeyDictionary
@@ -79,7 +79,7 @@ class FeatureSplit(Halo):
         self._structures: WeakKeyDictionary[Shard, Structure] = WeakKeyDictionary()
 
     def run_whole(self, sweep: Sweep, shard: Shard, is_incoming: bool, group: Group, leaf: Leaf, like: Tensor,
-                  exact: Container[Node]) -> dict[Node, Tensor] | None:
+                  exact: frozenset[Node]) -> dict[Node, Tensor] | None:
         split = split_of(sweep)
         if isinstance(split, str) or group.size == 1:
             return None
@@ -113,7 +113,7 @@ class _Slices:
         self.split, self.counts, self.group = split, counts, group
         self.own = Slice.of(split, group.rank, group.size)
 
-    def run(self, order: EdgeOrder, leaf: Leaf, like: Tensor, exact: Container[Node]) -> dict[Node, Tensor]:
+    def run(self, order: EdgeOrder, leaf: Leaf, like: Tensor, exact: frozenset[Node]) -> dict[Node, Tensor]:
         """Results for this rank's rows and edges, from inputs for them."""
         inputs, own = self.split.sweep.inputs, self.own
         coming = {n: self._start_input(k, n, leaf(n)) for k, n in enumerate(inputs) if n.is_row}

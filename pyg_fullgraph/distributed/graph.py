@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container
 from typing import Any
 
 import torch
@@ -58,7 +57,7 @@ class ShardedOrder:
         """[num_rows] ``1 / max(degree, 1)``."""
         return self.side.rows.inv_degree(dtype)
 
-    def run_sweep(self, sweep: Sweep, leaf: Leaf, like: Tensor, exact: Container[Node]) -> dict[Node, Tensor]:
+    def run_sweep(self, sweep: Sweep, leaf: Leaf, like: Tensor, exact: frozenset[Node]) -> dict[Node, Tensor]:
         """As :func:`pyg_fullgraph.execution.run_sweep`, for tensors of this rank's rows and edges."""
         whole = self.way.run_whole(sweep, self.shard, self.is_home, self.group, leaf, like, exact)
         if whole is not None:

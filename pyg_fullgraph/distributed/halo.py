@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -39,7 +39,7 @@ class Halo(Way):
         self._routes: WeakKeyDictionary[ShardOrder, Routes] = WeakKeyDictionary()
 
     def run_sweep(self, sweep: Sweep, side: ShardOrder, group: Group, leaf: Leaf, like: Tensor,
-                  exact: Container[Node]) -> dict[Node, Any]:
+                  exact: frozenset[Node]) -> dict[Node, Any]:
         nodes, count = fetched_inputs(sweep), side.num_own
         routes = self._routes_of(side, group) if nodes else None
         if group.size == 1 or not nodes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -126,14 +126,14 @@ class Slice:
             place.copy_(value.reshape(place.shape))
 
     def run(self, order: EdgeOrder, values: Mapping[Node, Tensor], like: Tensor,
-            exact: Container[Node]) -> dict[Node, Tensor | Handed]:
+            exact: frozenset[Node]) -> dict[Node, Tensor | Handed]:
         """The slice of each result; arguments as of :func:`pyg_fullgraph.execution.run_sweep`.
 
         Args:
             values: Inputs of the whole sweep, and what the slice reads of them.
         """
         given = {self.known[n]: value for n, value in values.items()}
-        wide = {self.known[r] for r in self.split.results if r in exact}
+        wide = frozenset(self.known[r] for r in self.split.results if r in exact)
         made = execution.run_sweep(self.sweep, order, given.__getitem__, like, wide)
         # Results that differ may be one for a slice of one feature.
         return {r: made[self.known[r]].to(like.dtype) if self.known[r] in wide and r not in exact

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ class Way:
     name = ""
 
     def run_sweep(self, sweep: Sweep, side: ShardOrder, group: Group, leaf: Leaf, like: Tensor,
-                  exact: Container[Node]) -> dict[Node, Any]:
+                  exact: frozenset[Node]) -> dict[Node, Any]:
         """Run ``sweep`` over the edges of ``side``.
 
         Args:
@@ -42,7 +41,7 @@ class Way:
         raise NotImplementedError
 
     def run_whole(self, sweep: Sweep, shard: Shard, is_incoming: bool, group: Group, leaf: Leaf, like: Tensor,
-                  exact: Container[Node]) -> dict[Node, Tensor] | None:
+                  exact: frozenset[Node]) -> dict[Node, Tensor] | None:
         """The same where the way computes ``sweep`` over all edges of the graph; else None, and rows are fetched.
 
         Args:
