@@ -19,7 +19,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from pyg_fullgraph.edge_order import EdgeOrder
+from pyg_fullgraph.edge_order import EdgeOrder, sorts_rows
 from triton_kernels import segment
 
 __all__ = ["EdgeStore", "PartOrder", "ShardOrder", "by_owner", "order_by_row", "owner_of", "store_by_row"]
@@ -38,7 +38,8 @@ def by_owner(owner: Tensor, ids: Tensor) -> Tensor:
 
 
 class EdgeStore:
-    """The edges of one direction, each once: in tiles by the other endpoint, within a tile by row, then by id.
+    """The edges of one direction, each once: in tiles by the other endpoint, within a tile by row, then by id, or in
+    large graphs by the other endpoint (see :func:`edge_order.sorts_rows`).
 
     At first all are one tile; whoever asks for smaller ones has them put in order anew.
 
@@ -115,7 +116,7 @@ class EdgeStore:
         if len(self.tiles) == 1:
             return self.tiles[0]
         first, ids = self.tiles[0], self.ids()
-        ptr, other, slot = _by_row(self.rows(), self.others(), ids, first.num_rows, first.ptr.dtype)
+        ptr, other, slot = _by_row(self.rows(), self.others(), ids, first.num_rows, self.num_ids, first.ptr.dtype)
         return EdgeOrder(ptr, other, None, first.num_rows, self.cuts[-1], ids.index_select(0, slot))
 
     # Arrangements
@@ -229,8 +230,8 @@ class ShardOrder:
 
     Attributes:
         rows: edges by local row; other endpoints are numbered from this rank's own vertices on, then those of the halo.
-            Within a row edges ascend by id, so that sums over all at once are those of the whole graph, bit by bit, if
-            that one has its rows in the user's order.
+            Within a row edges ascend by id, so that sums over all at once are those of the whole graph, bit by bit; in
+            large graphs by the other endpoint, in the order of this numbering.
         store: what holds the edges.
         bounds: places at which the other vertices of each rank begin; P + 1.
         rank: this rank.
@@ -298,32 +299,35 @@ class ShardOrder:
 def store_by_row(row: Tensor, other: Tensor, ids: Tensor, num_rows: int, num_others: int, num_ids: int) -> EdgeOrder:
     """Edges ``[e]`` as the one tile of an :class:`EdgeStore`; arguments as of :func:`order_by_row`."""
     dtype = segment.index_dtype(num_rows, num_others, row.numel())
-    ptr, column, slot = _by_row(row, other, ids, num_rows, dtype)
+    ptr, column, slot = _by_row(row, other, ids, num_rows, num_ids, dtype)
     return EdgeOrder(ptr, column, None, num_rows, num_others, ids[slot].to(segment.index_dtype(num_ids)))
 
 
 def order_by_row(row: Tensor, other: Tensor, ids: Tensor, num_rows: int, num_others: int, num_ids: int) -> EdgeOrder:
-    """Edges ``[e]`` by row, and by id within one; edge tensors stay in the order that the edges are given in.
+    """Edges ``[e]`` by row, and as in an :class:`EdgeStore` within one; edge tensors stay in the order that the edges
+    are given in.
 
     Args:
         row, other, ids: [e] int64 row, other endpoint and id in the whole graph of each edge.
         num_rows, num_others, num_ids: these are below.
     """
     dtype = segment.index_dtype(num_rows, num_others, row.numel())
-    ptr, column, slot = _by_row(row, other, ids, num_rows, dtype)
+    ptr, column, slot = _by_row(row, other, ids, num_rows, num_ids, dtype)
     is_plain = torch.equal(slot, torch.arange(slot.numel(), device=slot.device))
     known = ids[slot].to(segment.index_dtype(num_ids))
     return EdgeOrder(ptr, column, None if is_plain else slot.to(dtype), num_rows, num_others,
                      None if torch.equal(known.long(), slot) else known)
 
 
-def _by_row(row: Tensor, other: Tensor, ids: Tensor, num_rows: int,
+def _by_row(row: Tensor, other: Tensor, ids: Tensor, num_rows: int, num_ids: int,
             dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Row pointer and other endpoints of edges by row, then by id, in ``dtype``, and which edge each is, int64."""
+    """Row pointer and other endpoints of edges by row, then as in an :class:`EdgeStore`, in ``dtype``, and which edge
+    each is, int64.
+    """
     by_id = None if segment.is_sorted(ids) else ids.argsort(stable=True)
     if by_id is not None:
         row, other = row[by_id], other[by_id]
-    ptr, column, eid = segment.build_csr(row.to(dtype), other.to(dtype), num_rows)
+    ptr, column, eid = segment.build_csr(row.to(dtype), other.to(dtype), num_rows, sorts_rows(num_ids))
     if by_id is None:
         return ptr, column, torch.arange(ids.numel(), device=ids.device) if eid is None else eid.long()
     return ptr, column, by_id if eid is None else by_id[eid.long()]

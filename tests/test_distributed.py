@@ -50,6 +50,13 @@ def test_layers_equal_the_whole_by_the_other_way(size):
     ranks(size).run(sharded.check_layers, ON_PAIRS[::2], "bipartite_wide", *other)
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_layers_on_large_graphs_equal_the_whole(size):
+    """Rows ascend by other endpoints there, which parts number in another order than the whole."""
+    ranks(size).run(sharded.check_large, FEW, "hub", *EACH)
+    ranks(size).run(sharded.check_large, ON_PAIRS[::4], "bipartite", *EACH)
+
+
 @pytest.mark.interpreter
 def test_layers_equal_the_whole_by_kernels():
     ranks(2).run(sharded.check_layers, ["gcn_weight", "gat_edge", "sage_max", "edge_conv"], "self_loops", *BOTH)
