@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pyg_fullgraph import ahead, dense, dots, reuse
-from pyg_fullgraph.chunks import as_dtype, compute_dtype, stand_in
+from pyg_fullgraph.chunks import as_dtype, compute_dtype, scalar_of
 from pyg_fullgraph.edge_order import EdgeOrder
 from pyg_fullgraph.errors import DoubleBackwardError, ForwardModeError, FunctionTransformError, InputError
 from pyg_fullgraph.execution import target_of
@@ -326,13 +326,15 @@ def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tu
     """
     check_derivatives(tensors.values())
     taken(graph)
-    is_plain = all(type(t) in _PLAIN for t in tensors.values()) and not torch.compiler.is_compiling()
-    asked, route = program, _route_of(program, graph, tensors, is_plain)
+    asked, (route, is_plain) = program, _route_of(program, graph, tensors)
     program = route.program
-    env = {n: graph.draw_seed() if name is None else tensors[name] for n, name in route.inputs}
+    env = _bind(program, graph, tensors)
     unchanged = reuse.constant_inputs(program, graph, env)
     compiled = compile_program(program, unchanged, route.same, route.postpones)
-    like = torch.empty((), device=graph.device) if route.like is None else route.like
+    if route.like is None:
+        like = torch.empty((), device=graph.device)
+    else:
+        like = scalar_of(*route.like) if is_plain else torch.empty((), dtype=route.like[0], device=route.like[1])
     if compiled.uses_degree:
         wide = compute_dtype(like.dtype)
         env[ir.DEGREE] = graph.incoming.degree.to(wide)
@@ -409,121 +411,118 @@ def _result(value: Node, env: Mapping[Node, Tensor], graph: Graph, like: Tensor)
     return made if value.is_row else made.expand(graph.num_dst, *value.shape)
 
 
-class _Route(NamedTuple):
-    """What :func:`run` finds out about some tensors, and what holds for all others of their kinds.
-
-    Attributes:
-        program: Where inputs that are one tensor are one input.
-        inputs: Of the program, with the name of the tensor, None for a seed that is to be drawn.
-        same: Inputs of destinations and of sources that are one tensor.
-        postpones: As of :func:`compile_program`.
-        like: Of dtype and device of the results; None where only torch's default says.
-    """
-
-    program: EdgeProgram
-    inputs: tuple[tuple[Node, str | None], ...]
-    same: tuple[tuple[Node, Node], ...]
-    postpones: bool
-    like: Tensor | None
-
-
 class _Kind(NamedTuple):
-    """What a route depends on of one tensor, and the name of the first that is the same tensor."""
+    """What a route depends on of one tensor, and the name of the first input that is the same tensor."""
 
     dtype: torch.dtype
-    shape: tuple[int, ...]
     device: torch.device
     requires_grad: bool
     first: str
 
 
-def _route_of(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor], is_plain: bool) -> _Route:
-    """The route of these tensors; found once for plain ones, as others may have sizes that are no numbers."""
-    names: dict[int, str] = {}
-    for name, tensor in tensors.items():
-        names.setdefault(id(tensor), name)
-    kinds = tuple([(name, _Kind(t.dtype, t.shape, t.device, t.requires_grad, names[id(t)]))
-                   for name, t in tensors.items()])
-    sizes = graph.num_src, graph.num_dst, graph.num_edges
+class _Route(NamedTuple):
+    """What :func:`run` finds out about its inputs, which holds for all tensors of the same kinds.
+
+    Attributes:
+        program: Where inputs that are one tensor are one input.
+        same: Inputs of destinations and of sources that are one tensor.
+        postpones: As of :func:`compile_program`.
+        like: Dtype and device of the results; None where only torch's default says.
+    """
+
+    program: EdgeProgram
+    same: tuple[tuple[Node, Node], ...]
+    postpones: bool
+    like: tuple[torch.dtype, torch.device] | None
+
+
+def _route_of(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tuple[_Route, bool]:
+    """The route of these tensors, and whether those among the inputs are plain and no compiler is at work."""
+    kinds: list[_Kind | None] = []
+    first: dict[int, str] = {}
+    is_plain = not torch.compiler.is_compiling()
+    for node in program.inputs:
+        tensor = tensors.get(node.name)
+        if tensor is None:
+            kinds.append(None)
+            continue
+        kinds.append(_Kind(tensor.dtype, tensor.device, tensor.requires_grad,
+                           first.setdefault(id(tensor), node.name)))
+        is_plain = is_plain and type(tensor) in _PLAIN
     # Parts of a graph fetch rows on the way to a sweep, and a compiler adds up gradients by itself.
     is_whole = is_plain and not graph.is_part
-    find = _route if is_plain else _route.__wrapped__
-    return find(program, kinds, sizes, is_plain, is_whole, is_whole and has_long_rows(*sizes), torch.is_grad_enabled())
+    may_postpone = is_whole and has_long_rows(graph)
+    return _route(program, tuple(kinds), is_whole, may_postpone, torch.is_grad_enabled()), is_plain
 
 
 @lru_cache(maxsize=1024)
-def _route(program: EdgeProgram, kinds: tuple[tuple[str, _Kind], ...], sizes: tuple[int, int, int], is_plain: bool,
-           is_whole: bool, may_postpone: bool, has_grad: bool) -> _Route:
+def _route(program: EdgeProgram, kinds: tuple[_Kind | None, ...], is_whole: bool, may_postpone: bool,
+           has_grad: bool) -> _Route:
     """See :func:`_route_of`.
 
     Args:
-        program, kinds, is_plain: What runs, on tensors of which kinds, and whether all of them are plain.
-        sizes: Sources, destinations and edges.
+        program: What runs.
+        kinds: Of each of its inputs, None of what is not given.
         is_whole: Whether inputs of both sides may be taken for one.
         may_postpone: Whether products may come after sums, if all vertices have gradients.
         has_grad: Whether gradients are on.
     """
-    given = dict(kinds)
+    given = {n: kind for n, kind in zip(program.inputs, kinds, strict=True) if kind is not None}
     merged, same = _merge_inputs(program, given)
-    inputs = tuple(_inputs(merged, given, sizes))
-    rows = [given[name] for n, name in inputs if name is not None and n.domain in (Domain.SRC, Domain.DST)]
-    trains = not has_grad or all(kind.requires_grad for kind in rows if kind.dtype.is_floating_point)
-    return _Route(merged, inputs, same if is_whole else (), may_postpone and trains,
-                  _like([(n, given[name]) for n, name in inputs if name is not None], is_plain))
-
-
-def _like(inputs: Sequence[tuple[Node, _Kind]], is_plain: bool) -> Tensor | None:
-    """A tensor of the dtype that results have: row inputs decide, parameters follow, then torch's default (None)."""
-    floating = [(n, kind) for n, kind in inputs if kind.dtype.is_floating_point]
-    rows = [kind for n, kind in floating if n.is_row] or [kind for _, kind in floating]
-    if not rows:
-        return None
-    dtype = functools.reduce(torch.promote_types, (kind.dtype for kind in rows))
-    return stand_in(dtype, rows[0].device) if is_plain else torch.empty((), dtype=dtype, device=rows[0].device)
+    floating = {n: kind for n, kind in given.items() if kind.dtype.is_floating_point}
+    vertices = [kind for n, kind in floating.items() if n.domain in (Domain.SRC, Domain.DST)]
+    trains = not has_grad or all(kind.requires_grad for kind in vertices)
+    # Row inputs decide, parameters follow, then torch's default.
+    deciding = [kind for n, kind in floating.items() if n.is_row] or [*floating.values()]
+    like = (functools.reduce(torch.promote_types, (kind.dtype for kind in deciding)), deciding[0].device) \
+        if deciding else None
+    return _Route(merged, same if is_whole else (), may_postpone and trains, like)
 
 
 def _merge_inputs(program: EdgeProgram,
-                  given: Mapping[str, _Kind]) -> tuple[EdgeProgram, tuple[tuple[Node, Node], ...]]:
+                  given: Mapping[Node, _Kind]) -> tuple[EdgeProgram, tuple[tuple[Node, Node], ...]]:
     """Let inputs of one domain that are the same tensor be one input, so that its rows are read once.
 
     Returns: the program, and its inputs of destinations with those of sources that are the same tensor.
     """
-    first: dict[object, Node] = {}
-    same = {n: first.setdefault((given[n.name].first, n.domain, n.shape), n)
-            for n in program.inputs if n.name in given}
-    sides = [(n, first.get((given[n.name].first, Domain.SRC, n.shape))) for n in first.values()
-             if n.domain == Domain.DST]
-    same = {n: other for n, other in same.items() if n is not other}
-    return ir.substitute(program, same) if same else program, \
+    known: dict[object, Node] = {}
+    merged = {n: known.setdefault((kind.first, n.domain, n.shape), n) for n, kind in given.items()}
+    sides = [(n, known.get((given[n].first, Domain.SRC, n.shape))) for n in known.values() if n.domain == Domain.DST]
+    merged = {n: other for n, other in merged.items() if n is not other}
+    return ir.substitute(program, merged) if merged else program, \
         tuple((n, other) for n, other in sides if other is not None)
 
 
-def _inputs(program: EdgeProgram, given: Mapping[str, _Kind],
-            sizes: tuple[int, int, int]) -> Iterator[tuple[Node, str | None]]:
-    """See :class:`_Route`."""
+@lru_cache(maxsize=1024)
+def _seeds(program: EdgeProgram) -> tuple[Node, ...]:
+    """Inputs that hold the seed of a dropout mask; :func:`run` draws what it is not given."""
     nodes = ir.walk(*(o.value for o in program.outputs))
-    # Inputs that hold the seed of a dropout mask: what is not given is drawn.
-    seeds = {n.args[0] for n in nodes if n.op == "dropout"}
+    return tuple(dict.fromkeys(n.args[0] for n in nodes if n.op == "dropout"))
+
+
+def _bind(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> dict[Node, Tensor]:
+    env: dict[Node, Tensor] = {}
     for node in program.inputs:
         if node is ir.DEGREE or node is ir.INV_DEGREE:
             continue
-        kind = given.get(node.name)
-        if kind is None and node not in seeds:
-            raise InputError(node.name, "among the inputs of the program", sorted(given))
-        if kind is not None:
-            rows, per = _rows_of(sizes, node)
-            want = node.shape if rows is None else (rows, *node.shape)
-            if kind.shape != want:
-                what = "a parameter" if rows is None else f"one row per {per}"
-                raise InputError(node.name, f"to have shape {list(want)}, {what}", list(kind.shape))
-        yield node, None if kind is None else node.name
+        value = tensors.get(node.name)
+        if value is None and node in _seeds(program):
+            value = graph.draw_seed()
+        if value is None:
+            raise InputError(node.name, "among the inputs of the program", sorted(tensors))
+        rows, per = _rows_of(graph, node)
+        want = node.shape if rows is None else (rows, *node.shape)
+        if value.shape != want:
+            what = "a parameter" if rows is None else f"one row per {per}"
+            raise InputError(node.name, f"to have shape {list(want)}, {what}", list(value.shape))
+        env[node] = value
+    return env
 
 
-def _rows_of(sizes: tuple[int, int, int], node: Node) -> tuple[int | None, str]:
+def _rows_of(graph: Graph, node: Node) -> tuple[int | None, str]:
     """How many rows an input has, None for a parameter, and what each is of."""
-    num_src, num_dst, num_edges = sizes
     if node.domain == Domain.SRC:
-        return num_src, "source"
+        return graph.num_src, "source"
     if node.domain == Domain.DST:
-        return num_dst, "destination"
-    return (num_edges, "edge") if node.is_row else (None, "")
+        return graph.num_dst, "destination"
+    return (graph.num_edges, "edge") if node.is_row else (None, "")

@@ -61,7 +61,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 @lru_cache
-def stand_in(dtype: torch.dtype, device: torch.device) -> Tensor:
+def scalar_of(dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of which only dtype and device are asked for, in any mode."""
     with _disable_current_modes(), torch.inference_mode(False):
         return torch.empty((), dtype=dtype, device=device)
@@ -130,7 +130,7 @@ class _ChunkedSweep:
 
     def cast(self, value: Tensor) -> Tensor:
         """``value`` in the dtype that is computed in."""
-        return value if value.dtype == self.dtype or not value.is_floating_point() else value.to(self.dtype)
+        return as_dtype(value, self.dtype) if value.is_floating_point() else value
 
     def evaluate(self, node: Node, leaf: Leaf) -> Tensor:
         """A vertex or parameter expression."""
@@ -277,7 +277,7 @@ class _ChunkedSweep:
             self._zero_empty_rows(out)
         elif kind == "mean":
             out = out * self.rows.inv_degree(self.dtype).reshape(-1, *(1,) * len(g.shape))
-        return out if out.dtype == dtype else out.to(dtype)
+        return as_dtype(out, dtype)
 
     def _zero_empty_rows(self, value: Tensor) -> Tensor:
         return value.masked_fill_(self.rows.is_empty.reshape(-1, *(1,) * (value.dim() - 1)), 0.0)

@@ -253,10 +253,10 @@ def run_sweep(sweep: Sweep, order: EdgeOrder, leaf: chunks.Leaf, like: Tensor, e
         sweep, order, leaf, like, exact: As for :func:`chunks.run_sweep`, whose results are returned.
         staging: The order that a kernel puts the edge values in which it hands to other sweeps; the user's without one.
     """
-    prepared = None if tune.is_enabled(like.device) else order._cache.get(_place(sweep, like, exact))
+    prepared = None if tune.is_enabled(like.device) else order._cache.get(_run_key(sweep, like, exact))
     if prepared is not None:  # in most calls; what a device refuses after all is asked for again below
         with contextlib.suppress(OutOfResources), events.stage(0, like.device):
-            return _handed(_run(prepared, order, leaf, staging), staging)
+            return _handed(_run_prepared(prepared, order, leaf, staging), staging)
     if not sweep.is_bare and not _finishes(sweep, order, like):
         return _finish_after(sweep, leaf, like, exact, lambda known: run_sweep(sweep.bare, order, leaf, like, known))
     while (kernel := _kernel_for(sweep, like, order)) is not None:
@@ -270,9 +270,9 @@ def run_sweep(sweep: Sweep, order: EdgeOrder, leaf: chunks.Leaf, like: Tensor, e
     return chunks.run_sweep(sweep, order, leaf, like, exact)
 
 
-def _place(sweep: Sweep, like: Tensor, exact: frozenset[Node]) -> object:
-    """Where an order keeps what runs a sweep, as long as no kernel is refused that may be the one."""
-    return "run", sweep, like.dtype, exact, len(_TOO_LARGE)
+def _run_key(sweep: Sweep, like: Tensor, exact: frozenset[Node]) -> object:
+    """By what an order keeps what runs a sweep, as long as no kernel is refused that may be the one."""
+    return "run", sweep, like.dtype, like.device, exact, len(_TOO_LARGE)
 
 
 def _handed(made: dict[Node, Tensor], staging: EdgeOrder | None) -> dict[Node, Any]:
@@ -499,14 +499,14 @@ def _launch_in(shape: tune.Shape | None, sweep: Sweep, kernel: codegen.KernelSou
     prepared = order._cached(
         ("launches", kernel, shape, like.dtype, *[b.node in exact for b in kernel.outputs]),
         lambda: launches.Prepared(shape or _default_shape(kernel, order), sweep, kernel, order, [order], like, exact))
-    made = _run(prepared, order, leaf, staging)
+    made = _run_prepared(prepared, order, leaf, staging)
     if shape is None:
-        keep(order._cache, _place(sweep, like, exact), prepared)
+        keep(order._cache, _run_key(sweep, like, exact), prepared)
     return made
 
 
-def _run(prepared: launches.Prepared, order: EdgeOrder, leaf: chunks.Leaf,
-         staging: EdgeOrder | None) -> dict[Node, Tensor]:
+def _run_prepared(prepared: launches.Prepared, order: EdgeOrder, leaf: chunks.Leaf,
+                  staging: EdgeOrder | None) -> dict[Node, Tensor]:
     run = launches.Run(prepared, [order], staging)
     run.take(0, leaf)
     return run.finish()

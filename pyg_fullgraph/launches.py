@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -123,7 +122,6 @@ class Prepared:
                  tiles: Sequence[EdgeOrder], like: Tensor, exact: frozenset[Node]) -> None:
         self.kernel, self.device, self.dtype = kernel, like.device, like.dtype
         stat_dtype = chunks.compute_dtype(like.dtype)
-        of_kind = functools.partial(chunks.stand_in, device=like.device)
         constants = _constants(stat_dtype, rows.id_dtype)
         schedules = _schedules(kernel, shape, rows, tiles)
         self.inputs = [_Input(b.node, is_staged(b.node), b.has_stride, b.run, b.columns) for b in kernel.inputs]
@@ -137,7 +135,8 @@ class Prepared:
             fill = {"argmax": -1, "mul": 1}.get(kind, 0) if kernel.takes_blocks and kind is not None else None
             self.results.append(_Made(
                 node, (rows.num_edges if node.domain == Domain.EDGE else rows.num_rows, *node.shape),
-                of_kind(rows.id_dtype if node.is_integer else stat_dtype if is_exact else like.dtype), fill))
+                chunks.scalar_of(rows.id_dtype if node.is_integer else stat_dtype if is_exact else like.dtype,
+                                 like.device), fill))
         self.written = [b.node for b in kernel.outputs]
         self.ends = {b.node for b in kernel.ends}
         self.reach = max((math.prod(made.shape) for made in self.results if made.node.domain == Domain.EDGE), default=0)
@@ -149,8 +148,9 @@ class Prepared:
         schedule = schedules[0]
         if kernel.has_merge:
             assert schedule is not None
-            self.workspace = [(of_kind(rows.id_dtype if integer else stat_dtype).new_empty((0, features)),
-                               (schedule.num_slots, features)) for features, integer in kernel.carries]
+            self.workspace = [(chunks.scalar_of(rows.id_dtype if is_id else stat_dtype, like.device)
+                               .new_empty((0, features)), (schedule.num_slots, features))
+                              for features, is_id in kernel.carries]
             if schedule.num_split > 0:
                 self.merge = launch.Launch.of(
                     kernel.source, kernel.merge_name, schedule.num_split * kernel.num_tiles, constants, shape.num_warps,

@@ -270,9 +270,9 @@ def compile_program(program: EdgeProgram, constant: frozenset[Node] = frozenset(
     return CompiledProgram(program, constant, same, postpones)
 
 
-def has_long_rows(num_src: int, num_dst: int, num_edges: int) -> bool:
+def has_long_rows(graph: Graph) -> bool:
     """Whether vertices have so many edges that an array more for each side costs less than numbers per edge."""
-    return num_edges >= LONG_ROWS * max(num_src, num_dst)
+    return graph.num_edges >= LONG_ROWS * max(graph.num_src, graph.num_dst)
 
 
 def stores_half(dtype: torch.dtype) -> bool:

@@ -107,7 +107,7 @@ class Launch:
         self.device, self.fixed, self.made = device, tuple(fixed), tuple(made)
         self._is_on_gpu = device.type == "cuda"
         # Of a tensor Triton asks the driver where it is.
-        self._places = tuple(a.data_ptr() if isinstance(a, torch.Tensor) and self._is_on_gpu else a for a in fixed)
+        self._addresses = tuple(a.data_ptr() if isinstance(a, torch.Tensor) and self._is_on_gpu else a for a in fixed)
         self._variants = self._find_variants() if device.type != "meta" else None
 
     @classmethod
@@ -145,7 +145,7 @@ class Launch:
         kinds = _kinds(looks)
         known = variants.known.get(kinds)
         if known is not None:
-            known.launch(self.programs, self.fixed, self._places, args, self.device.index)
+            known.launch(self.programs, self.fixed, self._addresses, args, self.device.index)
             return
         compiled = self.kernel[self.programs,](*self.fixed, *args, **self.constants, num_warps=self.num_warps,
                                                **OPTIONS)
@@ -173,17 +173,17 @@ class _Known(NamedTuple):
     rest: tuple[Any, ...]
     stream_of: Callable[[int | None], int]
 
-    def launch(self, programs: int, fixed: tuple[Any, ...], places: tuple[Any, ...], args: Sequence[Any],
+    def launch(self, programs: int, fixed: tuple[Any, ...], addresses: tuple[Any, ...], args: Sequence[Any],
                device: int | None) -> None:
         """What ``compiled[programs, 1, 1](*fixed, *args, *rest)`` does, as PyTorch's compiler does it as well, but that
-        hooks are left out where nobody has set one, in two thirds of the time, and that ``places`` stand for ``fixed``
-        then: the same with addresses in the place of tensors.
+        hooks are left out where nobody has set one, in two thirds of the time, and that ``addresses`` stand for
+        ``fixed`` then: the same with numbers in the place of tensors.
         """
         compiled, stream, runtime = self.compiled, self.stream_of(device), triton.knobs.runtime
         enter, leave = _hook(runtime.launch_enter_hook), _hook(runtime.launch_exit_hook)
         if enter is None and leave is None:
-            compiled.run(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *places,
-                         *args, *self.rest)
+            compiled.run(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
+                         *addresses, *args, *self.rest)
         else:
             told = compiled.launch_metadata((programs, 1, 1), stream, *fixed, *args, *self.rest)
             compiled.run(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, told, enter, leave,

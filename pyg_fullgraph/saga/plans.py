@@ -36,8 +36,9 @@ def is_packed(node: Node) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """What the executor can do in one pass, and what it pays for (bytes per edge, see :mod:`recompute`). One is as
-    another only if it is the same object: plans are found by it in every run.
+    """What the executor can do in one pass, and what it pays for (bytes per edge, see :mod:`recompute`).
+
+    Compared by identity, as plans are looked up by it in every run.
 
     Attributes:
         dense: Products of edge values with edge values, summed over all edges, ride along with other reductions.
