@@ -174,6 +174,8 @@ OPERATIONS = {
     "any and all": lambda x: x * (x > 1).any(-1, keepdim=True) + x * (x > -1).all(-1, keepdim=True).to(x.dtype),
     "counts": lambda x: x * (x > 0).sum(-1, keepdim=True),
     "transposes": lambda x: x.view(PAIR).transpose(1, 2).reshape(-1, 4) * x.view(PAIR).mT.flatten(1) + x.t().relu().t(),
+    "copies of views": lambda x: torch.permute_copy(torch.view_copy(x, PAIR), (0, 2, 1)).reshape(-1, 4)
+    + torch.squeeze_copy(torch.unsqueeze_copy(x, 1), 1) @ torch.t_copy(torch.arange(16.0).view(4, 4)),
     "permute": lambda x: x.view(-1, 2, 1, 2).permute(0, 3, 2, 1).reshape(-1, 4) + x.view(PAIR).movedim(1, 2).flatten(1),
     "unflatten": lambda x: x.unflatten(-1, (2, 2)).sum(1),
     "expand": lambda x: x[:, :1].expand(-1, 4) * x + x[:, :1].expand_as(x),

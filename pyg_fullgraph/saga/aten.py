@@ -172,6 +172,8 @@ class Importer:
             if written.op == "placeholder":
                 raise NotFusable(["writes into an argument, a parameter or a buffer"])
             name = name.replace("_.", ".")
+        if name not in IMPORTS and name.replace("_copy.", ".") in IMPORTS:  # a view that torch made a copy of
+            name = name.replace("_copy.", ".")
         rule = IMPORTS.get(name)
         if rule is None:
             raise NotFusable([f"operation {name} {refusal_of(name)}"])
