@@ -501,6 +501,7 @@ def _seeds(program: EdgeProgram) -> tuple[Node, ...]:
 
 
 def _bind(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> dict[Node, Tensor]:
+    """The tensors of the inputs, whose shapes are as many rows as the graph has."""
     env: dict[Node, Tensor] = {}
     for node in program.inputs:
         if node is ir.DEGREE or node is ir.INV_DEGREE:

@@ -35,8 +35,8 @@ class EdgeOrder:
     """The edges grouped by one endpoint ("row").
 
     Within a row they keep the user's order; in large graphs (:func:`sorts_rows`) they ascend by the other endpoint,
-    unless the user's order is grouped by row. On parts of a graph that order is the one of ids, and how large the whole
-    graph is decides.
+    unless the user's order is grouped by row. On parts of a graph ids stand for the user's order, and the size of the
+    whole graph decides.
 
     Attributes:
         ptr: [num_rows + 1] positions ``ptr[r] .. ptr[r + 1]`` are the edges of row r.

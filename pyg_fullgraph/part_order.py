@@ -38,8 +38,8 @@ def by_owner(owner: Tensor, ids: Tensor) -> Tensor:
 
 
 class EdgeStore:
-    """The edges of one direction, each once: in tiles by the other endpoint, within a tile by row, then by id, or in
-    large graphs by the other endpoint (see :func:`edge_order.sorts_rows`).
+    """The edges of one direction, each once: in tiles by the other endpoint, within a tile by row, then by id. In large
+    graphs (:func:`edge_order.sorts_rows`) by the other endpoint within a row, unless edges by id are grouped by row.
 
     At first all are one tile; whoever asks for smaller ones has them put in order anew.
 
@@ -230,8 +230,8 @@ class ShardOrder:
 
     Attributes:
         rows: edges by local row; other endpoints are numbered from this rank's own vertices on, then those of the halo.
-            Within a row edges ascend by id, so that sums over all at once are those of the whole graph, bit by bit; in
-            large graphs by the other endpoint, in the order of this numbering.
+            Within a row they are as in an :class:`EdgeStore`: where by id, sums over all at once are those of the whole
+            graph, bit by bit.
         store: what holds the edges.
         bounds: places at which the other vertices of each rank begin; P + 1.
         rank: this rank.
@@ -327,7 +327,9 @@ def _by_row(row: Tensor, other: Tensor, ids: Tensor, num_rows: int, num_ids: int
     by_id = None if segment.is_sorted(ids) else ids.argsort(stable=True)
     if by_id is not None:
         row, other = row[by_id], other[by_id]
-    ptr, column, eid = segment.build_csr(row.to(dtype), other.to(dtype), num_rows, sorts_rows(num_ids))
+    # Decided here, as edges may be put in order again on another device, where the host would not wait to see it.
+    sorts = sorts_rows(num_ids) and not segment.is_sorted(row)
+    ptr, column, eid = segment.build_csr(row.to(dtype), other.to(dtype), num_rows, sorts)
     if by_id is None:
         return ptr, column, torch.arange(ids.numel(), device=ids.device) if eid is None else eid.long()
     return ptr, column, by_id if eid is None else by_id[eid.long()]

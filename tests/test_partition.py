@@ -215,6 +215,27 @@ def is_large(request, monkeypatch):
 
 
 @pytest.mark.parametrize("is_large", [True], indirect=True)
+@pytest.mark.parametrize("case", [zoo.hub(), zoo.sorted_by_dst(), zoo.sorted_by_src()], ids=str)
+def test_rows_of_parts_are_in_one_order_on_all_devices(case, is_large, monkeypatch):
+    """Also where the host does not wait to see whether edges are grouped by row; there they may be sorted anew."""
+    graph = graph_of(case)
+    both = Partition.from_owner(torch.arange(graph.num_src) // 7 % 3, 3)
+    want = [Shard.of(graph, both, both, k) for k in range(3)]
+    moved = [Shard.of(graph, both, both, k) for k in range(3)]
+    monkeypatch.setattr(segment, "may_wait", lambda device, num_edges: False)
+    made = [Shard.of(graph, both, both, k) for k in range(3)]
+    for shard in moved:
+        for order in (shard.incoming, shard.outgoing):
+            order.own_and_remote()  # what `rows` has is put in order again
+    for a, b, c in zip(want, made, moved, strict=True):
+        for name in ("incoming", "outgoing"):
+            x, y, z = (getattr(s, name).rows for s in (a, b, c))
+            for field in ("ptr", "other", "ids"):
+                assert torch.equal(getattr(x, field), getattr(y, field)) and \
+                    torch.equal(getattr(x, field), getattr(z, field)), field
+
+
+@pytest.mark.parametrize("is_large", [True], indirect=True)
 @pytest.mark.parametrize("case", [zoo.hub(), zoo.bipartite(), zoo.duplicates(), zoo.sorted_by_dst()], ids=str)
 def test_rows_of_parts_of_large_graphs(case, is_large):
     graph = graph_of(case)
