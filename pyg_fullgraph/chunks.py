@@ -68,7 +68,7 @@ def scalar_of(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def as_dtype(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """``value.to(dtype)``, which takes as long as a launch to find that there is nothing to do."""
+    """``value.to(dtype)``, which takes torch a microsecond or two to find that there is nothing to do."""
     return value if value.dtype is dtype else value.to(dtype)
 
 

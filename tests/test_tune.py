@@ -9,7 +9,10 @@ import torch
 import pyg_fullgraph as pfg
 import zoo
 from oracle import check, program_of, random_case
+from programs import make_tensors
 from pyg_fullgraph import execution
+from pyg_fullgraph.autograd import run
+from pyg_fullgraph.graph import Graph
 from triton_kernels import tune
 from triton_kernels.tune import Shape
 
@@ -108,6 +111,24 @@ def test_tuning_is_off_unless_asked_for_and_never_on_a_cpu():
         assert not tune.is_enabled(torch.device("cpu"))
     finally:
         pfg.tune_kernels(False)
+
+
+@pytest.mark.interpreter
+def test_a_run_like_one_before_looks_for_no_kernel(monkeypatch):
+    """As long as none was refused since, and on the edges of the same graph."""
+    case, program = random_case(21, 17, 300), program_of("gcn")
+    tensors = make_tensors(program, case.num_src, case.num_dst, case.num_edges, torch.float64, "cpu", 0)
+    graph, other = (Graph.from_edge_index(case.edge_index, case.size) for _ in range(2))
+    asked, known = [], execution._kernel_for
+    monkeypatch.setattr(execution, "_kernel_for", lambda *args: asked.append(args) or known(*args))
+    found, outs = [], []
+    for edges, refused in ((graph, ()), (graph, ()), (other, ()), (graph, ("another",)), (graph, ("another",))):
+        monkeypatch.setattr(execution, "_TOO_LARGE", set(refused))
+        outs += run(program, edges, {n: t.detach() for n, t in tensors.items()})
+        found.append(bool(asked))
+        asked.clear()
+    assert found == [True, False, True, True, False]
+    assert all(torch.equal(out, outs[0]) for out in outs)
 
 
 @pytest.mark.interpreter
