@@ -326,9 +326,8 @@ def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tu
     """
     check_derivatives(tensors.values())
     taken(graph)
-    asked, (route, is_plain) = program, _route_of(program, graph, tensors)
+    asked, (route, env, is_plain) = program, _bind(program, graph, tensors)
     program = route.program
-    env = _bind(program, graph, tensors)
     unchanged = reuse.constant_inputs(program, graph, env)
     compiled = compile_program(program, unchanged, route.same, route.postpones)
     if route.like is None:
@@ -343,10 +342,10 @@ def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tu
     call = _call if is_plain or graph.is_part else call_operator
     given: set[Node] = set()  # results that somebody else holds as well
     for stage, phase, constant in zip(compiled.split.stages, compiled.phases, compiled.constant, strict=True):
-        run_stage = functools.partial(_run_stage, stage, phase, call, graph, like, env, is_plain)
         if constant is None:
-            made = run_stage()
+            made = _run_stage(stage, phase, call, graph, like, env, is_plain)
         else:
+            run_stage = functools.partial(_run_stage, stage, phase, call, graph, like, env, is_plain)
             held = [env[n] for n in constant]
             made = reuse.kept(graph, (phase.key, like.dtype), held, functools.partial(_padded, run_stage))
             given.update(stage.results)
@@ -412,7 +411,7 @@ def _result(value: Node, env: Mapping[Node, Tensor], graph: Graph, like: Tensor)
 
 
 class _Kind(NamedTuple):
-    """What a route depends on of one tensor, and the name of the first input that is the same tensor."""
+    """What a route depends on of one tensor that was given, and the name of the first input that is the same."""
 
     dtype: torch.dtype
     device: torch.device
@@ -436,29 +435,46 @@ class _Route(NamedTuple):
     like: tuple[torch.dtype, torch.device] | None
 
 
-def _route_of(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tuple[_Route, bool]:
-    """The route of these tensors, and whether those among the inputs are plain and no compiler is at work."""
+def _bind(program: EdgeProgram, graph: Graph,
+          tensors: Mapping[str, Tensor]) -> tuple[_Route, dict[Node, Tensor], bool]:
+    """The route of these tensors, which have as many rows as the graph has; those of the inputs of its program; and
+    whether they are plain and no compiler is at work.
+    """
+    env: dict[Node, Tensor] = {}
     kinds: list[_Kind | None] = []
     first: dict[int, str] = {}
     is_plain = not torch.compiler.is_compiling()
     for node in program.inputs:
-        tensor = tensors.get(node.name)
-        if tensor is None:
+        if node is ir.DEGREE or node is ir.INV_DEGREE:
             kinds.append(None)
             continue
-        kinds.append(_Kind(tensor.dtype, tensor.device, tensor.requires_grad,
-                           first.setdefault(id(tensor), node.name)))
-        is_plain = is_plain and type(tensor) in _PLAIN
+        tensor = tensors.get(node.name)
+        if tensor is None:
+            if node not in _seeds(program):
+                raise InputError(node.name, "among the inputs of the program", sorted(tensors))
+            kinds.append(None)
+            tensor = graph.draw_seed()
+        else:
+            kinds.append(_Kind(tensor.dtype, tensor.device, tensor.requires_grad,
+                               first.setdefault(id(tensor), node.name)))
+            is_plain = is_plain and type(tensor) in _PLAIN
+        rows, per = _rows_of(graph, node)
+        want = node.shape if rows is None else (rows, *node.shape)
+        if tensor.shape != want:
+            what = "a parameter" if rows is None else f"one row per {per}"
+            raise InputError(node.name, f"to have shape {list(want)}, {what}", list(tensor.shape))
+        env[node] = tensor
     # Parts of a graph fetch rows on the way to a sweep, and a compiler adds up gradients by itself.
     is_whole = is_plain and not graph.is_part
     may_postpone = is_whole and has_long_rows(graph)
-    return _route(program, tuple(kinds), is_whole, may_postpone, torch.is_grad_enabled()), is_plain
+    route = _route(program, tuple(kinds), is_whole, may_postpone, torch.is_grad_enabled())
+    return route, env if route.program is program else {n: env[n] for n in route.program.inputs if n in env}, is_plain
 
 
 @lru_cache(maxsize=1024)
 def _route(program: EdgeProgram, kinds: tuple[_Kind | None, ...], is_whole: bool, may_postpone: bool,
            has_grad: bool) -> _Route:
-    """See :func:`_route_of`.
+    """See :func:`_bind`.
 
     Args:
         program: What runs.
@@ -498,26 +514,6 @@ def _seeds(program: EdgeProgram) -> tuple[Node, ...]:
     """Inputs that hold the seed of a dropout mask; :func:`run` draws what it is not given."""
     nodes = ir.walk(*(o.value for o in program.outputs))
     return tuple(dict.fromkeys(n.args[0] for n in nodes if n.op == "dropout"))
-
-
-def _bind(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> dict[Node, Tensor]:
-    """The tensors of the inputs, whose shapes are as many rows as the graph has."""
-    env: dict[Node, Tensor] = {}
-    for node in program.inputs:
-        if node is ir.DEGREE or node is ir.INV_DEGREE:
-            continue
-        value = tensors.get(node.name)
-        if value is None and node in _seeds(program):
-            value = graph.draw_seed()
-        if value is None:
-            raise InputError(node.name, "among the inputs of the program", sorted(tensors))
-        rows, per = _rows_of(graph, node)
-        want = node.shape if rows is None else (rows, *node.shape)
-        if value.shape != want:
-            what = "a parameter" if rows is None else f"one row per {per}"
-            raise InputError(node.name, f"to have shape {list(want)}, {what}", list(value.shape))
-        env[node] = value
-    return env
 
 
 def _rows_of(graph: Graph, node: Node) -> tuple[int | None, str]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from pyg_fullgraph import chunks
 from pyg_fullgraph.edge_order import EdgeOrder, schedule_tiles
 from pyg_fullgraph.saga import codegen
+from pyg_fullgraph.saga.emit import Buffer
 from pyg_fullgraph.saga.ir import Domain, Node
 from pyg_fullgraph.saga.plans import Sweep, is_staged
 from triton_kernels import launch, segment, skeletons, tune
@@ -89,8 +90,9 @@ class _Site:
 
 
 class _Input(NamedTuple):
-    """An input: whether it is on its way from another sweep, whether its stride is passed, and its buffer's ``run`` and
-    ``columns``.
+    """An input: whether it is on its way from another sweep, whether its stride is passed, its buffer's ``run`` and
+    ``columns``, whether merging reads it as well, and its stride where rows of a contiguous tensor are taken as they
+    are, otherwise 0.
     """
 
     node: Node
@@ -98,6 +100,15 @@ class _Input(NamedTuple):
     has_stride: bool
     run: tuple[int, int]
     columns: int
+    is_end: bool
+    stride: int
+
+    @staticmethod
+    def of(buffer: Buffer, is_end: bool) -> _Input:
+        node, run, columns = buffer.node, buffer.run, buffer.columns
+        is_as_it_is = buffer.has_stride and run[0] == run[1] and not columns
+        return _Input(node, is_staged(node), buffer.has_stride, run, columns, is_end,
+                      max(node.numel, 1) if is_as_it_is else 0)
 
 
 class _Made(NamedTuple):
@@ -124,7 +135,8 @@ class Prepared:
         stat_dtype = chunks.compute_dtype(like.dtype)
         constants = _constants(stat_dtype, rows.id_dtype)
         schedules = _schedules(kernel, shape, rows, tiles)
-        self.inputs = [_Input(b.node, is_staged(b.node), b.has_stride, b.run, b.columns) for b in kernel.inputs]
+        ends = {b.node for b in kernel.ends}
+        self.inputs = [_Input.of(b, b.node in ends) for b in kernel.inputs]
         self.added = [b.node for b in kernel.added]
         self.totals = [(b.node, rows.id_dtype if b.node.is_integer else stat_dtype) for b in kernel.totals]
         self.results = []
@@ -138,7 +150,6 @@ class Prepared:
                 chunks.scalar_of(rows.id_dtype if node.is_integer else stat_dtype if is_exact else like.dtype,
                                  like.device), fill))
         self.written = [b.node for b in kernel.outputs]
-        self.ends = {b.node for b in kernel.ends}
         self.reach = max((math.prod(made.shape) for made in self.results if made.node.domain == Domain.EDGE), default=0)
         self.merged = [b.node for b in kernel.rows]
         # No rows, and the shape of those that a run takes.
@@ -207,21 +218,23 @@ class Run:
             places = order.eid if self.staging is None else order.places_in(self.staging)
             has_places = places is not None
             args.append(order.ptr if places is None else places)
-        for node, is_handed, has_stride, run, columns in prepared.inputs:
-            value = leaf(node)
-            if is_handed:
-                value = chunks.in_order(value, self.staging)
-            if has_stride:
+        for node, is_handed, has_stride, run, columns, is_end, stride in prepared.inputs:
+            value, extent = leaf(node), 0  # no edge has a parameter of its own
+            taken: tuple[Any, ...]
+            if stride and value.is_contiguous():  # in most cases
+                taken, extent = (value, stride), value.numel()
+            elif has_stride:
                 value = _by_feature(value, node.numel // columns, columns) if columns else contiguous_rows(value, *run)
-                stride = value.stride(0)
-                reach = max(reach, value.shape[0] * max(stride, node.numel))
-                taken = [value, stride]
+                taken = value, value.stride(0)
+                extent = value.shape[0] * max(taken[1], node.numel)
             else:
-                value = value.contiguous()
-                reach = max(reach, value.numel() if is_handed else 0)  # no edge has a parameter of its own
-                taken = [value]
+                value = (chunks.in_order(value, self.staging) if is_handed else value).contiguous()
+                taken, extent = (value,), value.numel() if is_handed else 0
             args += taken
-            ends += taken if node in prepared.ends else []
+            if is_end:
+                ends += taken
+            if extent > reach:
+                reach = extent
         totals = {node: torch.empty((site.num_workers, *node.shape), dtype=dtype, device=prepared.device)
                   for node, dtype in prepared.totals}
         made = {**self.results, **totals} if totals else self.results

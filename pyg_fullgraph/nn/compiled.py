@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import threading
 import weakref
@@ -28,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from pyg_fullgraph.errors import CompiledResultError
 from pyg_fullgraph.nn.lazy import EdgeExpr, LazyTensor
 
-__all__ = ["REASON", "call", "can_fuse", "register", "takes"]
+__all__ = ["REASON", "apart", "call", "can_fuse", "register", "takes"]
 
 #: What a compiler says where it cannot take a call of a layer for one operator.
 REASON = ("pyg_fullgraph: under torch.compile a fused layer takes plain tensors (no Graph, EdgeIndex or sparse "
@@ -45,6 +46,17 @@ _tokens = itertools.count(1)
 _ROWS = ((1009, 1013, 1019, 1021, 1031, 1033), (1087, 1091, 1093, 1097, 1103, 1109))
 
 Template = tuple[str, Any]
+
+
+def apart(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, which no compiler looks into; where none is at work it costs next to nothing."""
+    unseen, is_compiling = torch.compiler.disable(function, reason=REASON), torch.compiler.is_compiling
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        return unseen(*args) if is_compiling() else function(*args)
+
+    return run
 
 
 def takes(args: Sequence[Any]) -> bool:

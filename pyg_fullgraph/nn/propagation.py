@@ -120,7 +120,7 @@ class FusedMixin(_Layer):
         """Asked where a compiler chooses between this layer's operator and PyG's code."""
         return _own_refusals(self)
 
-    @torch.compiler.disable(reason=compiled.REASON)
+    @compiled.apart
     @derived.paused
     def _fullgraph_propagate(self, edge_index, size, kwargs):
         kwargs, _ = dots.computed(self, kwargs)
@@ -172,7 +172,7 @@ class FusedMixin(_Layer):
             setattr(self, name, as_plain(value) if is_sparse(edge_index) else value)
         return self.update(call.result(out), **call.update_arguments())
 
-    @torch.compiler.disable(reason=compiled.REASON)
+    @compiled.apart
     @derived.paused
     def _fullgraph_edge_updater(self, edge_index, size, kwargs):
         kwargs, features = dots.computed(self, kwargs)

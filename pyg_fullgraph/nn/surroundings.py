@@ -451,6 +451,9 @@ class _View:
         fields: its attributes.
         names: those that are read, None for all.
         hooks: attributes that hold hooks of which there may be none.
+
+    Attributes:
+        empty: picks hooks, and those of parameters, buffers and modules of which there are none.
     """
 
     def __init__(self, module: Module, fields: Mapping[str, Any], names: frozenset[str] | None,
@@ -463,26 +466,24 @@ class _View:
         _check(*(read[n] for n in same))
         same += [n for n in _READ_BY_US if n in fields]
         self.pick, self.values = operator.itemgetter(same[0], *same), (fields[same[0]], *(fields[n] for n in same))
-        self.hooks = operator.itemgetter(hooks[0], *hooks)
-        if any(self.hooks(fields)):
+        empty = (*hooks, *(n for n in _CONTENTS if not fields[n]))
+        self.empty = operator.itemgetter(empty[0], *empty)
+        if any(self.empty(fields)):
             raise _UnwatchedError()
         self.contents = [(n, tuple(fields[n]), [_nothing if v is None else weakref.ref(v) for v in fields[n].values()])
-                         for n in _CONTENTS]
+                         for n in _CONTENTS if fields[n]]
 
     def holds(self, layer: Module) -> bool:
         module = layer if self.module is None else self.module()
         if module is None:
             return False
         fields = vars(module)
-        if type(module) is not self.kind or tuple(fields) != self.keys or any(self.hooks(fields)) or \
+        if type(module) is not self.kind or tuple(fields) != self.keys or any(self.empty(fields)) or \
                 not all(map(operator.is_, self.pick(fields), self.values)):
             return False
         for name, keys, refs in self.contents:
             known = fields[name]
-            if len(known) != len(keys):
-                return False
-            if keys and (tuple(known) != keys
-                         or not all(map(operator.is_, known.values(), [ref() for ref in refs]))):
+            if tuple(known) != keys or not all(map(operator.is_, known.values(), [ref() for ref in refs])):
                 return False
         return not self.changing or all(_description(fields[n]) == was for n, was in self.changing)
 
