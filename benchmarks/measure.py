@@ -21,6 +21,8 @@ from torch.profiler import ProfilerActivity, profile
 
 Step = Callable[[], Any]
 ROOT = Path(__file__).resolve().parents[1]
+#: Calls that are timed together on a GPU, at least: the first finds it idle, as none in a loop does.
+MIN_QUEUED = 4
 
 
 def synchronize(device: str) -> None:
@@ -50,13 +52,15 @@ def time_steps(steps: Mapping[str, Step], device: str, budget_s: float = 2.0, le
             step costs on a machine that others use too.
         budget_s: About how long to measure, per step.
         least, most: Bounds on the number of times.
-        queued_ms: On a GPU as many calls are queued as take about that long, as loops of steps are, and are timed
-            together: waited for one by one, short ones would find the GPU idle. 0 where processes call in step.
+        queued_ms: On a GPU as many calls are queued as take about that long, and no fewer than :data:`MIN_QUEUED`, as
+            loops of steps are, and are timed together: waited for one by one, they would find the GPU idle. 0 where
+            processes call in step.
     """
     times: dict[str, list[tuple[float, float]]] = {n: [] for n in steps}
     for _ in range(2):
         known = {name: first_call_ms(step, device) for name, step in steps.items()}
-    counts = {name: max(int(queued_ms / max(ms, 1e-3)), 1) if device == "cuda" else 1 for name, ms in known.items()}
+    is_queued = device == "cuda" and queued_ms > 0
+    counts = {name: max(int(queued_ms / max(ms, 1e-3)), MIN_QUEUED) if is_queued else 1 for name, ms in known.items()}
     slowest = max(counts[name] * ms for name, ms in known.items())
     rounds = min(max(int(budget_s * 1e3 / max(slowest, 1e-3)), least), most)
     for _ in range(rounds):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import math
@@ -253,16 +252,20 @@ def run_sweep(sweep: Sweep, order: EdgeOrder, leaf: chunks.Leaf, like: Tensor, e
         sweep, order, leaf, like, exact: As for :func:`chunks.run_sweep`, whose results are returned.
         staging: The order that a kernel puts the edge values in which it hands to other sweeps; the user's without one.
     """
-    prepared = None if tune.is_enabled(like.device) else order._cache.get(_run_key(sweep, like, exact))
-    if prepared is not None:  # in most calls; what a device refuses after all is asked for again below
-        with contextlib.suppress(OutOfResources), events.stage(0, like.device):
-            return _handed(_run_prepared(prepared, order, leaf, staging), staging)
+    key = _run_key(sweep, like, exact)
+    prepared = None if tune.is_enabled(like.device) else order._cache.get(key)
+    if prepared is not None:  # in most calls
+        try:
+            with events.stage(0, like.device):
+                return _handed(sweep, _run_prepared(prepared, order, leaf, staging), staging)
+        except OutOfResources:
+            order._cache.pop(key, None)
     if not sweep.is_bare and not _finishes(sweep, order, like):
         return _finish_after(sweep, leaf, like, exact, lambda known: run_sweep(sweep.bare, order, leaf, like, known))
     while (kernel := _kernel_for(sweep, like, order)) is not None:
         try:
             with events.stage(0, like.device):
-                return _handed(_launch_sweep(sweep, kernel, order, leaf, like, exact, staging), staging)
+                return _handed(sweep, _launch_sweep(sweep, kernel, order, leaf, like, exact, staging), staging)
         except OutOfResources as error:
             _refuse(kernel, error, "by rows" if kernel.takes_blocks else "in chunks")
             if not sweep.is_bare:
@@ -275,9 +278,9 @@ def _run_key(sweep: Sweep, like: Tensor, exact: frozenset[Node]) -> object:
     return "run", sweep, like.dtype, like.device, exact, len(_TOO_LARGE)
 
 
-def _handed(made: dict[Node, Tensor], staging: EdgeOrder | None) -> dict[Node, Any]:
+def _handed(sweep: Sweep, made: dict[Node, Tensor], staging: EdgeOrder | None) -> dict[Node, Any]:
     """``made``, with edge values on their way to another sweep as those of the order that they are in."""
-    if staging is None:
+    if staging is None or not sweep.edges:
         return made
     return {r: chunks.Handed(t, staging) if is_staged(r) else t for r, t in made.items()}
 

@@ -211,6 +211,7 @@ class Run:
         if site.num_workers == 0 and len(self.tiles) > 1:
             return
         args: list[Any] = []
+        looks: list[Any] = []
         ends: list[Any] = []
         has_places, reach = False, prepared.reach
         if kernel.uses_places:
@@ -218,18 +219,23 @@ class Run:
             places = order.eid if self.staging is None else order.places_in(self.staging)
             has_places = places is not None
             args.append(order.ptr if places is None else places)
+            looks.append(args[0])
         for node, is_handed, has_stride, run, columns, is_end, stride in prepared.inputs:
             value, extent = leaf(node), 0  # no edge has a parameter of its own
             taken: tuple[Any, ...]
-            if stride and value.is_contiguous():  # in most cases
+            if stride and value.is_contiguous():  # in most cases; its stride is the same each time
                 taken, extent = (value, stride), value.numel()
-            elif has_stride:
-                value = _by_feature(value, node.numel // columns, columns) if columns else contiguous_rows(value, *run)
-                taken = value, value.stride(0)
-                extent = value.shape[0] * max(taken[1], node.numel)
+                looks.append(value)
             else:
-                value = (chunks.in_order(value, self.staging) if is_handed else value).contiguous()
-                taken, extent = (value,), value.numel() if is_handed else 0
+                if has_stride:
+                    value = _by_feature(value, node.numel // columns, columns) if columns else \
+                        contiguous_rows(value, *run)
+                    taken = value, value.stride(0)
+                    extent = value.shape[0] * max(taken[1], node.numel)
+                else:
+                    value = (chunks.in_order(value, self.staging) if is_handed else value).contiguous()
+                    taken, extent = (value,), value.numel() if is_handed else 0
+                looks += taken
             args += taken
             if is_end:
                 ends += taken
@@ -242,7 +248,7 @@ class Run:
         copies = [self.workspace[n].clone() if k else self.workspace[n] for n in kernel.apart]
         written = [made[node] for node in prepared.written]
         site.launch(has_places, k > 0, reach >= _FAR).run(
-            [*args, *written, *self.added, *self.workspace, *copies], [*args, *self.added])
+            [*args, *written, *self.added, *self.workspace, *copies], [*looks, *self.added])
         self.is_begun = True
         # A parameter's gradient leaves the kernel as one row per program.
         for node, value in totals.items():

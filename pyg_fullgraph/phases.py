@@ -168,8 +168,7 @@ class EdgePhase:
     def forward(self, graph: Graph | Orders, tensors: Sequence[Tensor], like: Tensor,
                 save: bool) -> tuple[list[Tensor], list[Tensor]]:
         """Results, and :meth:`statistics`."""
-        is_half = stores_half(like.dtype)
-        chosen = self.forward_plan(target_of(like.device), save, is_half)
+        chosen = self.forward_plan(target_of(like.device), save, stores_half(like.dtype))
         made = run_plan(chosen, graph.incoming, None, dict(zip(self.inputs, tensors, strict=True)), like)
         count = len(self.results)
         dtype = compute_dtype(like.dtype) if self.is_exact else like.dtype
