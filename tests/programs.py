@@ -70,11 +70,11 @@ def gat(kind: str = "sum", weights: bool = False, width: int = WIDTH, **options:
                  dict(x_j=spec(SRC, HEADS, width), alpha=spec(EDGE, HEADS)), update, weights)
 
 
-def gatv2(**options: Any) -> Layer:
-    update = dict(x_j=spec(SRC, HEADS, WIDTH), x_i=spec(DST, HEADS, WIDTH), index=INDEX, ptr=None, dim_size=SIZE_I,
+def gatv2(width: int = WIDTH, heads: int = HEADS, **options: Any) -> Layer:
+    update = dict(x_j=spec(SRC, heads, width), x_i=spec(DST, heads, width), index=INDEX, ptr=None, dim_size=SIZE_I,
                   edge_attr=spec(EDGE, options["edge_dim"]) if "edge_dim" in options else None)
-    return Layer(lambda: pyg.GATv2Conv(4, WIDTH, heads=HEADS, **options), "sum",
-                 dict(x_j=spec(SRC, HEADS, WIDTH), alpha=spec(EDGE, HEADS)), update)
+    return Layer(lambda: pyg.GATv2Conv(4, width, heads=heads, **options), "sum",
+                 dict(x_j=spec(SRC, heads, width), alpha=spec(EDGE, heads)), update)
 
 
 def edge_conv(kind: str, *layers: Callable[[], nn.Module], width: int = 4) -> Layer:
@@ -105,6 +105,14 @@ def many_outputs() -> EdgeProgram:
 def wide_sum() -> EdgeProgram:
     """More features than one program holds."""
     return EdgeProgram((Output("sum", ir.pointwise("mul", ir.input("w", EDGE, (1,)), ir.input("x", SRC, (1100,)))),))
+
+
+def weighted_edges() -> EdgeProgram:
+    """Sources and linear maps of edge values times a number per edge and head, as in attention over edge features."""
+    weight, x = ir.input("weight", EDGE, (2, 1)), ir.input("x", SRC, (2, 32))
+    edges, maps = ir.input("edges", EDGE, (1, 1, 3)), ir.input("maps", Domain.PARAM, (2, 32, 3))
+    value = ir.pointwise("add", x, ir.reduce_features("sum", ir.pointwise("mul", edges, maps), (2,)))
+    return EdgeProgram((Output("sum", ir.pointwise("mul", weight, value)),))
 
 
 def one_sided() -> EdgeProgram:
@@ -270,6 +278,8 @@ WIDE_CASES: dict[str, Callable[[], EdgeProgram]] = {
        for k in (64, 256)},
     "cg-64": Layer(lambda: pyg.CGConv(64, 64), "sum", {"x_i": spec(DST, 64), "x_j": spec(SRC, 64),
                                                        "edge_attr": spec(EDGE, 64)}),
+    "gatv2-edge-128": gatv2(128, 2, edge_dim=3),
+    "transformer-edge-32": weighted_edges,
 }
 
 

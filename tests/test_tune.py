@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ from programs import make_tensors
 from pyg_fullgraph import execution
 from pyg_fullgraph.autograd import run
 from pyg_fullgraph.graph import Graph
+from pyg_fullgraph.phases import EdgePhase
+from pyg_fullgraph.saga.passes import split
+from pyg_fullgraph.saga.plans import KERNELS
 from triton_kernels import tune
 from triton_kernels.tune import Shape
 
@@ -153,6 +157,19 @@ def test_every_shape_gives_the_same_results(monkeypatch, name):
     check(program_of(name), zoo.hub())
     assert {s.max_piece for s in tried} == {128, 256, 512}
     assert len({s.block_e for s in tried}) > 1 and len({s.num_warps for s in tried}) > 1
+
+
+def test_pieces_are_longer_in_large_graphs_whose_rows_mostly_would_be_cut():
+    def bound(num_rows, num_edges):
+        order = SimpleNamespace(num_rows=num_rows, num_edges=num_edges)
+        return execution._default_shape(kernel, order).max_piece
+
+    phase = EdgePhase(split(program_of("gcn")).stages[0].core)
+    kernel = execution.kernel_of(phase.forward_plan(KERNELS, False).sweeps[0])
+    reddit, products, arxiv = bound(232_965, 114_615_892), bound(2_449_029, 126_167_053), bound(169_343, 2_315_598)
+    assert reddit == 2 * products == 2 * arxiv == 2 * execution.MAX_PIECE
+    assert bound(1000, 400_000) < execution.MAX_PIECE  # rows as long, of a small graph
+    assert bound(1, 500) == execution.MAX_PIECE  # all of it is one piece
 
 
 @pytest.mark.gpu

@@ -181,14 +181,18 @@ class Emitter:
         return f"tl.where(live, {self.number(root)}, 0.0)"
 
     def over_block(self, root: Node) -> str:
-        """The sum of ``root`` over what of the edges of a block is carried as one.
-
-        These lie along registers, but where features are few, the more so where edges have values of their own, along
-        which Triton then arranges all.
-        """
+        """The sum of ``root`` over what of the edges of a block is carried as one."""
         value = self.masked(root)
-        may_cross_lanes = self.tile.width <= (2 if self._reads_edges else 1) * WARP
-        return self.tile.over_block(f"device.rounded({value})" if may_cross_lanes and _is_product(root) else value)
+        may_cross_lanes = self._may_be_alone(self.tile.width, WARP) and _is_product(root)
+        return self.tile.over_block(f"device.rounded({value})" if may_cross_lanes else value)
+
+    def _may_be_alone(self, features: int, most: int) -> bool:
+        """Whether a lane may have one number of what is summed up over lanes.
+
+        Edges lie along registers, and lanes have several features, but where features are few (at most ``most``), and
+        where edges have values of their own, along which Triton then arranges all, whatever the number of features.
+        """
+        return self._reads_edges or features <= most
 
     def _float(self, node: Node) -> str:
         return self.names[node] if self._types[node] == "float" else f"{self.names[node]}.to(FLOAT)"
@@ -271,7 +275,7 @@ class Emitter:
         held = [a for a in gone if a in self._present[node.args[0]]]
         repeated = math.prod(a.size for a in gone if a not in held)
         value, fill = arg, "0.0" if node.op == "sum" else 'float("-inf")'
-        if node.op == "sum" and self.tile.padded(held) < 2 * WARP and _is_product(node.args[0]):
+        if node.op == "sum" and self._may_be_alone(self.tile.padded(held), 2 * WARP - 1) and _is_product(node.args[0]):
             value = f"device.rounded({value})"
         for axis in held:
             if self.tile.is_masked(axis):
