@@ -34,7 +34,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from pyg_fullgraph.execution import MIN_BLOCK_WORK, kernel_of, row_kernels
 from pyg_fullgraph.phases import EdgePhase
 from pyg_fullgraph.saga.codegen import KernelSource
-from pyg_fullgraph.saga.ir import EdgeProgram
+from pyg_fullgraph.saga.ir import Domain, EdgeProgram
 from pyg_fullgraph.saga.passes import split
 from pyg_fullgraph.saga.plans import KERNELS, Plan, Sweep, is_packed, is_staged
 from pyg_fullgraph.saga.rows import RowsSource, generate
@@ -45,7 +45,8 @@ TARGET = GPUTarget("cuda", 90, 32)
 
 
 def plans_of(program: EdgeProgram, is_half: bool = False) -> list[Plan]:
-    """The plans of a training step of ``program``, on graphs of few edges per vertex and of many.
+    """The plans of a training step of ``program``, on graphs of few edges per vertex and of many, and of one in a first
+    layer, whose features are given.
 
     Args:
         program: Of one stage.
@@ -58,6 +59,9 @@ def plans_of(program: EdgeProgram, is_half: bool = False) -> list[Plan]:
         needs = tuple(not n.is_integer for n in phase.inputs)
         found += [phase.forward_plan(KERNELS, save, is_half) for save in (False, True)]
         found.append(phase.backward_plan(KERNELS, needs, is_half))
+        of_first = tuple(n.domain == Domain.PARAM and need for n, need in zip(phase.inputs, needs, strict=True))
+        if any(of_first) and not postpones:
+            found.append(phase.backward_plan(KERNELS, of_first, is_half))
     return found
 
 

@@ -280,6 +280,8 @@ WIDE_CASES: dict[str, Callable[[], EdgeProgram]] = {
                                                        "edge_attr": spec(EDGE, 64)}),
     "gatv2-edge-128": gatv2(128, 2, edge_dim=3),
     "transformer-edge-32": weighted_edges,
+    "nn-16": Layer(lambda: pyg.NNConv(16, 16, nn.Linear(1, 256)), "sum", {"x_j": spec(SRC, 16),
+                                                                         "edge_attr": spec(EDGE, 1)}),
 }
 
 

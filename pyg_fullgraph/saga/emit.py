@@ -95,8 +95,11 @@ class Emitter:
         self.names: dict[Node, str] = {}
         self.uses_ids = uses_ids
         self.reads_columns = False
-        self._reads_edges = any(n.domain == Domain.EDGE and n.op in ("input", "dropout", "eid")
-                                for n in ir.walk(*lowering.roots))
+        nodes = tuple(ir.walk(*lowering.roots))
+        reads_edges = any(n.domain == Domain.EDGE and n.op in ("input", "dropout", "eid") for n in nodes)
+        widest = max((tile.padded(tile.axes.axes(n)) for n in nodes if n.op == "input" and n.is_row), default=0)
+        # Triton arranges all along what edges have of their own, and along rows that fill no warp though the tile does.
+        self._is_spread = reads_edges or widest < min(tile.width, WARP * lanes)
         self.indices: set[tuple[str, bool]] = set()
         # float, int or bool; the axes in which a tile is not 1 wide; tiles -> the same as matrices; what is loaded.
         self._types: dict[Node, str] = {}
@@ -189,10 +192,10 @@ class Emitter:
     def _may_be_alone(self, features: int, most: int) -> bool:
         """Whether a lane may have one number of what is summed up over lanes.
 
-        Edges lie along registers, and lanes have several features, but where features are few (at most ``most``), and
-        where edges have values of their own, along which Triton then arranges all, whatever the number of features.
+        Edges lie along registers, and lanes have several features, but where these are few (at most ``most``), or where
+        edges are spread over lanes.
         """
-        return self._reads_edges or features <= most
+        return self._is_spread or features <= most
 
     def _float(self, node: Node) -> str:
         return self.names[node] if self._types[node] == "float" else f"{self.names[node]}.to(FLOAT)"
