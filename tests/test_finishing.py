@@ -148,7 +148,7 @@ def test_gradients(name, how, dtype, device, monkeypatch):
     """Of rows that one program has, of those that are merged, and where no kernel finishes them."""
     monkeypatch.setattr(phases, "LONG_ROWS", 0)
     if how == "cut rows":
-        monkeypatch.setattr(execution, "_max_piece", lambda num_edges: 8)
+        monkeypatch.setattr(execution, "_max_piece", lambda *order: 8)
     elif how == "after":
         monkeypatch.setattr(execution, "_finishes", lambda *args: False)
     check(program_of(name), CASE, dtype, device)
@@ -195,7 +195,7 @@ def forwards(monkeypatch):
 @pytest.mark.parametrize("device", ["cpu", INTERPRETER, GPU])
 def test_result_and_rest_have_twice_the_digits(name, dtype, digits, device, forwards, monkeypatch):
     if name == "gat-bias":
-        monkeypatch.setattr(execution, "_max_piece", lambda num_edges: 8)
+        monkeypatch.setattr(execution, "_max_piece", lambda *order: 8)
     tensors = make_tensors(program_of(name), CASE.num_src, CASE.num_dst, CASE.num_edges, dtype, device)
     graph = Graph.from_edge_index(CASE.edge_index.to(device), CASE.size)
     for kind in (dtype, torch.float64):
