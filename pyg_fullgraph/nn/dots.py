@@ -59,18 +59,21 @@ def computed(conv: Any, kwargs: Mapping[str, Any]) -> tuple[Mapping[str, Any], t
     """
     waiting: list[DotExpr] = []
     known: list[Returned] = []
+    own: list[EdgeExpr] = []
     for value in kwargs.values():
         for part in value if type(value) in (tuple, list) else (value,):
             if type(part) is DotExpr:
                 waiting.append(part)
             elif type(part) is EdgeExpr:
                 known += part.features
-    if not waiting and not known:
+                if part.is_own:
+                    own.append(part)
+    if not waiting and not known and not own:
         return kwargs, ()
     # A hook may keep or change what it sees.
     is_seen = conv._propagate_forward_pre_hooks or conv._propagate_forward_hooks
     known = [] if is_seen else [r for r in known if r.features._version == r.version]
-    made = {id(e): e.materialize() for e in waiting if not e.is_open}
+    made = {id(e): e.materialize() for e in (*own, *(e for e in waiting if not e.is_open))}
     asked = [e for e in waiting if e.is_open]
     for expr in asked:
         expr.check_unchanged()

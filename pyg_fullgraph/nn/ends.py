@@ -99,7 +99,8 @@ class EdgeValues(LazyTensor):
     @staticmethod
     def __new__(cls, value: Tensor, graph: Graph) -> EdgeValues:
         self = LazyTensor.__new__(cls, tuple(value.shape), value.dtype, value.device)
-        self._value, self.graph = value, graph
+        self.graph = graph
+        self.computed(value)
         return self
 
     def __init__(self, value: Tensor, graph: Graph) -> None:
@@ -108,8 +109,9 @@ class EdgeValues(LazyTensor):
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.max, torch.max) and len(args) == 1 and not kwargs:
-            return args[0].graph.largest(args[0]._value)
+            return args[0].graph.largest(args[0].materialize())
         return super().__torch_function__(func, types, args, kwargs)
 
     def materialize(self) -> Tensor:
+        assert self._value is not None
         return self._value

@@ -19,7 +19,7 @@ from pyg_fullgraph import dense
 from pyg_fullgraph.errors import LayerInputError, PygFullgraphError, RowCountError
 from pyg_fullgraph.nn import compiled, derived, dots, order
 from pyg_fullgraph.nn.lazy import LazyTensor, as_plain
-from pyg_fullgraph.nn.preparation import REPLACEMENTS
+from pyg_fullgraph.nn.preparation import REPLACEMENTS, REPLACEMENTS_APART
 from pyg_fullgraph.saga.trace import rebind
 
 __all__ = ["install_forward"]
@@ -81,7 +81,8 @@ def _over_ours(function: types.FunctionType) -> Any:
     code = dots.code_with_dots(function)
     if code is None and not _names_replaced(function):
         return None
-    made: Any = rebind(function, REPLACEMENTS)
+    is_pygs = (function.__module__ or "").startswith("torch_geometric.")
+    made: Any = rebind(function, REPLACEMENTS if is_pygs else REPLACEMENTS_APART)
     if code is not None:
         made.__code__ = code
         made.__globals__[dots.NAME] = dots.dot

@@ -29,6 +29,12 @@ _METADATA = {
     Tensor.is_nested.__get__, Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.__len__,
     Tensor.is_floating_point, Tensor.is_complex,
 }
+# Ways to change a tensor, or to follow it, that its version does not tell of.
+_BEYOND_VERSIONS = {
+    Tensor.data.__get__, Tensor.data.__set__, Tensor.requires_grad.__set__, Tensor.requires_grad_, Tensor.retain_grad,
+    Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.detach_, Tensor.numpy,
+    Tensor.untyped_storage, Tensor.data_ptr, Tensor.__dlpack__,
+}
 
 
 def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
@@ -39,11 +45,33 @@ def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tu
 
 
 class LazyTensor(Tensor):
-    """A tensor of known shape, dtype and device whose values are computed when a torch function asks for them."""
+    """A tensor of known shape, dtype and device whose values are computed when a torch function asks for them.
+
+    Attributes:
+        is_followed: Whether somebody may have changed the plain tensor, or may follow it, without a trace.
+    """
+
+    is_followed: bool
+    _value: Tensor | None
+    _version_then: int
 
     @staticmethod
     def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *args: Any) -> Any:
-        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=False)
+        self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=False)
+        self.is_followed, self._value = False, None
+        return self
+
+    def computed(self, value: Tensor) -> Tensor:
+        """``value``, which is the plain tensor from now on."""
+        self._value, self._version_then = value, _version_of(value)
+        return value
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the plain tensor is not what the expression says any more, or not only that: who goes on with this
+        one has to take it.
+        """
+        return self._value is not None and (self.is_followed or _version_of(self._value) != self._version_then)
 
     def materialize(self) -> Tensor:
         """The plain tensor."""
@@ -56,6 +84,8 @@ class LazyTensor(Tensor):
                 return func(*args, **(kwargs or {}))
         if func is Tensor.requires_grad.__get__ and isinstance(args[0], EdgeExpr):
             return args[0].needs_grad
+        if func in _BEYOND_VERSIONS and isinstance(args[0], LazyTensor):
+            args[0].is_followed = True
         args, kwargs = pytree.tree_map(_plain, (args, kwargs or {}))
         return dense.call(func, args, kwargs)
 
@@ -76,21 +106,20 @@ class LazyTensor(Tensor):
         return self.materialize().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
+        self.is_followed = True
         return self.materialize().numpy(force=force)
 
 
 class DeferredTensor(LazyTensor):
     """A lazy tensor with one value, computed under the gradient mode in which it was made."""
 
-    _value: Tensor | None
     _has_grad_mode: bool
     _versions: list[tuple[Tensor, int]]
 
     @staticmethod
     def _make(cls: type, like: Tensor, shape: tuple[int, ...]) -> Any:
         self = LazyTensor.__new__(cls, shape, like.dtype, like.device)
-        self._value, self._has_grad_mode = None, torch.is_grad_enabled()
-        self._versions = []
+        self._has_grad_mode, self._versions = torch.is_grad_enabled(), []
         return self
 
     def watch(self, *tensors: Tensor | None) -> None:
@@ -112,7 +141,7 @@ class DeferredTensor(LazyTensor):
         if self._value is None:
             self.check_unchanged()
             with torch.set_grad_enabled(self._has_grad_mode):
-                self._value = self.compute()
+                return self.computed(self.compute())
         return self._value
 
     def compute(self) -> Tensor:
@@ -158,10 +187,15 @@ class EdgeExpr(LazyTensor):
         dtype = next(t.dtype for t in tensors.values() if t.is_floating_point())
         self = LazyTensor.__new__(cls, (graph.num_edges, *node.shape), dtype, graph.device)
         keep = torch.is_grad_enabled()
-        self.node, self.graph, self.features, self._value = node, graph, features, None
+        self.node, self.graph, self.features = node, graph, features
         self.tensors = {k: t if keep or not t.requires_grad else t.detach() for k, t in tensors.items()}
         self._versions = {} if torch.is_inference_mode_enabled() else {k: t._version for k, t in self.tensors.items()}
         return self
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a tensor that the values are to be computed from was written to meanwhile."""
+        return any(self.tensors[name]._version != version for name, version in self._versions.items())
 
     def check_unchanged(self) -> None:
         """Raise if a tensor that the values are to be computed from was written to meanwhile."""
@@ -178,15 +212,43 @@ class EdgeExpr(LazyTensor):
         return any(t.requires_grad for t in self.tensors.values())
 
     def materialize(self) -> Tensor:
+        value = self._value
+        if value is not None and self.is_own:
+            return value
         self.check_unchanged()
-        if self._value is None or (torch.is_grad_enabled() and self.needs_grad and not self._value.requires_grad):
-            (self._value,) = run(EdgeProgram((Output("edge", self.node, "out"),)), self.graph, self.tensors)
-        return self._value
+        if value is None or (self.needs_grad and not value.requires_grad and not torch.is_inference_mode_enabled()):
+            # As where it was made: who writes to it without gradients leaves it its own.
+            with torch.set_grad_enabled(self.needs_grad or torch.is_grad_enabled()):
+                (made,) = run(EdgeProgram((Output("edge", self.node, "out"),)), self.graph, self.tensors)
+            value = self.computed(made)
+        return value
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> EdgeExpr:
+    def _lasting(self) -> Tensor | None:
+        """What there is to be copied: the values, without their history, or nothing where they cannot be had any more.
+        """
+        if self.is_own or not self.is_stale:
+            return self.materialize().detach()
+        return None if self._value is None else self._value.detach()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        value = self._lasting()
+        return (_nothing, ()) if value is None else value.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor | None:
         # What was cached on a layer may hang on a graph of gradients, which torch refuses to copy; PyG's cache too.
+        if self.is_own or self.is_stale:
+            value = self._lasting()
+            return None if value is None else value.clone()
         tensors = {k: copy.deepcopy(t, memo) for k, t in self.tensors.items()}
         return EdgeExpr(self.node, tensors, copy.deepcopy(self.graph, memo))
+
+
+def _nothing() -> None:
+    """What stands for values that cannot be computed any more."""
+
+
+def _version_of(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def _plain(value: Any) -> Any:

@@ -183,7 +183,7 @@ class Features(_Open):
     @staticmethod
     def __new__(cls, value: Tensor) -> Features:
         self = _Open._make(cls, value, tuple(value.shape))
-        self._value = value
+        self.computed(value)
         return self
 
     def __init__(self, value: Tensor) -> None:

@@ -34,7 +34,7 @@ from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
 from pyg_fullgraph.saga.trace import rebind
 
-__all__ = ["REPLACEMENTS", "prepared_graph"]
+__all__ = ["REPLACEMENTS", "REPLACEMENTS_APART", "prepared_graph"]
 
 Fill = float | Tensor | str | None
 
@@ -59,17 +59,18 @@ def _once(memo: dict[Any, Any], key: Any, build: Callable[[], Any]) -> Any:
         return keep(memo, key, build())
 
 
-def _of_values(memo: dict[Any, Any], key: Any, values: Tensor, build: Callable[[], Any]) -> Any:
-    """``build()``, remembered in one slot of ``memo`` for as long as ``values`` is the same unchanged tensor.
+def _of_values(memo: dict[Any, Any], key: Any, values: Tensor, build: Callable[[], Tensor]) -> Tensor:
+    """``build()``, remembered in one slot of ``memo`` for as long as ``values`` and it are the same unchanged tensors.
 
     From values that require a gradient it is built anew each time and stays differentiable.
     """
     if values.requires_grad or isinstance(values, LazyTensor) or values.is_inference():
         return build()
     slot = memo.get(key)
-    if slot is None or slot[0]() is not values or not is_unchanged(values, slot[1]):
+    if slot is None or slot[0]() is not values or not is_unchanged(values, slot[1]) or not is_unchanged(*slot[2:]):
         with torch.inference_mode(False), torch.no_grad():
-            slot = keep(memo, key, (weakref.ref(values), state_of(values), build()))
+            made = build()
+            slot = keep(memo, key, (weakref.ref(values), state_of(values), made, state_of(made)))
     return taken(slot[2])
 
 
@@ -170,7 +171,9 @@ def _places_of_loops(edge_index: Tensor) -> tuple[Tensor, Tensor, Tensor | None]
 
 
 class WithoutLoops(LazyTensor):
-    """The ``edge_index`` without self-loops [2, num_kept], between a removal and the addition that follows it."""
+    """The ``edge_index`` without self-loops [2, num_kept], between a removal and the addition that follows it; a copy,
+    to which callers may write.
+    """
 
     origin: Tensor
     found: _Loops
@@ -178,7 +181,7 @@ class WithoutLoops(LazyTensor):
     @staticmethod
     def __new__(cls, origin: Tensor, found: _Loops) -> WithoutLoops:
         self = LazyTensor.__new__(cls, (2, found.num_kept), origin.dtype, origin.device)
-        self.origin, self.found, self._value = origin, found, None
+        self.origin, self.found = origin, found
         return self
 
     def __init__(self, origin: Tensor, found: _Loops) -> None:
@@ -187,8 +190,11 @@ class WithoutLoops(LazyTensor):
     def materialize(self) -> Tensor:
         if self._value is None:
             origin = self.origin
-            self._value = _without_loops(origin, (None, None)) if is_part(origin) else \
-                self.found.others(_to_plain(origin))
+            if is_part(origin):
+                return self.computed(_without_loops(origin, (None, None)))
+            if self.found.has_loops:
+                return self.computed(self.found.others(_to_plain(origin)))
+            return self.computed(_once_unwritten(_memo(origin), "copied", lambda: _to_plain(origin).clone()))
         return self._value
 
 
@@ -244,6 +250,16 @@ def remove_self_loops(edge_index: Tensor, edge_attr: Tensor | None = None) -> tu
     return WithoutLoops(edge_index, found), edge_attr
 
 
+def _removed_apart(edge_index: Tensor, edge_attr: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """As :func:`remove_self_loops`, but that no result is an argument: callers may write to them."""
+    removed, kept = remove_self_loops(edge_index, edge_attr)
+    if type(removed) is Tensor and removed is edge_index:
+        removed = WithoutLoops(edge_index, _once(_memo(edge_index), "loops", lambda: _Loops(edge_index)))
+    if kept is not None and kept is edge_attr:
+        kept = _of_values(_memo(edge_index), "copied values", kept, kept.clone)
+    return removed, kept
+
+
 def add_self_loops(edge_index: Tensor, edge_attr: Tensor | None = None, fill_value: Fill = None,
                    num_nodes: int | tuple[int, int] | None = None) -> tuple[Tensor, Tensor | None]:
     """PyG's function; returns a :class:`Graph`, the same one for the same ``edge_index``."""
@@ -251,6 +267,8 @@ def add_self_loops(edge_index: Tensor, edge_attr: Tensor | None = None, fill_val
         return pyg_utils.add_self_loops(edge_index, edge_attr, fill_value, num_nodes)
     if edge_attr is not None:
         check_edge_rows("edge_attr", edge_attr, edge_index)
+    if isinstance(edge_index, WithoutLoops) and edge_index.is_own:
+        edge_index = edge_index.materialize()
     num_loops = min(num_nodes) if isinstance(num_nodes, (tuple, list)) else _num_nodes(edge_index, num_nodes)
     removed = isinstance(edge_index, WithoutLoops)
     origin = edge_index.origin if removed else edge_index
@@ -352,7 +370,8 @@ def prepared_graph(edge_index: Tensor, size: tuple[int | None, int | None]) -> G
             size[1] in (None, edge_index.num_dst):
         return edge_index
     if isinstance(edge_index, WithoutLoops):
-        return _without_loops(edge_index.origin, size)
+        return prepared_graph(edge_index.materialize(), size) if edge_index.is_own else \
+            _without_loops(edge_index.origin, size)
     if type(edge_index) is Tensor:
         known = remembered.of(edge_index)
         if size in known:  # in most calls
@@ -368,9 +387,11 @@ def prepared_graph(edge_index: Tensor, size: tuple[int | None, int | None]) -> G
 
 def _without_loops(origin: Tensor, size: tuple[int | None, int | None]) -> Graph:
     memo = _memo(origin)
+    found = _once(memo, "loops", lambda: _Loops(origin))
+    if not found.has_loops:
+        return prepared_graph(origin, size)
 
     def build() -> Tensor:
-        found = _once(memo, "loops", lambda: _Loops(origin))
         return origin.rewired(found.kept(origin), 0) if isinstance(origin, Graph) else \
             Graph.from_edge_index(found.others(_to_plain(origin)), size)
 
@@ -555,3 +576,5 @@ REPLACEMENTS: Mapping[Any, Callable[..., Any]] = {
     pyg_utils.get_laplacian: get_laplacian,
     pyg_rgcn.masked_edge_index: masked_edge_index,
 }
+#: The same in forwards that PyG did not write, which may write to results.
+REPLACEMENTS_APART = {**REPLACEMENTS, pyg_utils.remove_self_loops: _removed_apart}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import builtins
+import collections
 import enum
 import functools
 import hashlib
@@ -45,8 +46,8 @@ _INTERNAL = frozenset({
 
 # Names in a method that may tell a number from a tensor, and those that may reach any attribute.
 _ASKS_FOR_TYPES = frozenset({"isinstance", "type", "is_tensor", "callable", "float", "int", "bool"})
-_DYNAMIC = frozenset({"getattr", "vars", "__dict__", "eval", "__getattr__", "super", "_parameters", "_buffers",
-                      "_modules"})
+_DYNAMIC = frozenset({"getattr", "attrgetter", "methodcaller", "vars", "__dict__", "eval", "__getattr__", "super",
+                      "_parameters", "_buffers", "_modules"})
 _LIBRARIES = frozenset({"torch", "torch_geometric", "torch_sparse", "torch_scatter", "pyg_fullgraph", "triton_kernels",
                         "numpy", "scipy"}) | sys.stdlib_module_names
 _ABSENT = object()
@@ -311,7 +312,7 @@ class Key:
     def _whole(self, value: Any) -> Any:
         if isinstance(value, Module):
             return self._class(type(value)), value.training, self._attributes(value, None, set())
-        if isinstance(value, (tuple, list)):
+        if isinstance(value, (tuple, list, collections.deque)):
             return type(value), tuple(self.value(v) for v in value)
         if isinstance(value, dict):
             return dict, tuple((self.value(k), self.value(v)) for k, v in value.items())

@@ -1,0 +1,242 @@
+"""Writes to what PyG's functions give a forward, which is lazy or remembered here: they count, and stay that call's."""
+
+import collections
+import copy
+import io
+import operator
+
+import pytest
+import torch
+from torch import nn
+from torch_geometric.nn import MessagePassing
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
+from torch_geometric.utils import add_remaining_self_loops, add_self_loops, remove_self_loops
+
+import pyg_fullgraph as pfg
+from pyg_fullgraph.errors import InputError
+
+LOOPS = torch.tensor([[0, 1, 2, 3, 3, 1], [1, 2, 3, 0, 3, 1]])
+NO_LOOPS = torch.tensor([[0, 1, 2, 3, 1], [1, 2, 3, 0, 3]])
+
+
+def features():
+    return torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+class Base(MessagePassing):
+    def __init__(self, change=None):
+        super().__init__(aggr="sum", node_dim=0)
+        self.change, self._alpha = change, None
+        self.att = nn.Parameter(torch.linspace(0.5, 2.0, 4, dtype=torch.float64))
+
+    def message(self, x_j, w):
+        return w.view(-1, 1) * x_j
+
+
+class Normalized(Base):
+    def forward(self, x, edge_index):
+        edge_index, norm = gcn_norm(edge_index, None, x.size(0), dtype=x.dtype)
+        return self.propagate(edge_index, x=x, w=self.change(norm))
+
+
+class Scored(Base):
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x, w=self.change(self.edge_updater(edge_index, x=x)))
+
+    def edge_update(self, x_i, x_j):
+        return (x_i * x_j * self.att).sum(-1)
+
+
+def write(how):
+    def change(values):
+        with torch.no_grad():
+            how(values)
+        return values
+
+    return change
+
+
+def hook(values):
+    if values.requires_grad:
+        values.register_hook(lambda grad: grad * 2)
+    return values
+
+
+CHANGES = {
+    "item": write(lambda v: v.__setitem__(slice(None, None, 2), 0)),
+    "mask": write(lambda v: v.__setitem__(v < 0.4, 0)),
+    "in-place": write(lambda v: v.mul_(3).clamp_(max=2.0)),
+    "view": write(lambda v: v[:3].zero_()),
+    "view-in-place": write(lambda v: v.view(-1, 1).mul_(2)),
+    "data": write(lambda v: v.data.mul_(2)),
+    "out": write(lambda v: torch.mul(v, 2.0, out=v)),
+    "numpy": write(lambda v: None if v.requires_grad else v.numpy().__setitem__(0, 5.0)),
+    "hook": hook,
+    "nothing": lambda v: v,
+}
+
+
+def steps(layer, edge_index, count=3):
+    """Outputs and all gradients of some steps."""
+    found = []
+    for _ in range(count):
+        x = features().requires_grad_()
+        layer.zero_grad()
+        out = layer(x, edge_index)
+        out.square().sum().backward()
+        found.append([out.detach(), x.grad, *(p.grad for p in layer.parameters() if p.grad is not None)])
+    return found
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("kind", [Normalized, Scored])
+def test_values_that_are_written_to_go_into_the_edge_phase(kind, change):
+    layer = kind(CHANGES[change])
+    for got, want in zip(steps(pfg.convert(copy.deepcopy(layer)), LOOPS), steps(layer, LOOPS), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_values_that_nobody_reads_are_not_computed():
+    seen = []
+    steps(pfg.convert(Scored(lambda values: seen.append(values) or values)), LOOPS)
+    assert len(seen) == 3
+    assert all(values._value is None for values in seen)
+
+
+class Loops(MessagePassing):
+    def __init__(self, prepare):
+        super().__init__(aggr="sum")
+        self.prepare = prepare
+
+    def forward(self, x, edge_index, w):
+        edge_index, w = self.prepare(edge_index, w, x.size(0))
+        return self.propagate(edge_index, x=x, w=w)
+
+    def message(self, x_j, w):
+        return w.view(-1, 1) * x_j
+
+
+class Removed(Loops):
+    def forward(self, x, edge_index, w):
+        edge_index, w = remove_self_loops(edge_index, w)
+        w *= 2
+        return self.propagate(edge_index, x=x, w=w)
+
+
+class Rewired(Loops):
+    def forward(self, x, edge_index, w):
+        edge_index, _ = remove_self_loops(edge_index)
+        edge_index[0, 0] = 1
+        return self.propagate(edge_index, x=x, w=w[:edge_index.size(1)])
+
+
+class Added(Loops):
+    def forward(self, x, edge_index, w):
+        edge_index, w = add_self_loops(edge_index, w, 1.0, x.size(0))
+        w *= 2
+        return self.propagate(edge_index, x=x, w=w)
+
+
+class AddedLater(Loops):
+    def forward(self, x, edge_index, w):
+        edge_index, w = remove_self_loops(edge_index, w)
+        edge_index[0, 0] = 1
+        edge_index, w = add_self_loops(edge_index, w, 1.0, x.size(0))
+        return self.propagate(edge_index, x=x, w=w)
+
+
+class AddedRemaining(Loops):
+    def forward(self, x, edge_index, w):
+        edge_index, w = add_remaining_self_loops(edge_index, w, 1.0, x.size(0))
+        w *= 2
+        return self.propagate(edge_index, x=x, w=w)
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize("edges", [LOOPS, NO_LOOPS], ids=["loops", "no-loops"])
+@pytest.mark.parametrize("kind", [Removed, Rewired, Added, AddedLater, AddedRemaining])
+def test_what_a_forward_writes_to_is_neither_the_users_nor_there_in_the_next_call(kind, edges, needs_grad):
+    layer, x = kind(None), features()
+    ours = pfg.convert(copy.deepcopy(layer))
+    given, w = edges.clone(), torch.rand(edges.size(1), dtype=torch.float64)
+    mine, theirs = w.clone().requires_grad_(needs_grad), w.clone().requires_grad_(needs_grad)
+    for _ in range(3):
+        got, want = ours(x, given, mine), layer(x, edges, theirs)
+        torch.testing.assert_close(got, want)
+        if needs_grad:
+            torch.testing.assert_close(torch.autograd.grad(got.square().sum(), mine),
+                                       torch.autograd.grad(want.square().sum(), theirs))
+    assert torch.equal(given, edges) and torch.equal(mine.detach(), w)
+
+
+class Attention(Base):
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_i, x_j):
+        self._alpha = torch.sigmoid((x_i * x_j * self.att).sum(-1))
+        return self._alpha.unsqueeze(-1) * x_j
+
+
+def test_a_layer_is_saved_and_copied_after_its_weights_changed():
+    layer = pfg.convert(Attention())
+    layer(features(), NO_LOOPS).sum().backward()
+    fresh = copy.deepcopy(layer)._alpha
+    torch.testing.assert_close(fresh.detach(), layer._alpha.detach())
+    layer(features(), NO_LOOPS)
+    torch.optim.SGD(layer.parameters(), 1.0).step()
+    with pytest.raises(InputError, match="to stay as it was"):
+        layer._alpha.sum()
+    stream = io.BytesIO()
+    torch.save(layer, stream)
+    stream.seek(0)
+    for other in (torch.load(stream, weights_only=False), copy.deepcopy(layer)):
+        assert other._alpha is None  # not what another weight would make of it
+        torch.testing.assert_close(other(features(), NO_LOOPS), layer(features(), NO_LOOPS))
+
+
+def test_values_that_were_read_before_a_weight_changed_are_copied():
+    layer = pfg.convert(Attention())
+    layer(features(), NO_LOOPS)
+    read = layer._alpha.detach().clone()
+    with torch.no_grad():
+        layer.att.mul_(2)
+    torch.testing.assert_close(copy.deepcopy(layer)._alpha, read)
+
+
+class Deque(Base):
+    def __init__(self):
+        super().__init__()
+        self.state = collections.deque([1.0], maxlen=1)
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_j):
+        return x_j * self.state[0]
+
+    def set(self, value):
+        self.state.append(value)
+
+
+class Getter(Deque):
+    def __init__(self):
+        super().__init__()
+        self.slope = 1.0
+
+    def message(self, x_j):
+        return x_j * operator.attrgetter("slope")(self)
+
+    def set(self, value):
+        self.slope = value
+
+
+@pytest.mark.parametrize("kind", [Deque, Getter])
+def test_a_deque_and_an_attribute_by_its_name_are_read_again(kind):
+    layer = pfg.convert(kind())
+    for value in (1.0, 5.0, 2.0):
+        layer.set(value)
+        for _ in range(3):
+            plain = kind()
+            plain.set(value)
+            torch.testing.assert_close(layer(features(), NO_LOOPS), plain(features(), NO_LOOPS))
