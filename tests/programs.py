@@ -172,8 +172,10 @@ def pointwise_table() -> EdgeProgram:
     value = ir.pointwise("where", ir.pointwise("gt", kind, 0.0), base, ir.pointwise("mul", base, 0.3))
     # Steps are taken on what is not rounded.
     taken = {"float": kind, "floor": x, **dict.fromkeys(ir.TRUTHS, x),
+             **dict.fromkeys(("modulo", "floor_quotient"), ir.pointwise("neg", kind)),
              **dict.fromkeys(("and", "or", "not"), ir.pointwise("gt", x, 0.2))}
-    second = {"atan2": 1.1, "pow": 1.7, "maximum": 0.6, "mul": 2.1, "and": ir.pointwise("lt", y, 0.4),
+    second = {"atan2": 1.1, "pow": 1.7, "maximum": 0.6, "mul": 2.1, "modulo": 2.0, "floor_quotient": 2.0,
+              "and": ir.pointwise("lt", y, 0.4),
               "or": ir.pointwise("lt", y, 0.4)}
     total = value
     for op in ir.OPS.values():
@@ -191,9 +193,11 @@ def integer_data() -> EdgeProgram:
     chosen = ir.pointwise("where", ir.view(ir.pointwise("eq", kind, 1.0), (1,)), x, ir.pointwise("neg", x))
     row = ir.lookup(ir.input("table", Domain.PARAM, (3, WIDTH)), kind)
     mine = ir.input("mine", DST, (), True)
-    row = ir.pointwise("mul", row, ir.lookup(ir.input("rows", Domain.PARAM, (3, WIDTH)), mine))
+    place = ir.pointwise("neg", ir.pointwise("modulo", mine, -3.0))
+    row = ir.pointwise("mul", row, ir.lookup(ir.input("rows", Domain.PARAM, (3, WIDTH)), place))
     same = ir.pointwise("ge", label, ir.view(mine, (1,)))
     count = ir.pointwise("add", ir.pointwise("mul", label, 2.0), ir.pointwise("where", same, 1.0, 0.5))
+    count = ir.pointwise("add", count, ir.pointwise("floor_quotient", label, -2.0))
     return EdgeProgram((Output("sum", ir.pointwise("mul", chosen, row)), Output("max", count, "count")))
 
 

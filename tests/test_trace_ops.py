@@ -216,6 +216,33 @@ def test_an_operation_means_what_it_means_in_torch(what):
     adjoint((Output("sum", node),))
 
 
+AT_ZERO = {
+    "sinc": torch.sinc,
+    "std": lambda x: x.std(-1, keepdim=True) + x,
+    "std of all": lambda x: x.std(-1, unbiased=False, keepdim=True) * x,
+    "std_mean": lambda x: torch.std_mean(x, -1, keepdim=True)[0] * torch.std_mean(x, -1, keepdim=True)[1],
+    "var": lambda x: x.var(-1, keepdim=True) * x,
+    **{f"norm {p}": lambda x, p=p: x.norm(p=p, dim=-1, keepdim=True) for p in (1, 2, 3, 1.5, 0.5)},
+    "normalize": lambda x: F.normalize(x, dim=-1),
+    "xlogy": lambda x: torch.xlogy(x, 2.0),
+}
+
+
+@pytest.mark.parametrize("what", AT_ZERO)
+def test_gradients_at_zero_and_values_that_are_no_numbers_are_those_of_torch(what):
+    function = AT_ZERO[what]
+    node = trace(lambda self, x: function(x))
+    rows = [[0.0] * 4, [2.0] * 4, [1.0, 0.0, -3.0, 4.0], [math.nan] * 4]
+    x = torch.tensor(rows + [[0.0] * 4] * (E - len(rows))).requires_grad_()
+    ids = torch.arange(E)
+    (got,) = run_reference(EdgeProgram((Output("edge", node),)), ids, ids, E, {"message.x_j": x})
+    want = function(x)
+    torch.testing.assert_close(got, want, equal_nan=True)
+    cotangent = torch.randn_like(want)
+    torch.testing.assert_close(*[torch.autograd.grad(o, x, cotangent)[0] for o in (got, want)], equal_nan=True)
+    adjoint((Output("sum", node),))
+
+
 @pytest.mark.parametrize("function", [F.relu, F.hardtanh, F.relu6, lambda x: x.clamp(-1, 1), lambda x: x.clamp(min=0),
                                       lambda x: F.threshold(x, 0, 0)])
 def test_gradients_at_bounds_are_those_of_torch(function):
@@ -363,6 +390,59 @@ def test_batch_normalization_is_elementwise_in_evaluation():
     ids = torch.arange(E)
     (got,) = run_reference(EdgeProgram((Output("edge", node),)), ids, ids, E, {"message.x_j": x, **tensors})
     torch.testing.assert_close(got, norm(x))
+
+
+def trace_integers(body) -> Node:
+    class Layer(pyg.MessagePassing):
+        def __init__(self):
+            super().__init__()
+            self.emb = nn.Parameter(torch.randn(7, 4))
+            self.register_buffer("bytes", torch.arange(7, dtype=torch.uint8))
+
+        def message(self, x_j, kind):
+            return body(self, x_j, kind)
+
+    return trace_method(Layer(), "message", dict(x_j=ArgSpec(Domain.EDGE, (4,)),
+                                                 kind=ArgSpec(Domain.EDGE, (), integer=True))).value
+
+
+@pytest.mark.parametrize("function", [lambda k: k % 7, lambda k: k % -7, lambda k: k // 86400, lambda k: k // -86400,
+                                      lambda k: torch.div(k, 7, rounding_mode="floor"), lambda k: k // 3 % 7,
+                                      lambda k: k.floor() % 7, lambda k: k.round() % 7])
+def test_remainders_and_quotients_of_integers_are_exact(function):
+    node = trace_integers(lambda self, x, k: x * (function(k) == function(k).clamp(-3, 3)).unsqueeze(-1)
+                          + (function(k) % 5).unsqueeze(-1))
+    kind = torch.randint(-2**40, 2**40, (E,), generator=torch.Generator().manual_seed(0))
+    kind[:8] = torch.tensor([0, 7, -7, 6, -6, 2**24 + 1, 86400, -86400])
+    x, ids = torch.randn(E, 4, dtype=torch.float32), torch.arange(E)
+    program = EdgeProgram((Output("edge", node),))
+    (got,) = run_reference(program, ids, ids, E, {"message.x_j": x, "message.kind": kind})
+    hit = (function(kind) == function(kind).clamp(-3, 3)).unsqueeze(-1)
+    torch.testing.assert_close(got, x * hit + (function(kind) % 5).unsqueeze(-1))
+    adjoint((Output("sum", node),))
+
+
+@pytest.mark.parametrize(("body", "reason"), [
+    (lambda self, x, k: self.emb[k % k] * x, "divides integers by others than numbers"),
+    (lambda self, x, k: self.emb[k % 0] * x, "divides integers by others than numbers"),
+    (lambda self, x, k: self.emb[(k * 2654435761) % 7] * x, "computed as floating point numbers"),
+    (lambda self, x, k: self.emb[torch.fmod(k, 7)] * x, "rounds a quotient of integers to zero"),
+    (lambda self, x, k: self.emb[torch.div(k, 7, rounding_mode="trunc")] * x, "rounds a quotient of integers to zero"),
+    (lambda self, x, k: self.emb[k**5] * x, "power of integers"),
+    (lambda self, x, k: k.to(torch.int8).unsqueeze(-1) * x, "narrower integers, int8"),
+    (lambda self, x, k: (self.bytes[k] - 3).unsqueeze(-1) * x, "uint8, which wraps around"),
+    (lambda self, x, k: (-self.bytes[k]).unsqueeze(-1) * x, "uint8, which wraps around"),
+    (lambda self, x, k: (self.bytes[k] ** 2).unsqueeze(-1) * x, "uint8, which wraps around"),
+    (lambda self, x, k: (self.bytes[k] % 2).unsqueeze(-1) * x, "uint8, which wraps around"),
+])
+def test_other_arithmetic_of_integers_is_refused(body, reason):
+    with pytest.raises(NotFusable, match=reason):
+        trace_integers(body)
+
+
+def test_narrow_integers_may_be_compared_read_and_made_wider():
+    trace_integers(lambda self, x, k: self.emb[self.bytes[k].long()] * x + (self.bytes[k] > 3).unsqueeze(-1)
+                   + self.bytes[k].to(x.dtype).unsqueeze(-1) + self.bytes[k].unsqueeze(-1) * x)
 
 
 def test_a_refusal_leaves_the_log_of_a_layer_as_it_was():

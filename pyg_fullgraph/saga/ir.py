@@ -61,6 +61,14 @@ class Op:
     linear_in: tuple[int, ...] = ()
 
 
+def _modulo(x: Tensor, y: Tensor) -> Tensor:
+    return torch.remainder(x.long(), y.long())
+
+
+def _floor_quotient(x: Tensor, y: Tensor) -> Tensor:
+    return torch.div(x.long(), y.long(), rounding_mode="floor")
+
+
 def _table(*ops: Op) -> dict[str, Op]:
     return {op.name: op for op in ops}
 
@@ -105,6 +113,10 @@ OPS: Mapping[str, Op] = _table(
     Op("minimum", "pointwise", torch.minimum, "tl.minimum({0}, {1}, tl.PropagateNan.ALL)"),
     Op("atan2", "pointwise", torch.atan2, "device.atan2({0}, {1})"),
     Op("pow", "pointwise", torch.pow, "device.power({0}, {1})"),
+    # Of integers, rounded to minus infinity as in Python; Triton rounds to zero.
+    Op("modulo", "pointwise", _modulo, "(({0} % {1}.to(tl.int64) + {1}.to(tl.int64)) % {1}.to(tl.int64))"),
+    Op("floor_quotient", "pointwise", _floor_quotient, "({0} // {1}.to(tl.int64) - (({0} % {1}.to(tl.int64) != 0) & "
+       "(({0} < 0) != ({1} < 0))).to(tl.int64))"),
     Op("gt", "pointwise", torch.gt, "({0} > {1})"),
     Op("ge", "pointwise", torch.ge, "({0} >= {1})"),
     Op("lt", "pointwise", torch.lt, "({0} < {1})"),
@@ -180,7 +192,7 @@ class Node:
             node.op, node.args, node.attrs = op, args, items
             node.shape, node.domain, node._digest = tuple(shape), Domain(domain), None
             node.name, node.numel = attrs.get("name", ""), math.prod(node.shape)
-            node.is_integer = op == "eid" or bool(attrs.get("integer", False))
+            node.is_integer = op in ("eid", "modulo", "floor_quotient") or bool(attrs.get("integer", False))
             node.is_row = node.domain != Domain.PARAM
             cls._interned[key] = node
         return node

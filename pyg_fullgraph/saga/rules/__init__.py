@@ -32,10 +32,10 @@ DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {**get_decompositions([
     aten._softmax_backward_data, aten._log_softmax, aten._log_softmax_backward_data, aten.rsub, aten.square,
     aten.log_sigmoid_forward, aten.log_sigmoid_backward, aten.addcmul, aten.addcdiv,
     aten.celu, aten.selu, aten.mish, aten.hardswish, aten.hardsigmoid, aten.hardshrink, aten.softshrink, aten.glu,
-    aten._prelu_kernel, aten.logsumexp, aten.logaddexp, aten.xlogy, aten.lerp, aten._safe_softmax, aten.logit,
+    aten._prelu_kernel, aten.logsumexp, aten.logaddexp, aten.lerp, aten._safe_softmax, aten.logit,
     aten.baddbmm, aten.addmv, aten.mv, aten.dot, aten.addr, aten.index_select_backward, aten.heaviside,
-    aten.deg2rad, aten.rad2deg, aten.sinc, aten.isposinf, aten.isneginf, aten.logaddexp2, aten.tril, aten.triu,
+    aten.deg2rad, aten.rad2deg, aten.isposinf, aten.isneginf, aten.logaddexp2, aten.tril, aten.triu,
     aten._scaled_dot_product_flash_attention_for_cpu,
     aten.softshrink_backward, aten.hardswish_backward, aten.hardsigmoid_backward, aten.mish_backward,
-    aten.rrelu_with_noise, aten.std_mean, aten.count_nonzero, aten.narrow_copy,
+    aten.rrelu_with_noise, aten.count_nonzero, aten.narrow_copy,
 ]), aten.linalg_vector_norm.default: reductions.norm_from_the_front}

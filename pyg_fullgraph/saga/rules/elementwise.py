@@ -12,7 +12,7 @@ from torch.fx import Node as FxNode
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.forms import INDEX, form, is_bool, is_constant, numbers, operand, shaped
-from pyg_fullgraph.saga.ir import Node, pointwise
+from pyg_fullgraph.saga.ir import Domain, Node, pointwise
 from pyg_fullgraph.saga.rules.base import Shown, choose, is_integer, named, rank_of, scaled, to_float, value_of
 
 
@@ -30,8 +30,16 @@ def _operands(fx: FxNode, args: Sequence[Any], logical: bool = False) -> list[An
 _LOGIC = {"mul": "and", "add": "or", "minimum": "and", "maximum": "or"}
 
 
+def _check_integers(fx: FxNode) -> None:
+    """Refuse arithmetic on integers of less than 64 bits."""
+    dtype = value_of(fx).dtype
+    if is_integer(fx) and dtype != torch.int64:
+        raise NotFusable([f"computes with {str(dtype).removeprefix('torch.')}, which wraps around"])
+
+
 def _elementwise(op: str, logical: bool = False) -> Callable:
     def rule(imp: Any, fx: FxNode, *args: Any, alpha: Any = 1, **kwargs: Any) -> Node:
+        _check_integers(fx)
         is_logic = op in _LOGIC and value_of(fx).dtype == torch.bool
         values = _operands(fx, args, logical or is_logic)
         values[-1] = scaled(values[-1], alpha)
@@ -106,6 +114,12 @@ def _hardtanh(x: Node, low: float = -1.0, high: float = 1.0) -> Node:
     return choose(pointwise("le", x, low), low, choose(pointwise("ge", x, high), high, x))  # no gradient at the bounds
 
 
+def _rounded(function: Callable[[Node], Node]) -> Callable:
+    def rule(imp: Any, fx: FxNode, x: Node) -> Node:
+        return x if is_integer(fx.args[0]) else _composed(function)(imp, fx, x)
+    return rule
+
+
 def _truncate(x: Node) -> Node:
     return choose(pointwise("lt", x, 0.0), pointwise("neg", pointwise("floor", pointwise("neg", x))),
                   pointwise("floor", x))
@@ -119,7 +133,41 @@ def _round(x: Node) -> Node:
     return choose(pointwise("and", is_odd, is_tie), pointwise("sub", up, 1.0), up)
 
 
+#: Whole numbers up to here are numbers of a program, which may be of 32 bits.
+_LARGEST_WHOLE = 2**24
+
+
+def _is_exact(node: Node) -> bool:
+    """Whether integers have never been floats."""
+    if node.op == "lookup":
+        return node.args[0].is_integer
+    if node.op in ("view", "permute", "expand", "lift", "add", "sub", "mul", "neg", "abs") or \
+            (node.op == "slice" and node.domain == Domain.EDGE):  # others are computed beforehand, as numbers
+        return all(_is_exact(a) for a in node.args)
+    return node.is_integer
+
+
+def _divide_integers(op: str, fx: FxNode, args: Sequence[Any]) -> Node:
+    """``modulo`` or ``floor_quotient``.
+
+    Raises:
+        NotFusable: It is not one of integers of 64 bits by a small number.
+    """
+    _check_integers(fx)
+    x, y = (a if isinstance(a, Node) else ir.const(a) for a in _operands(fx, args))
+    divisor = y.attr("value", 0.0)
+    if not (y.op == "const" and 0 < abs(divisor) <= _LARGEST_WHOLE):
+        raise NotFusable(["divides integers by others than numbers up to 2**24"])
+    if not _is_exact(x):
+        raise NotFusable(["divides integers that are computed as floating point numbers"])
+    return shaped(pointwise(op, x, y), form(fx).shape)
+
+
 def _divide(imp: Any, fx: FxNode, *args: Any, rounding_mode: str | None = None) -> Node:
+    if is_integer(fx):
+        if rounding_mode != "floor":
+            raise NotFusable(["rounds a quotient of integers to zero"])
+        return _divide_integers("floor_quotient", fx, args)
     values = [to_float(v) if isinstance(v, Node) else v for v in _operands(fx, args)]
     out = pointwise("div", *values)
     if rounding_mode is not None:
@@ -127,11 +175,26 @@ def _divide(imp: Any, fx: FxNode, *args: Any, rounding_mode: str | None = None) 
     return shaped(out, form(fx).shape)
 
 
-def _remainder(rounding: Callable[[Node], Node]) -> Callable:
-    def function(x: Any, y: Any) -> Node:
-        x, y = (to_float(v) if isinstance(v, Node) else v for v in (x, y))
-        return pointwise("sub", x, pointwise("mul", rounding(pointwise("div", x, y)), y))
-    return function
+def _remainder(imp: Any, fx: FxNode, *args: Any) -> Node:
+    return _divide_integers("modulo", fx, args) if is_integer(fx) else _composed(
+        lambda x, y: _rest(x, y, lambda q: pointwise("floor", q)))(imp, fx, *args)
+
+
+def _fmod(imp: Any, fx: FxNode, *args: Any) -> Node:
+    if is_integer(fx):
+        raise NotFusable(["rounds a quotient of integers to zero"])
+    return _composed(lambda x, y: _rest(x, y, _truncate))(imp, fx, *args)
+
+
+def _rest(x: Any, y: Any, rounding: Callable[[Node], Node]) -> Node:
+    return pointwise("sub", x, pointwise("mul", rounding(pointwise("div", x, y)), y))
+
+
+def _power(imp: Any, fx: FxNode, x: Any, exponent: Any) -> Node:
+    _check_integers(fx)
+    if is_integer(fx) and exponent not in range(5):
+        raise NotFusable(["takes a power of integers"])
+    return _composed(power_of)(imp, fx, x, exponent)
 
 
 def power_of(x: Any, exponent: Any) -> Node:
@@ -144,6 +207,10 @@ def power_of(x: Any, exponent: Any) -> Node:
         return {2: out, 3: pointwise("mul", out, x), 4: pointwise("mul", out, out)}[int(exponent)]
     named = {0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}.get(exponent)
     return pointwise(named, x) if named else pointwise("pow", x, float(exponent))
+
+
+def _is_finite(x: Node) -> bool:
+    return x.op == "const" and math.isfinite(x.attr("value"))
 
 
 def _cast(imp: Any, fx: FxNode, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -160,7 +227,12 @@ def _cast(imp: Any, fx: FxNode, x: Any, *args: Any, **kwargs: Any) -> Any:
         return numbers(x) if x.op != "const" else x
     if dtype.is_floating_point:
         return to_float(x) if is_integer(given) else x
-    return x if is_integer(given) else _truncate(x)
+    if not is_integer(given):
+        return ir.const(math.trunc(x.attr("value")), x.shape) if _is_finite(x) else _truncate(x)
+    narrow, wide = torch.iinfo(dtype), torch.iinfo(value_of(given).dtype)
+    if narrow.min > wide.min or narrow.max < wide.max:
+        raise NotFusable([f"makes narrower integers, {str(dtype).removeprefix('torch.')}, of others"])
+    return x
 
 
 def _stop(imp: Any, fx: FxNode, x: Any) -> Any:
@@ -191,6 +263,18 @@ def _hypot(x: Any, y: Any) -> Node:
     return pointwise("sqrt", pointwise("add", pointwise("mul", x, x), pointwise("mul", y, y)))
 
 
+def _sinc(x: Node) -> Node:
+    is_zero = pointwise("eq", x, 0.0)
+    angle = pointwise("mul", choose(is_zero, 1.0, x), math.pi)  # no quotient by zero in the gradient either
+    return choose(is_zero, 1.0, pointwise("div", pointwise("sin", angle), angle))
+
+
+def _xlogy(x: Any, y: Any) -> Node:
+    is_end = pointwise("and", pointwise("eq", x, 0.0), pointwise("or", pointwise("le", y, 0.0),
+                                                                 pointwise("eq", y, math.inf)))
+    return choose(is_end, 0.0, pointwise("mul", x, pointwise("log", choose(is_end, 1.0, y))))
+
+
 def _is_infinite(x: Node) -> Node:
     return pointwise("eq", pointwise("abs", x), math.inf)
 
@@ -199,13 +283,13 @@ IMPORTS: Mapping[str, Callable[..., Any]] = {
     **{key: _elementwise(name) for name in ("add", "sub", "mul", "gt", "ge", "lt", "le", "eq", "ne")
        for key in named(("Tensor", "Scalar"), _same, name)},
     **{f"aten.{name}.default": _elementwise(name) for name in
-       ("neg", "exp", "log", "sqrt", "rsqrt", "reciprocal", "abs", "expm1", "log1p", "erf", "floor", "relu", "sigmoid",
+       ("neg", "exp", "log", "sqrt", "rsqrt", "reciprocal", "abs", "expm1", "log1p", "erf", "relu", "sigmoid",
         "tanh", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "maximum",
         "minimum", "atan2")},
     **named(("Tensor", "Scalar", "Tensor_mode", "Scalar_mode"), _divide, "div"),
     **named(("default", "Scalar"), lambda imp, fx, *a: _divide(imp, fx, *a, rounding_mode="floor"), "floor_divide"),
-    **named(("Tensor", "Scalar"), _composed(_remainder(lambda x: pointwise("floor", x))), "remainder"),
-    **named(("Tensor", "Scalar"), _composed(_remainder(_truncate)), "fmod"),
+    **named(("Tensor", "Scalar"), _remainder, "remainder"),
+    **named(("Tensor", "Scalar"), _fmod, "fmod"),
     **named(("default",), _elementwise("and", True), "logical_and"),
     **named(("default",), _elementwise("or", True), "logical_or"),
     **named(("default",), _elementwise("not", True), "logical_not"),
@@ -217,9 +301,10 @@ IMPORTS: Mapping[str, Callable[..., Any]] = {
     **named(("default",), _composed(lambda x: pointwise("ne", x, x)), "isnan"),
     **named(("default",), _composed(_is_infinite), "isinf"),
     **named(("default",), _composed(_sign), "sgn", "sign"),
-    **named(("default",), _composed(_truncate), "trunc", "fix"),
-    **named(("default",), _composed(lambda x: pointwise("neg", pointwise("floor", pointwise("neg", x)))), "ceil"),
-    **named(("default",), _composed(_round), "round"),
+    **named(("default",), _rounded(_truncate), "trunc", "fix"),
+    **named(("default",), _rounded(lambda x: pointwise("floor", x)), "floor"),
+    **named(("default",), _rounded(lambda x: pointwise("neg", pointwise("floor", pointwise("neg", x)))), "ceil"),
+    **named(("default",), _rounded(_round), "round"),
     **named(("default",), _composed(lambda x: pointwise("sub", x, _truncate(x))), "frac"),
     **named(("default",), _composed(lambda x: pointwise("mul", pointwise("log", x), 1 / math.log(2))), "log2"),
     **named(("default",), _composed(lambda x: pointwise("mul", pointwise("log", x), 1 / math.log(10))), "log10"),
@@ -229,6 +314,8 @@ IMPORTS: Mapping[str, Callable[..., Any]] = {
     **named(("default",), _composed(lambda x, y: _either("ge", x, y)), "fmax"),
     **named(("default",), _composed(lambda x, y: _either("le", x, y)), "fmin"),
     **named(("default",), _composed(_hypot), "hypot"),
+    **named(("default",), _composed(_sinc), "sinc"),
+    **named(("Tensor", "Scalar_Self", "Scalar_Other"), _composed(_xlogy), "xlogy"),
     **named(("default",), _composed(_hardtanh), "hardtanh"),
     **named(("default",), _composed(lambda x: _hardtanh(x, 0.0, 6.0)), "relu6"),
     **named(("default", "Tensor"), _clamp_by_name, "clamp"),
@@ -236,7 +323,7 @@ IMPORTS: Mapping[str, Callable[..., Any]] = {
     **named(("default", "Tensor"), _clamp_max, "clamp_max"),
     **named(("self", "ScalarOther", "ScalarSelf", "Scalar"), _choose, "where"),
     **named(("Scalar", "Tensor"), _masked_fill, "masked_fill"),
-    **named(("Tensor_Scalar", "Tensor_Tensor", "Scalar"), _composed(power_of), "pow"),
+    **named(("Tensor_Scalar", "Tensor_Tensor", "Scalar"), _power, "pow"),
     **named(("default",), _same, "alias", "clone", "contiguous", "lift_fresh", "lift_fresh_copy", "lift"),
     **named(("default",), _stop, "detach", "detach_copy"),
     "aten._to_copy.default": _cast,

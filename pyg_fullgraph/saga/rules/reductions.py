@@ -127,17 +127,23 @@ def _spread(x: Node, features: Sequence[int], correction: float) -> tuple[Node, 
     mean = ir.view(_mean_of(x, features), kept)
     off = pointwise("sub", x, mean)
     total = ir.view(ir.reduce_features("sum", pointwise("mul", off, off), features), kept)
-    return pointwise("div", total, float(count - correction)), mean
+    return pointwise("div", total, float(max(count - correction, 0))), mean
+
+
+def _root(total: Node, order: float = 2.0) -> Node:
+    """A root of sums that are not negative; where they are zero its gradient is zero as well, as in torch."""
+    is_zero = pointwise("eq", total, 0.0)
+    return choose(is_zero, 0.0, power_of(choose(is_zero, 1.0, total), 1.0 / order))
 
 
 def _variance(result: str) -> Callable:
     def rule(imp: Any, fx: FxNode, x: Any, dims: Any = None, correction: Any = 1, keepdim: bool = False) -> Any:
         features = _own_features(fx, dims, "variance")
         variance, mean = _spread(node_of(x), features, 1 if correction is None else correction)
-        value = value_of(fx)
-        if result == "var_mean":
-            return [ir.view(v, form_of(f).shape) for v, f in zip((variance, mean), value, strict=True)]
-        return ir.view(pointwise("sqrt", variance) if result == "std" else variance, form(fx).shape)
+        spread = _root(variance) if result.startswith("std") else variance
+        if result.endswith("_mean"):
+            return [ir.view(v, form_of(f).shape) for v, f in zip((spread, mean), value_of(fx), strict=True)]
+        return ir.view(spread, form(fx).shape)
     return rule
 
 
@@ -196,10 +202,9 @@ def _norm(imp: Any, fx: FxNode, x: Any, order: float | None = 2.0, dims: Any = N
     elif order == 1:
         out = ir.reduce_features("sum", size, features)
     else:
-        power = pointwise("mul", x, x) if order == 2 else power_of(size, order)
-        total = ir.reduce_features("sum", power, features)
-        is_positive = pointwise("gt", total, 0.0)
-        out = choose(is_positive, power_of(choose(is_positive, total, 1.0), 1.0 / order), 0.0)
+        power = pointwise("mul", x, x) if order == 2 else _root(size, 1 / order) if 0 < order < 1 else \
+            power_of(size, order)
+        out = _root(ir.reduce_features("sum", power, features), order)
     return ir.view(out, form(fx).shape)
 
 
@@ -328,6 +333,7 @@ IMPORTS: Mapping[str, Callable[..., Any]] = {
     "aten.var.correction": _variance("var"),
     "aten.std.correction": _variance("std"),
     "aten.var_mean.correction": _variance("var_mean"),
+    "aten.std_mean.correction": _variance("std_mean"),
     "aten.native_layer_norm.default": _layer_norm,
     "aten.native_group_norm.default": _group_norm,
     **named(("default",), _batch_norm, "native_batch_norm", "_native_batch_norm_legit",
