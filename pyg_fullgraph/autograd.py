@@ -28,7 +28,7 @@ from pyg_fullgraph.execution import target_of
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.memo import taken
 from pyg_fullgraph.phases import CompiledProgram, EdgePhase, Orders, compile_program, has_long_rows, stores_half
-from pyg_fullgraph.saga import interpret, ir
+from pyg_fullgraph.saga import hollow, interpret, ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node
 from pyg_fullgraph.saga.passes import Stage
 
@@ -328,6 +328,8 @@ def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tu
     taken(graph)
     asked, (route, env, is_plain) = program, _bind(program, graph, tensors)
     program = route.program
+    if not program.outputs:
+        return _with_hollow(asked, (), route, graph, tensors)
     unchanged = reuse.constant_inputs(program, graph, env)
     compiled = compile_program(program, unchanged, route.same, route.postpones)
     if route.like is None:
@@ -361,6 +363,24 @@ def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tu
         report = Run(asked, compiled, unchanged, graph, like.dtype, metas, any(t.requires_grad for t in outputs))
         for seen in _observers:
             seen.append(report)
+    return _with_hollow(asked, outputs, route, graph, tensors) if route.hollow else tuple(outputs)
+
+
+def _with_hollow(asked: EdgeProgram, made: Sequence[Tensor], route: _Route, graph: Graph,
+                 tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    """All outputs that were asked for, from those that have features; with a gradient, of zeros, for what is read by
+    values without features only.
+    """
+    dtype, device = route.like or (torch.get_default_dtype(), graph.device)
+    given = [t for n in route.hollow if (t := tensors.get(n.name)) is not None and t.requires_grad]
+    waiting, outputs = iter(made), []
+    for output in asked.outputs:
+        rows = graph.num_edges if output.domain == Domain.EDGE else graph.num_dst
+        value = next(waiting).contiguous() if output.value.numel else \
+            torch.empty((rows, *output.value.shape), dtype=dtype, device=device)
+        for tensor in given if torch.is_grad_enabled() else ():
+            value = value + tensor.flatten()[:0].sum().to(value.dtype)
+        outputs.append(value)
     return tuple(outputs)
 
 
@@ -423,13 +443,15 @@ class _Route(NamedTuple):
     """What :func:`run` finds out about its inputs, which holds for all tensors of the same kinds.
 
     Attributes:
-        program: Where inputs that are one tensor are one input.
+        program: Where inputs that are one tensor are one input, without values of no features.
+        hollow: Inputs that only such values read.
         same: Inputs of destinations and of sources that are one tensor.
         postpones: As of :func:`compile_program`.
         like: Dtype and device of the results; None where only torch's default says.
     """
 
     program: EdgeProgram
+    hollow: tuple[Node, ...]
     same: tuple[tuple[Node, Node], ...]
     postpones: bool
     like: tuple[torch.dtype, torch.device] | None
@@ -485,6 +507,9 @@ def _route(program: EdgeProgram, kinds: tuple[_Kind | None, ...], is_whole: bool
     """
     given = {n: kind for n, kind in zip(program.inputs, kinds, strict=True) if kind is not None}
     merged, same = _merge_inputs(program, given)
+    filled = hollow.filled(merged)
+    left = tuple(n for n in merged.inputs if n not in filled.inputs) if filled is not merged else ()
+    same = tuple(pair for pair in same if not set(pair) & set(left))
     floating = {n: kind for n, kind in given.items() if kind.dtype.is_floating_point}
     vertices = [kind for n, kind in floating.items() if n.domain in (Domain.SRC, Domain.DST)]
     trains = not has_grad or all(kind.requires_grad for kind in vertices)
@@ -492,7 +517,7 @@ def _route(program: EdgeProgram, kinds: tuple[_Kind | None, ...], is_whole: bool
     deciding = [kind for n, kind in floating.items() if n.is_row] or [*floating.values()]
     like = (functools.reduce(torch.promote_types, (kind.dtype for kind in deciding)), deciding[0].device) \
         if deciding else None
-    return _Route(merged, same if is_whole else (), may_postpone and trains, like)
+    return _Route(filled, left, same if is_whole else (), may_postpone and trains, like)
 
 
 def _merge_inputs(program: EdgeProgram,
