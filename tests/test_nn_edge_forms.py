@@ -1,5 +1,6 @@
 """Forms of the graph that a layer takes: the result is PyG's, and what runs plain says so."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -7,10 +8,11 @@ import torch
 import torch_geometric.nn as pyg_nn
 from layers import MORE, MORE_PAIRS, PAIRS, SQUARE, assert_fused, assert_same, reasons, run, twins
 from torch_geometric import EdgeIndex
-from torch_geometric.utils import to_torch_coo_tensor, to_torch_csc_tensor, to_torch_csr_tensor
+from torch_geometric.utils import spmm, to_torch_coo_tensor, to_torch_csc_tensor, to_torch_csr_tensor
 
 import pyg_fullgraph.nn as fused_nn
 import zoo
+from pyg_fullgraph import convert
 
 CASE = zoo.sorted_by_dst()
 BY_NAME = {layer.name: layer for layer in (*SQUARE, *PAIRS, *MORE, *MORE_PAIRS)}
@@ -46,6 +48,42 @@ def test_torch_sparse(name, make):
         assert reasons() == {"message_and_aggregate on a torch.sparse adjacency"}
     else:
         assert_fused()
+
+
+class Weighted(pyg_nn.MessagePassing):
+    """Has a product with the matrix of its own."""
+
+    def __init__(self):
+        super().__init__(aggr="sum")
+
+    def forward(self, x, adj_t):
+        return self.propagate(adj_t, x=x)
+
+    def message_and_aggregate(self, adj_t, x):
+        return spmm(adj_t, x, self.aggr)
+
+
+@pytest.mark.parametrize("make", [lambda: pyg_nn.SAGEConv(4, 4), lambda: pyg_nn.SAGEConv(4, 4, aggr="max"),
+                                  lambda: pyg_nn.GINConv(torch.nn.Linear(4, 4)), Weighted],
+                         ids=["sage", "sage_max", "gin", "own"])
+def test_uncoalesced_matrix(make):
+    """Runs plain with the sums of what is there twice; the matrix stays as it was, and its values get gradients."""
+    plain = make()
+    fused = convert(copy.deepcopy(plain))
+    index, x = torch.tensor([[1, 2, 0, 0, 1], [2, 0, 1, 2, 0]]).repeat(1, 2), torch.randn(3, 4)
+    results, gradients = [], []
+    for layer in (plain, fused):
+        values = torch.arange(1.0, 11.0, requires_grad=layer is fused or isinstance(plain, Weighted))
+        adj_t = torch.sparse_coo_tensor(index, values, (3, 3))
+        results.append(layer(x, adj_t.coalesce() if layer is plain else adj_t))
+        assert not adj_t.is_coalesced()
+        if isinstance(plain, Weighted):
+            results[-1].square().sum().backward()
+            gradients.append(values.grad)
+    torch.testing.assert_close(*results)
+    if gradients:
+        torch.testing.assert_close(*gradients)
+    assert reasons() == {"message_and_aggregate on a torch.sparse adjacency"}
 
 
 def test_sparse_matrices_after_a_layer_that_takes_none():

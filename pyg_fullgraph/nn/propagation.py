@@ -228,10 +228,15 @@ def _run_plain(conv, function, edge_index, size, kwargs, reasons, has_run_hooks=
     if is_part(edge_index):
         raise NotFusedError({type(conv).__name__: reasons})
     debug.record(conv, function, reasons=reasons)
+    if isinstance(edge_index, torch.Tensor) and edge_index.layout == torch.sparse_coo:
+        # PyG's generic propagate would mark the caller's matrix as coalesced, without coalescing it.
+        edge_index = edge_index.coalesce()
     plain = getattr(conv, f"_plain_{function}")
     # What PyG generates for a class knows no decomposed layers, and calls message_and_aggregate only if the first layer
-    # of the class had an aggregation that can use it.
-    if conv.decomposed_layers > 1 or (conv.fuse and (is_sparse(edge_index) or isinstance(edge_index, EdgeIndex))):
+    # of the class had an aggregation that can use it. The generic one takes no gradients of a COO matrix.
+    is_missing = conv.fuse and (is_sparse(edge_index) or isinstance(edge_index, EdgeIndex)) and \
+        "message_and_aggregate" not in plain.__code__.co_names
+    if conv.decomposed_layers > 1 or is_missing:
         plain = functools.partial(classes.GENERIC[function], conv)
     if not has_run_hooks:
         return plain(edge_index, size=size, **kwargs)
