@@ -1,10 +1,12 @@
 """Writes to what PyG's functions give a forward, which is lazy or remembered here: they count, and stay that call's."""
 
 import collections
+import contextlib
 import copy
 import io
 import operator
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -75,6 +77,29 @@ CHANGES = {
     "nothing": lambda v: v,
 }
 
+#: Memory that is handed out in a way of which torch counts no writes.
+MEMORY = {
+    "numpy": lambda v: v.detach().numpy(),
+    "array": lambda v: np.asarray(v.detach()),
+    "dlpack": lambda v: torch.from_dlpack(v.detach()),
+    "storage": lambda v: torch.tensor([], dtype=v.dtype).set_(v.detach().untyped_storage()),
+    "same": lambda v: v.contiguous().data,
+    "detached": lambda v: torch.detach(v).data,
+}
+
+#: The same in other ways, and some that may only be taken without gradients.
+WITHOUT_GRADIENTS = {
+    **CHANGES,
+    **{name: write(lambda v, give=give: operator.setitem(give(v), 0, 2)) for name, give in MEMORY.items()},
+    "relu": write(lambda v: torch.relu_(v.sub_(0.5))),
+    "fill": write(lambda v: v.masked_fill_(v > 0.4, 0)),
+    "copy": write(lambda v: v.copy_(v.flip(0))),
+    "index_add": write(lambda v: v.index_add_(0, torch.tensor([1, 1]), v[2:4].clone())),
+    "foreach": write(lambda v: torch._foreach_mul_([v], 2.0)),
+    "chunk": write(lambda v: v.chunk(2)[0].detach().zero_()),
+    "set": write(lambda v: v.set_(torch.ones_like(v))),
+}
+
 
 def steps(layer, edge_index, count=3):
     """Outputs and all gradients of some steps."""
@@ -94,6 +119,53 @@ def test_values_that_are_written_to_go_into_the_edge_phase(kind, change):
     layer = kind(CHANGES[change])
     for got, want in zip(steps(pfg.convert(copy.deepcopy(layer)), LOOPS), steps(layer, LOOPS), strict=True):
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("is_made_here", [False, True])
+@pytest.mark.parametrize("change", WITHOUT_GRADIENTS)
+@pytest.mark.parametrize("kind", [Normalized, Scored])
+def test_writes_count_where_there_are_no_gradients(kind, change, is_made_here, mode):
+    layer, x = kind(WITHOUT_GRADIENTS[change]), features()
+    ours = pfg.convert(copy.deepcopy(layer))
+    for _ in range(3):
+        with mode():
+            given = x * 2 if is_made_here else x  # under inference_mode it counts no versions
+            torch.testing.assert_close(ours(given, LOOPS), layer(given, LOOPS))
+    torch.testing.assert_close(steps(ours, LOOPS, 1), steps(layer, LOOPS, 1))
+
+
+class Weighted(Base):
+    def forward(self, x, edge_index, w):
+        return self.propagate(edge_index, x=x, w=self.change(self.edge_updater(edge_index, x=x, w=w)))
+
+    def edge_update(self, x_j, w):
+        return w
+
+
+def test_values_that_are_an_argument_as_it_came():
+    layer, x = Weighted(CHANGES["mask"]), features()
+    with torch.inference_mode():
+        w = torch.linspace(0, 1, LOOPS.size(1), dtype=torch.float64)
+        torch.testing.assert_close(pfg.convert(copy.deepcopy(layer))(x, LOOPS, w.clone()), layer(x, LOOPS, w))
+
+
+def test_what_values_are_made_of_is_watched_where_it_counts_versions():
+    def change(values):
+        x.mul_(2)
+        return values
+
+    layer, x = pfg.convert(Scored(change)), features()
+    with torch.inference_mode(), pytest.raises(InputError, match="to stay as it was"):
+        layer(x, LOOPS)
+
+
+def test_tensors_made_for_inference_are_features_later():
+    layer = Scored(lambda values: values)
+    with torch.inference_mode():
+        x = features()
+    with torch.no_grad():
+        torch.testing.assert_close(pfg.convert(copy.deepcopy(layer))(x, LOOPS), layer(x, LOOPS))
 
 
 def test_values_that_nobody_reads_are_not_computed():
@@ -150,6 +222,37 @@ class AddedRemaining(Loops):
         edge_index, w = add_remaining_self_loops(edge_index, w, 1.0, x.size(0))
         w *= 2
         return self.propagate(edge_index, x=x, w=w)
+
+
+class Shifted(Loops):
+    def forward(self, x, edge_index, w):
+        edge_index, w = remove_self_loops(edge_index, w)
+        edge_index = self.prepare(edge_index)
+        return self.propagate(edge_index, x=x, w=w)
+
+
+def shift(give):
+    def change(edge_index):
+        given = give(edge_index)
+        given[0] = 3 - given[0]  # twice is once too often
+        return edge_index
+
+    return change
+
+
+EDGE_CHANGES = {"item": lambda v: v, "view": lambda v: v.view(2, -1), "data": lambda v: v.data, **MEMORY}
+
+
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("edges", [LOOPS, NO_LOOPS[:, :4]], ids=["loops", "no-loops"])
+@pytest.mark.parametrize("change", EDGE_CHANGES)
+def test_edges_without_loops_are_written_to_in_this_call_only(change, edges, mode):
+    layer, x, w = Shifted(shift(EDGE_CHANGES[change])), features(), torch.rand(edges.size(1), dtype=torch.float64)
+    ours, given = pfg.convert(copy.deepcopy(layer)), edges.clone()
+    for _ in range(3):
+        with mode():
+            torch.testing.assert_close(ours(x, given, w), layer(x, edges, w))
+    assert torch.equal(given, edges)
 
 
 @pytest.mark.parametrize("needs_grad", [False, True])

@@ -29,11 +29,12 @@ _METADATA = {
     Tensor.is_nested.__get__, Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.__len__,
     Tensor.is_floating_point, Tensor.is_complex,
 }
-# Ways to change a tensor, or to follow it, that its version does not tell of.
+# Ways to change a tensor, or to follow it, that its version does not tell of; a detached one gives its memory away.
 _BEYOND_VERSIONS = {
     Tensor.data.__get__, Tensor.data.__set__, Tensor.requires_grad.__set__, Tensor.requires_grad_, Tensor.retain_grad,
-    Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.detach_, Tensor.numpy,
-    Tensor.untyped_storage, Tensor.data_ptr, Tensor.__dlpack__,
+    Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.detach, torch.detach, Tensor.detach_,
+    torch.detach_, Tensor.numpy, Tensor.__array__, Tensor.untyped_storage, Tensor.storage, Tensor.data_ptr,
+    Tensor.__dlpack__, Tensor.share_memory_, Tensor.apply_, Tensor.map_,
 }
 
 
@@ -84,15 +85,22 @@ class LazyTensor(Tensor):
                 return func(*args, **(kwargs or {}))
         if func is Tensor.requires_grad.__get__ and isinstance(args[0], EdgeExpr):
             return args[0].needs_grad
-        if func in _BEYOND_VERSIONS and isinstance(args[0], LazyTensor):
-            args[0].is_followed = True
+        first = args[0] if args and isinstance(args[0], LazyTensor) else None
+        if first is not None and func in _BEYOND_VERSIONS:
+            first.is_followed = True
         args, kwargs = pytree.tree_map(_plain, (args, kwargs or {}))
-        return dense.call(func, args, kwargs)
+        made = dense.call(func, args, kwargs)
+        if first is not None and made is first._value:  # as ``contiguous`` gives it, to whoever
+            first.is_followed = True
+        return made
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        # What no torch function tells of, as ``set_``; down here no versions are counted.
+        if func._schema.is_mutable and isinstance(args[0], LazyTensor):
+            args[0].is_followed = True
         args, kwargs = pytree.tree_map(_plain, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -189,7 +197,7 @@ class EdgeExpr(LazyTensor):
         keep = torch.is_grad_enabled()
         self.node, self.graph, self.features = node, graph, features
         self.tensors = {k: t if keep or not t.requires_grad else t.detach() for k, t in tensors.items()}
-        self._versions = {} if torch.is_inference_mode_enabled() else {k: t._version for k, t in self.tensors.items()}
+        self._versions = {k: t._version for k, t in self.tensors.items() if not t.is_inference()}
         return self
 
     @property
@@ -216,9 +224,11 @@ class EdgeExpr(LazyTensor):
         if value is not None and self.is_own:
             return value
         self.check_unchanged()
-        if value is None or (self.needs_grad and not value.requires_grad and not torch.is_inference_mode_enabled()):
-            # As where it was made: who writes to it without gradients leaves it its own.
-            with torch.set_grad_enabled(self.needs_grad or torch.is_grad_enabled()):
+        if value is None or (self.needs_grad and not value.requires_grad):
+            # As where it was made: who writes to it without gradients leaves it its own. What is made for inference
+            # would not count who writes to it.
+            has_grad = self.needs_grad or torch.is_grad_enabled()
+            with torch.inference_mode(False), torch.set_grad_enabled(has_grad):
                 (made,) = run(EdgeProgram((Output("edge", self.node, "out"),)), self.graph, self.tensors)
             value = self.computed(made)
         return value

@@ -42,6 +42,7 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _MAX_MASKS = 1024
 _DERIVED = "derived"  # marks a graph made here, whose number of nodes was a guess and may be corrected
 _REVERSE_OF = "reverse of"  # marks a tensor made here from another one
+_COPIED = "copied"  # the copy of an edge_index for those who may write to it
 _TYPE = "type"  # marks a mask by what it asks of which tensor
 
 
@@ -193,9 +194,14 @@ class WithoutLoops(LazyTensor):
             if is_part(origin):
                 return self.computed(_without_loops(origin, (None, None)))
             if self.found.has_loops:
-                return self.computed(self.found.others(_to_plain(origin)))
-            return self.computed(_once_unwritten(_memo(origin), "copied", lambda: _to_plain(origin).clone()))
-        return self._value
+                with torch.inference_mode(False):  # it counts who writes to it
+                    return self.computed(self.found.others(_to_plain(origin)))
+            copied = self.computed(_once_unwritten(_memo(origin), _COPIED, lambda: _to_plain(origin).clone()))
+        else:
+            copied = self._value
+        if self.is_followed:
+            _memo(self.origin).pop(_COPIED, None)  # the next call would find what was written
+        return copied
 
 
 def _to_plain(edge_index: Tensor) -> Tensor:
