@@ -328,8 +328,6 @@ def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tu
     taken(graph)
     asked, (route, env, is_plain) = program, _bind(program, graph, tensors)
     program = route.program
-    if not program.outputs:
-        return _with_hollow(asked, (), route, graph, tensors)
     unchanged = reuse.constant_inputs(program, graph, env)
     compiled = compile_program(program, unchanged, route.same, route.postpones)
     if route.like is None:
@@ -357,31 +355,45 @@ def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tu
         result = _result(value, env, graph, like)
         outputs.append(result.clone() if value in given else result)
         given.add(value)
+    if route.hollow or len(outputs) < len(asked.outputs):
+        outputs = _with_hollow(asked, outputs, route, graph, tensors)
     if _observers:
         metas = tuple({n: (t.dtype, t.requires_grad, t.data_ptr() if is_plain else id(t))
                        for n in p.inputs if (t := env.get(n)) is not None} for p in compiled.phases)
         report = Run(asked, compiled, unchanged, graph, like.dtype, metas, any(t.requires_grad for t in outputs))
         for seen in _observers:
             seen.append(report)
-    return _with_hollow(asked, outputs, route, graph, tensors) if route.hollow else tuple(outputs)
+    return tuple(outputs)
 
 
 def _with_hollow(asked: EdgeProgram, made: Sequence[Tensor], route: _Route, graph: Graph,
-                 tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+                 tensors: Mapping[str, Tensor]) -> list[Tensor]:
     """All outputs that were asked for, from those that have features; with a gradient, of zeros, for what is read by
     values without features only.
     """
     dtype, device = route.like or (torch.get_default_dtype(), graph.device)
-    given = [t for n in route.hollow if (t := tensors.get(n.name)) is not None and t.requires_grad]
     waiting, outputs = iter(made), []
     for output in asked.outputs:
         rows = graph.num_edges if output.domain == Domain.EDGE else graph.num_dst
-        value = next(waiting).contiguous() if output.value.numel else \
-            torch.empty((rows, *output.value.shape), dtype=dtype, device=device)
-        for tensor in given if torch.is_grad_enabled() else ():
-            value = value + tensor.flatten()[:0].sum().to(value.dtype)
-        outputs.append(value)
-    return tuple(outputs)
+        outputs.append(next(waiting).contiguous() if output.value.numel else
+                       torch.empty((rows, *output.value.shape), dtype=dtype, device=device))
+    given = [t for n in route.hollow if (t := tensors.get(n.name)) is not None and t.requires_grad]
+    return list(_WithZeros.apply(len(outputs), *outputs, *given)) if given and torch.is_grad_enabled() else outputs
+
+
+class _WithZeros(torch.autograd.Function):
+    """The first ``count`` tensors as they are, where the others have a gradient of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.metas = [(t.shape, t.dtype, t.device) for t in tensors[count:]]
+        ctx.set_materialize_grads(False)
+        return tuple(t.detach() for t in tensors[:count])  # no views, to which nobody could write
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        zeros = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.metas]
+        return None, *grads, *zeros
 
 
 def _padded(run_stage: Callable[[], Sequence[Tensor]]) -> list[Tensor]:
@@ -444,7 +456,7 @@ class _Route(NamedTuple):
 
     Attributes:
         program: Where inputs that are one tensor are one input, without values of no features.
-        hollow: Inputs that only such values read.
+        hollow: Inputs that only such values read, and differentiably.
         same: Inputs of destinations and of sources that are one tensor.
         postpones: As of :func:`compile_program`.
         like: Dtype and device of the results; None where only torch's default says.
@@ -508,8 +520,11 @@ def _route(program: EdgeProgram, kinds: tuple[_Kind | None, ...], is_whole: bool
     given = {n: kind for n, kind in zip(program.inputs, kinds, strict=True) if kind is not None}
     merged, same = _merge_inputs(program, given)
     filled = hollow.filled(merged)
-    left = tuple(n for n in merged.inputs if n not in filled.inputs) if filled is not merged else ()
-    same = tuple(pair for pair in same if not set(pair) & set(left))
+    left: tuple[Node, ...] = ()
+    if filled is not merged:
+        left = tuple(n for n in merged.inputs if n not in filled.inputs)
+        same = tuple(pair for pair in same if not set(pair) & set(left))
+        left = tuple(n for n in left if n in hollow.differentiated(merged))
     floating = {n: kind for n, kind in given.items() if kind.dtype.is_floating_point}
     vertices = [kind for n, kind in floating.items() if n.domain in (Domain.SRC, Domain.DST)]
     trains = not has_grad or all(kind.requires_grad for kind in vertices)

@@ -30,7 +30,7 @@ from pyg_fullgraph.nn.surroundings import is_lazy
 from pyg_fullgraph.phases import EdgePhase, stores_half
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.codegen import KernelSource
-from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node
+from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output
 from pyg_fullgraph.saga.passes import Stage, rewritten
 from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, Plan, Sweep, Target, is_staged
 
@@ -159,6 +159,11 @@ class ProgramReport:
         return ProgramReport(method, run.program, run.graph, run.dtype, passes, tuple(phases), compiled.split.outputs,
                              run.needs_grad)
 
+    @property
+    def computed(self) -> tuple[Output, ...]:
+        """The outputs that have features; of others there is nothing to compute."""
+        return tuple(o for o in self.program.outputs if o.value.numel)
+
     @cached_property
     def unfused(self) -> Unfused:
         """The same as PyG runs it, operation by operation."""
@@ -181,7 +186,7 @@ class ProgramReport:
     def changes(self) -> list[tuple[str, list[str]]]:
         """``(pass, lines)``: the program as traced and after each pass that changed it."""
         found: list[tuple[str, list[str]]] = []
-        names = [o.name for o in self.program.outputs]
+        names = [o.name for o in self.computed]
         for name, roots in self.passes:
             lines = formulas(dict(zip(names, roots, strict=True)))
             if not found or lines != found[-1][1]:
@@ -199,7 +204,7 @@ class ProgramReport:
         for k, phase in enumerate(self.phases, 1):
             many = len(phase.stage.results) > 1
             for m, (result, output) in enumerate(zip(phase.stage.results, phase.stage.core.outputs, strict=True), 1):
-                asked = [o.name for o, v in zip(self.program.outputs, self.outputs, strict=True)
+                asked = [o.name for o, v in zip(self.computed, self.outputs, strict=True)
                          if o.name == output.name or v is result]
                 named[result] = asked[0] if asked else f"r{k}.{m}" if many else f"r{k}"
         nodes = [n for p in self.phases for n in (*p.phase.inputs, *ir.inputs_of(*p.hoisted.values()))]
@@ -218,7 +223,7 @@ class ProgramReport:
 
     def output_lines(self) -> list[str]:
         """What torch makes of the results in the end; empty if they are the outputs."""
-        outputs = {o.name: v for o, v in zip(self.program.outputs, self.outputs, strict=True) if v.op != "input"}
+        outputs = {o.name: v for o, v in zip(self.computed, self.outputs, strict=True) if v.op != "input"}
         return formulas(outputs, self.names, "f")
 
     def saved_name(self, saved: Saved, phase: PhaseReport) -> str:
@@ -421,7 +426,9 @@ def _describe(part: ProgramReport) -> list[str]:
     graph = part.graph
     out = [f"graph: {graph.num_src} sources, {graph.num_dst} destinations, {graph.num_edges} edges; "
            f"{str(part.dtype).removeprefix('torch.')} on {graph.device}"]
-    for name, lines in part.changes():
+    if not part.computed:
+        out.append("the result has no features: nothing is computed")
+    for name, lines in part.changes() if part.computed else ():
         out += ["as traced:" if name == "trace" else f"after {name}:", *("  " + line for line in lines)]
     for k, phase in enumerate(part.phases, 1):
         out += _describe_phase(part, phase, k if len(part.phases) > 1 else 0)

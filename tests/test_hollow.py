@@ -13,6 +13,7 @@ from layers import assert_fused
 import zoo
 from pyg_fullgraph import convert
 from pyg_fullgraph.autograd import run
+from pyg_fullgraph.explanation import explain
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.saga import hollow, ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
@@ -37,6 +38,20 @@ class Joined(pyg_nn.MessagePassing):
 
     def message(self, x_i, x_j, edge_attr):
         return torch.tanh(self.lin(torch.cat([x_i, x_j, edge_attr], -1)))
+
+
+class Asked(pyg_nn.MessagePassing):
+    """Tests edge data without features: all of nothing is true, any of it false."""
+
+    def __init__(self, test):
+        super().__init__(aggr="sum")
+        self.test = test
+
+    def forward(self, x, edge_index, edge_attr):
+        return self.propagate(edge_index, x=x, edge_attr=edge_attr)
+
+    def message(self, x_j, edge_attr):
+        return x_j * self.test(edge_attr > 0, -1, keepdim=True) + torch.where(self.test(edge_attr, -1), 1, 2)[:, None]
 
 
 class Narrowed(pyg_nn.MessagePassing):
@@ -68,6 +83,8 @@ LAYERS = {
     "joined_of_none": (lambda: Joined(0, "mean"), 0, 0),
     "nn": (lambda: pyg_nn.NNConv(4, 3, torch.nn.Linear(0, 12)), 4, 0),
     "narrowed": (Narrowed, 4, None),
+    "all": (lambda: Asked(torch.all), 4, 0),
+    "any": (lambda: Asked(torch.any), 4, 0),
 }
 
 
@@ -141,3 +158,35 @@ def test_outputs():
     torch.testing.assert_close(b, run(EdgeProgram((Output("sum", X_J),)), graph, tensors)[0])
     (a.sum() + c.sum()).backward()
     assert tensors["empty"].grad.shape == (graph.num_edges, 0)
+    with torch.no_grad():
+        none, all_features = run(EdgeProgram((Output("sum", ir.slice_(X_J, 0, 0, 0), "a"), Output("sum", X_J, "b"))),
+                                 graph, tensors)
+    assert none.shape == (CASE.num_dst, 0) and all_features.shape == (CASE.num_dst, 4)
+
+
+def test_results_are_neither_copied_nor_views():
+    """Inputs that only have a gradient of zeros cost nothing, and who writes to a result may."""
+    graph = Graph.from_edge_index(CASE.edge_index, (CASE.num_src, CASE.num_dst))
+    wide = [ir.input(f"wide{k}", Domain.SRC, (2, 3)) for k in range(3)]
+    parts = [ir.lift(X_J), *(ir.view(ir.slice_(w, 0, 0, 0), (0,)) for w in wide)]
+    tensors = {"x": torch.randn(CASE.num_src, 4, requires_grad=True)}
+    for w in wide:  # not contiguous
+        tensors[w.name] = torch.randn(CASE.num_src, 3, 2).transpose(1, 2).requires_grad_()
+    with torch.autograd.profiler.profile() as profile:
+        (out,) = run(EdgeProgram((Output("sum", ir.cat(parts, 0)),)), graph, tensors)
+    assert not {e.name for e in profile.function_events} & {"aten::clone", "aten::flatten", "aten::sum"}
+    assert not out._is_view()
+    out.mul_(2).sum().backward()
+    (want,) = torch.autograd.grad(2 * run(EdgeProgram((Output("sum", X_J),)), graph, tensors)[0].sum(), tensors["x"])
+    torch.testing.assert_close(tensors["x"].grad, want)
+    for w in wide:
+        assert torch.equal(tensors[w.name].grad, torch.zeros(CASE.num_src, 2, 3))
+
+
+@pytest.mark.parametrize("make", [pyg_nn.SimpleConv, lambda: pyg_nn.SAGEConv(0, 4), lambda: pyg_nn.GCNConv(0, 4)])
+def test_explanation(make):
+    layer, x = convert(make()), torch.empty(CASE.num_src, 0, requires_grad=True)
+    report = explain(layer, x, CASE.edge_index)
+    assert "1 of 1 message-passing layers run fused" in str(report)
+    assert report._repr_html_() and report.to_dict()["layers"][0]["verdict"] == "fused"
+    assert report.source("") is not None
