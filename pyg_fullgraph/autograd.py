@@ -421,7 +421,8 @@ def _call(phase: EdgePhase, graph: Graph, like: Tensor, tensors: Sequence[Tensor
 
 def _vertex(expression: Node, env: Mapping[Node, Tensor], like: Tensor) -> Tensor:
     inputs = ir.inputs_of(expression)
-    like = next((env[n] for n in inputs if n.is_row and env[n].is_floating_point()), env[inputs[0]] if inputs else like)
+    floats = [n for n in inputs if env[n].is_floating_point()]
+    like = next((env[n] for n in floats if n.is_row), env[floats[0]] if floats else like)
     return interpret.evaluate([expression], lambda n, a: env[n], like)[0]
 
 

@@ -461,7 +461,7 @@ class _Chunk:
 
     def product(self, scale: Tensor | None, x: Tensor) -> Tensor:
         """Sum of rows of ``x`` over the edges of each row, weighted by ``scale`` (per leading feature index)."""
-        flat = None if scale is None else scale.reshape(self.count, -1)
+        flat = None if scale is None else as_dtype(scale, x.dtype).reshape(self.count, -1)
         heads = 1 if flat is None else flat.shape[1]
         if flat is None or heads == 1:
             values = None if flat is None else flat[:, 0].contiguous()

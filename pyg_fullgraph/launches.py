@@ -299,7 +299,7 @@ def _num_workers(kernel: codegen.KernelSource, num_pieces: int) -> int:
     rounds = -(-num_pieces // skeletons.ROUNDS)
     if kernel.in_rounds:
         return min(num_pieces, max(rounds, MIN_ROUND_PROGRAMS))
-    widest = max((b.node.numel for b in kernel.totals), default=1)
+    widest = max((1, *(b.node.numel for b in kernel.totals)))  # of a table without rows there are none
     if kernel.holds_weights or kernel.takes_blocks:
         return min(num_pieces, max(min(MAX_WORKERS, WORKER_ELEMENTS // widest), 1))
     most = max(WORKER_ELEMENTS, num_pieces * kernel.width // skeletons.ROUNDS) // widest

@@ -236,7 +236,7 @@ _TAKES_NUMBER = frozenset(("add", "sub", "mul", "div", "gt", "ge", "lt", "le", "
 def _direct_form(node: Node) -> Form:
     """``(function, operands)`` of any operation; constants are bound where torch takes a number in their place."""
     function = ir.OPS[node.op].torch
-    if function is None:
+    if function is None or node.is_integer:  # which may be stored in fewer bits than it is computed in
         return partial(_apply, node), node.args
     args = node.args
     if node.op in ("add", "mul") and args[0].op == "const":

@@ -6,6 +6,7 @@ are those that are a PyG layer, for tests that run the layer as well.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -201,6 +202,23 @@ def integer_data() -> EdgeProgram:
     return EdgeProgram((Output("sum", ir.pointwise("mul", chosen, row)), Output("max", count, "count")))
 
 
+def large_integers() -> EdgeProgram:
+    """Integers that are no float32 numbers: of rows, of a parameter, from parts of rows, summed up."""
+    x, kind = ir.input("x", SRC, (4,)), ir.input("kind", EDGE, (4,), True)
+    label, mine = ir.input("label", SRC, (4,), True), ir.input("mine", DST, (4,), True)
+    steps = ir.input("steps", Domain.PARAM, (4,), True)
+    far, here = (ir.pointwise("add", ir.pointwise("mul", v, 2**40), s) for v, s in ((label, steps), (mine, kind)))
+    same = ir.pointwise("where", ir.pointwise("eq", far, here), 1.0, 0.5)
+    part = ir.slice_(ir.pointwise("modulo", ir.pointwise("sub", far, here), 7), 0, 1, 2)
+    own = ir.slice_(ir.pointwise("where", ir.pointwise("gt", mine, 1), 2**40 + 1, far), 0, 2, 3)
+    total = ir.reduce_features("sum", ir.pointwise("mul", far, kind), (0,), keepdim=True)
+    peak = ir.reduce_features("amax", ir.pointwise("neg", here), (0,), keepdim=True)
+    count = [ir.pointwise("float", ir.pointwise("modulo", v, 5)) for v in (part, own, total, peak)]
+    count += [ir.pointwise("float", steps), ir.pointwise("whole", ir.pointwise("mul", x, 3.0))]
+    value = functools.reduce(lambda a, b: ir.pointwise("add", a, b), count)
+    return EdgeProgram((Output("sum", ir.pointwise("mul", ir.pointwise("mul", x, same), value)),))
+
+
 def plus(kind: str, *shape: int, is_scaled: bool = False) -> Callable[[], EdgeProgram]:
     """What a layer adds to what it gathers: a row of its own, with a factor if it ``is_scaled``, and a bias."""
 
@@ -264,6 +282,7 @@ MORE_CASES: dict[str, Callable[[], EdgeProgram]] = {
     "series": series,
     "pointwise": pointwise_table,
     "integers": integer_data,
+    "large-integers": large_integers,
     "edge-mlp-wide": edge_conv("mean", lambda: nn.Linear(8, 40), nn.Tanh, lambda: nn.Linear(40, 24)),
     "edge-mlp-deep": edge_conv("sum", lambda: nn.Linear(8, 20), nn.Tanh, lambda: nn.Linear(20, 20), nn.Tanh,
                                lambda: nn.Linear(20, 17)),
@@ -361,8 +380,9 @@ def make_tensors(program: EdgeProgram, num_src: int, num_dst: int, num_edges: in
     out = {}
     for node in program.inputs:
         if node.is_integer:
-            number = (torch.randint(3, (*rows[node.domain], *node.shape), generator=generator) if node.is_row else
-                      torch.tensor([12345 + seed]))
+            is_seed = not node.is_row and node.numel == 1
+            number = torch.tensor([12345 + seed]) if is_seed else \
+                torch.randint(3, (*rows.get(node.domain, ()), *node.shape), generator=generator)
             out[node.name] = number.to(device)
             continue
         value = torch.randn(*rows.get(node.domain, ()), *node.shape, generator=generator, dtype=torch.float64)

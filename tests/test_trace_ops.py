@@ -425,7 +425,12 @@ def test_remainders_and_quotients_of_integers_are_exact(function):
 @pytest.mark.parametrize(("body", "reason"), [
     (lambda self, x, k: self.emb[k % k] * x, "divides integers by others than numbers"),
     (lambda self, x, k: self.emb[k % 0] * x, "divides integers by others than numbers"),
-    (lambda self, x, k: self.emb[(k * 2654435761) % 7] * x, "computed as floating point numbers"),
+    (lambda self, x, k: self.emb[(k.view(-1, 1) @ self.bytes.long().view(1, -1))[:, 0]] * x, "matrices of integers"),
+    (lambda self, x, k: ((x * 100).to(torch.uint8)) * x, "makes uint8 of floating point numbers"),
+    (lambda self, x, k: (self.bytes[k] < 300).unsqueeze(-1) * x, "makes uint8 of other numbers"),
+    (lambda self, x, k: torch.zeros_like(k).scatter_add(0, k, k).unsqueeze(-1) * x, "another index"),
+    (lambda self, x, k: (x * 10).long(), "returns integers or truth values"),
+    (lambda self, x, k: x > 0, "returns integers or truth values"),
     (lambda self, x, k: self.emb[torch.fmod(k, 7)] * x, "rounds a quotient of integers to zero"),
     (lambda self, x, k: self.emb[torch.div(k, 7, rounding_mode="trunc")] * x, "rounds a quotient of integers to zero"),
     (lambda self, x, k: self.emb[k**5] * x, "power of integers"),

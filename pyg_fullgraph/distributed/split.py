@@ -174,7 +174,7 @@ def _sliced(split: Split, index: int, count: int) -> tuple[Sweep, dict[Node, Nod
 def _reshaped(node: Node, args: Sequence[Node], shape: ir.Shape) -> Node:
     """``node`` over other operands, in another shape."""
     if node.op == "const":
-        return ir.const(node.attr("value"), shape)
+        return ir.shaped_const(node, shape)
     if node.op in ("view", "expand"):
         return getattr(ir, node.op)(args[0], shape)
     if ir.OPS[node.op].kind == "pointwise":
@@ -185,7 +185,7 @@ def _reshaped(node: Node, args: Sequence[Node], shape: ir.Shape) -> Node:
 def _fit(const: Node, shape: ir.Shape) -> Node:
     """A constant beside values of ``shape``: axes of what it is combined with are found without it."""
     sizes = shape[len(shape) - len(const.shape):]
-    return ir.const(const.attr("value"), tuple(1 if s == 1 else n for s, n in zip(const.shape, sizes, strict=True)))
+    return ir.shaped_const(const, tuple(1 if s == 1 else n for s, n in zip(const.shape, sizes, strict=True)))
 
 
 def _run_of(axes: AxisList, axis: Axis, before: int = 1) -> Run:

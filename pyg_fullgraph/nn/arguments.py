@@ -31,6 +31,7 @@ from pyg_fullgraph.saga.trace import INDEX, SIZE_I, SIZE_J, ArgSpec
 __all__ = ["Call", "inputs_of", "is_same"]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # What a method may ask for beside the arguments of propagate; None where there is nothing to give.
 _SPECIAL = {"index": INDEX, "edge_index_i": INDEX, "ptr": None, "size_i": SIZE_I, "dim_size": SIZE_I, "size_j": SIZE_J,
             "adj_t": None}
@@ -196,13 +197,17 @@ class Call:
             raise NotFusable([f"'{_shown(name)}' is a tensor of {value.dtype}, {value.layout}"])
         if value.is_floating_point() and value.dtype not in _FLOATS:
             raise NotFusable([f"'{_shown(name)}' is a tensor of {value.dtype}"])
+        if not value.is_floating_point() and value.dtype not in _INTEGERS:
+            raise NotFusable([f"'{_shown(name)}' is a tensor of {value.dtype}"])
         is_bool = value.dtype == torch.bool
+        # Ids of nodes are kept in as few bits as hold them, but are int64 to the methods.
+        dtype = None if value.is_floating_point() or is_bool or name == "edge_index_j" else value.dtype
         value = value.to(torch.int32) if is_bool else value
         value = value.movedim(dim, 0).contiguous() if dim else value
         shape = tuple(value.shape) if domain == Domain.PARAM else tuple(value.shape[1:])
         key = f"{self.methods[0]}.{name}"
         self.tensors[key] = value
-        return ArgSpec(domain, shape, key, not value.is_floating_point(), is_bool, dim)
+        return ArgSpec(domain, shape, key, not value.is_floating_point(), is_bool, dim, dtype)
 
     def _clashes(self, expr: EdgeExpr) -> bool:
         return any(k in self.tensors and self.tensors[k] is not t for k, t in expr.tensors.items())

@@ -32,6 +32,7 @@ from pyg_fullgraph.saga.forms import EDGE_HINT, INDEX, NUM_TARGETS
 from pyg_fullgraph.saga.ir import Node
 from pyg_fullgraph.saga.refusal import at
 from pyg_fullgraph.saga.rules import DECOMPOSITIONS, IMPORTS, ROW_NUMBER, refusal_of
+from pyg_fullgraph.saga.rules.base import settled
 
 # What torch and sympy import in the middle of the first trace of a process, which is in the first call of a layer.
 for _name in ("sympy.tensor.tensor", "sympy.assumptions.wrapper", "torch.fx.experimental.validator",
@@ -188,7 +189,7 @@ class Importer:
         try:
             if _is_known(name, leaves):
                 return node.target(*args, **kwargs)  # type: ignore[operator]
-            return rule(self, node, *args, **kwargs)
+            return settled(node, rule(self, node, *args, **kwargs))
         except NotFusable as error:
             raise NotFusable([f"operation {name} {r}" for r in error.reasons]) from error
         except GuardOnDataDependentSymNode as error:

@@ -24,8 +24,6 @@ __all__ = ["Buffer", "Emitter"]
 #: Operations whose results are truth values.
 _COMPARISONS = ("gt", "ge", "lt", "le", "eq", "ne")
 _LOGIC = ("and", "or", "not")
-#: Operations that keep integers integers.
-_WHOLE = ("add", "sub", "mul", "neg", "abs", "maximum", "minimum", "stop")
 
 
 @dataclass(frozen=True)
@@ -219,7 +217,7 @@ class Emitter:
             ones = ", ".join(["1"] * self.tile.rank)
             value = node.attr("value")
             text = f'float("{value}")' if math.isinf(value) or math.isnan(value) else repr(value)
-            lines.append(f"{name} = tl.full([{ones}], {text}, FLOAT)")
+            lines.append(f"{name} = tl.full([{ones}], {text}, {'tl.int64' if node.is_integer else 'FLOAT'})")
         elif node.op == "input":
             self._present[node] = frozenset(self.tile.axes.axes(node))
             if node not in self.lowering.tables:
@@ -240,7 +238,7 @@ class Emitter:
         elif op.kind == "pointwise":
             lines.append(f"{name} = {self._pointwise(node)}")
         elif op.kind == "reduce":
-            self._emit_reduce(node, name, self._float(node.args[0]), lines)
+            self._emit_reduce(node, name, lines)
         elif node.op == "mm":
             self._emit_product(node, name)
         else:
@@ -254,31 +252,44 @@ class Emitter:
         if node.op in _LOGIC:
             return text.format(*(self._truth(a) for a in args))
         if node.op == "where":
-            is_same = self._types[args[1]] == self._types[args[2]]
-            values = [self.names[a] if is_same else self._float(a) for a in args[1:]]
+            is_same = self._types[args[1]] == self._types[args[2]] != "int"
+            as_its_type = self._integer if node.is_integer else self._float
+            values = [self.names[a] if is_same else as_its_type(a) for a in args[1:]]
             return text.format(self._truth(args[0]), *values)
         if node.op in _COMPARISONS and "int" in [self._types[a] for a in args]:
             # As integers: ids above 2**24 are not all float32 numbers.
             whole = [self._whole(a, b) for a, b in (args, args[::-1])]
             if "" not in whole:
                 return text.format(*whole)
-        keeps = self._types[node] == "int" or node.op == "stop"
-        return text.format(*(self.names[a] if keeps else self._float(a) for a in args))
+        if node.op == "stop":
+            return text.format(self.names[args[0]])
+        return text.format(*((self._integer if node.is_integer else self._float)(a) for a in args))
+
+    def _integer(self, node: Node) -> str:
+        """``node`` in the 64 bits that integers are computed in; they may be stored in fewer."""
+        return self.names[node] if node.op == "const" and node.is_integer else f"{self.names[node]}.to(tl.int64)"
 
     def _whole(self, node: Node, other: Node) -> str:
         """``node`` as an integer to compare with ``other``, or nothing if it may not be one."""
         name, kind = self.names[node], self._types[node]
+        value = _constant(node)
+        if math.isfinite(value):
+            return str(int(value)) if int(value) == value else ""
         if kind == "float":
-            value = _constant(node)
-            return str(int(value)) if value.is_integer() else ""
-        return name if kind == self._types[other] else f"{name}.to(tl.int64)"
+            return ""
+        is_same = kind == self._types[other] and math.isnan(_constant(other))
+        return name if is_same else f"{name}.to(tl.int64)"
 
-    def _emit_reduce(self, node: Node, name: str, arg: str, lines: list[str]) -> None:
+    def _emit_reduce(self, node: Node, name: str, lines: list[str]) -> None:
         gone = [a for d in node.attr("dims") for a in self.tile.axes.dims[node.args[0]][d]]
         held = [a for a in gone if a in self._present[node.args[0]]]
         repeated = math.prod(a.size for a in gone if a not in held)
-        value, fill = arg, "0.0" if node.op == "sum" else 'float("-inf")'
-        if node.op == "sum" and self._may_be_alone(self.tile.padded(held), 2 * WARP - 1) and _is_product(node.args[0]):
+        if node.is_integer:
+            value, fill = self._integer(node.args[0]), "0" if node.op == "sum" else str(1 - 2**63)
+        else:
+            value, fill = self._float(node.args[0]), "0.0" if node.op == "sum" else 'float("-inf")'
+        is_summed = node.op == "sum" and not node.is_integer
+        if is_summed and self._may_be_alone(self.tile.padded(held), 2 * WARP - 1) and _is_product(node.args[0]):
             value = f"device.rounded({value})"
         for axis in held:
             if self.tile.is_masked(axis):
@@ -287,7 +298,7 @@ class Emitter:
                 value = f"tl.sum({value}, axis={dim}, keep_dims=True)" if node.op == "sum" else \
                     f"device.peak({value}, {dim})"
         if node.op == "sum" and repeated > 1:
-            value = f"({value}) * {repeated}.0"
+            value = f"({value}) * {repeated}" if node.is_integer else f"({value}) * {repeated}.0"
         lines.append(f"{name} = {value}")
         self._present[node] = self._present[node.args[0]] - set(gone)
 
@@ -296,7 +307,7 @@ class Emitter:
     def _load(self, node: Node) -> str:
         run = self._run(node)
         buffer, tile = self._buffer(node, run), self.tile
-        if node.is_integer and node.domain == Domain.PARAM:
+        if node.is_integer and node.domain == Domain.PARAM and node.numel == 1:  # a seed, above all
             return f"tl.load({buffer.name}_ptr)"
         inside = node.domain in self.fixed
         if self.reads_columns and not inside and self._is_column(node):
@@ -386,7 +397,7 @@ class Emitter:
     def _load_entry(self, node: Node) -> str:
         """A row of a parameter table: NaN, or 0 for integers, where there is no such row."""
         row, index = node.args
-        buffer, name = self._buffer(row), self.names[index]
+        buffer, name = self._buffer(row), self._integer(index)
         num_rows = self.lowering.source(row).shape[0]
         if not num_rows:
             raise NotFusable(["a lookup in a table without rows"])
@@ -394,7 +405,7 @@ class Emitter:
         # Triton's interpreter.
         nearest = f"tl.minimum(tl.maximum({name}, 0), {num_rows - 1})"
         mask = self.tile.mask(row, *(["live"] if index.domain not in self.fixed else []))
-        place = f"{buffer.name}_ptr + {nearest}.to(tl.int64) * {max(row.numel, 1)} + {self._offset(row)}"
+        place = f"{buffer.name}_ptr + {nearest} * {max(row.numel, 1)} + {self._offset(row)}"
         value = f"tl.load({place}{f', mask={mask}, other=0' if mask else ''})"
         inside = f"({name} >= 0) & ({name} < {num_rows})"
         return f"tl.where({inside}, {value}, 0)" if row.is_integer else \
@@ -476,10 +487,8 @@ def _type(node: Node, args: Sequence[str]) -> str:
         return "bool"
     if node.op in ("view", "permute", "expand", "lift", "stop", "lookup"):
         return args[0]
-    if node.op == "where":
-        return args[1] if args[1] == args[2] else "float"
-    if node.op in _WHOLE:
-        return "int" if set(args) == {"int"} else "float"
+    if node.op == "where" and args[1] == args[2] == "bool":
+        return "bool"
     return "int" if node.is_integer else "float"
 
 

@@ -89,7 +89,7 @@ def _join(nodes: Sequence[Node], dim: int) -> Node:
     for n in flat:
         if merged and n.op == "const" == merged[-1].op and n.attrs == merged[-1].attrs:
             size = merged[-1].shape[dim] + n.shape[dim]
-            merged[-1] = ir.const(n.attr("value"), _with(n.shape, dim, size))
+            merged[-1] = ir.shaped_const(n, _with(n.shape, dim, size))
         else:
             merged.append(n)
     return merged[0] if len(merged) == 1 else ir.cat(merged, dim)
@@ -111,7 +111,7 @@ def _cut(node: Node, dim: int, start: int, stop: int) -> Node:
         return _rebuilt(node, args, shape)
 
     if node.op == "const":
-        return ir.const(node.attr("value"), shape)
+        return ir.shaped_const(node, shape)
     if node.op == "cat":
         if node.attr("dim") != dim:
             return _join([_cut(a, dim, start, stop) for a in node.args], node.attr("dim"))

@@ -125,11 +125,12 @@ def constant(value: Tensor) -> Node:
     """
     flat = value.reshape(-1).tolist()
     shape = tuple(value.shape)
+    made = ir.const if value.is_floating_point() or value.dtype == torch.bool else ir.whole
     if all(f == flat[0] for f in flat):
-        return ir.const(float(flat[0]) if flat else 0.0, shape)
+        return made(flat[0] if flat else 0, shape)
     if len(flat) > MAX_CONSTANT:
         raise NotFusable([f"reads a constant tensor of shape {list(shape)}"])
-    return ir.view(ir.cat([ir.const(float(f), (1,)) for f in flat], 0), shape)
+    return ir.view(ir.cat([made(f, (1,)) for f in flat], 0), shape)
 
 
 def operand(value: Any, fx: Any = None, out: Form | None = None, rank: int = 0, logical: bool = False) -> Any:
@@ -178,7 +179,7 @@ def shaped(node: Node, shape: Sequence[int]) -> Node:
     if node.shape == shape:
         return node
     if node.op == "const":
-        return ir.const(node.attr("value"), shape)
+        return ir.shaped_const(node, shape)
     if len(node.shape) < len(shape):
         node = ir.view(node, (*(1,) * (len(shape) - len(node.shape)), *node.shape))
     return ir.expand(node, shape)

@@ -32,10 +32,13 @@ def apply(node: Node, args: Sequence[Tensor], like: Tensor | None = None) -> Ten
     kind = ir.OPS[node.op].kind
     if node.op == "const":
         assert like is not None
-        return torch.full(node.shape, node.attr("value"), dtype=like.dtype, device=like.device)
+        dtype = torch.int64 if node.is_integer else like.dtype
+        return torch.full(node.shape, node.attr("value"), dtype=dtype, device=like.device)
     if node.op == "float":
         assert like is not None
         return args[0].to(like.dtype)
+    if node.is_integer and kind == "pointwise":
+        args = [a if a.dtype == torch.bool else a.long() for a in args]
     if node.op == "add":
         return columns.add(*args)
     if kind == "pointwise":

@@ -61,12 +61,8 @@ class Op:
     linear_in: tuple[int, ...] = ()
 
 
-def _modulo(x: Tensor, y: Tensor) -> Tensor:
-    return torch.remainder(x.long(), y.long())
-
-
 def _floor_quotient(x: Tensor, y: Tensor) -> Tensor:
-    return torch.div(x.long(), y.long(), rounding_mode="floor")
+    return torch.div(x, y, rounding_mode="floor")
 
 
 def _table(*ops: Op) -> dict[str, Op]:
@@ -113,10 +109,14 @@ OPS: Mapping[str, Op] = _table(
     Op("minimum", "pointwise", torch.minimum, "tl.minimum({0}, {1}, tl.PropagateNan.ALL)"),
     Op("atan2", "pointwise", torch.atan2, "device.atan2({0}, {1})"),
     Op("pow", "pointwise", torch.pow, "device.power({0}, {1})"),
+    # Exact whatever the quotient is, for which Triton has nothing that runs everywhere.
+    Op("fmod", "pointwise", torch.fmod),
+    Op("remainder", "pointwise", torch.remainder),
+    Op("floor_divide", "pointwise", _floor_quotient),
     # Of integers, rounded to minus infinity as in Python; Triton rounds to zero.
-    Op("modulo", "pointwise", _modulo, "(({0} % {1}.to(tl.int64) + {1}.to(tl.int64)) % {1}.to(tl.int64))"),
-    Op("floor_quotient", "pointwise", _floor_quotient, "({0} // {1}.to(tl.int64) - (({0} % {1}.to(tl.int64) != 0) & "
-       "(({0} < 0) != ({1} < 0))).to(tl.int64))"),
+    Op("modulo", "pointwise", torch.remainder, "(({0} % {1} + {1}) % {1})"),
+    Op("floor_quotient", "pointwise", _floor_quotient, "({0} // {1} - (({0} % {1} != 0) & (({0} < 0) != ({1} < 0)))"
+       ".to(tl.int64))"),
     Op("gt", "pointwise", torch.gt, "({0} > {1})"),
     Op("ge", "pointwise", torch.ge, "({0} >= {1})"),
     Op("lt", "pointwise", torch.lt, "({0} < {1})"),
@@ -129,6 +129,7 @@ OPS: Mapping[str, Op] = _table(
     Op("where", "pointwise", torch.where, "tl.where({0}, {1}, {2})", (1, 2)),
     Op("stop", "pointwise", torch.Tensor.detach, "{0}"),
     Op("float", "pointwise", torch.Tensor.float, "{0}.to(FLOAT)"),
+    Op("whole", "pointwise", torch.Tensor.long, "{0}"),  # of what kernels have made an integer
     Op("view", "layout"),
     Op("permute", "layout"),
     Op("expand", "layout"),
@@ -163,7 +164,8 @@ class Node:
         domain: Where the rows come from.
         name: Of an input, empty for other nodes.
         numel: Number of features per row.
-        is_integer: Whether the values are integers.
+        is_integer: Whether the values are integers, which are computed in 64 bits: inputs, what is made of them and of
+            whole constants, and what is rounded to them.
         is_row: Whether the value has a row dimension.
     """
 
@@ -192,7 +194,7 @@ class Node:
             node.op, node.args, node.attrs = op, args, items
             node.shape, node.domain, node._digest = tuple(shape), Domain(domain), None
             node.name, node.numel = attrs.get("name", ""), math.prod(node.shape)
-            node.is_integer = op in ("eid", "modulo", "floor_quotient") or bool(attrs.get("integer", False))
+            node.is_integer = _is_integer(op, args, attrs)
             node.is_row = node.domain != Domain.PARAM
             cls._interned[key] = node
         return node
@@ -243,6 +245,27 @@ def _rebuild_node(op: str, args: tuple[Node, ...], shape: Shape, domain: int, at
 
 #: Operations whose result is true or false.
 TRUTHS = ("gt", "ge", "lt", "le", "eq", "ne", "and", "or", "not")
+_COMPARISONS = ("gt", "ge", "lt", "le", "eq", "ne")
+#: Operations of integers that give integers.
+_KEEP_WHOLE = frozenset(("add", "sub", "mul", "neg", "abs", "maximum", "minimum", "stop", "where", "view", "permute",
+                         "expand", "lift", "slice", "cat", "sum", "amax"))
+
+
+def _is_integer(op: str, args: tuple[Node, ...], attrs: Mapping[str, Any]) -> bool:
+    if op == "const":
+        return isinstance(attrs["value"], int)
+    if op == "lookup":
+        return args[0].is_integer
+    if op in _KEEP_WHOLE:
+        return all(a.is_integer for a in (args[1:] if op == "where" else args))
+    return op in ("eid", "modulo", "floor_quotient", "whole") or bool(attrs.get("integer", False))
+
+
+def is_truth(node: Node) -> bool:
+    """Whether the values are true or false."""
+    while node.op in ("view", "permute", "expand", "lift", "slice", "stop"):
+        node = node.args[0]
+    return node.op in TRUTHS or (node.op == "where" and all(map(is_truth, node.args[1:])))
 
 
 # --- building ---------------------------------------------------------------------------------------------------
@@ -267,6 +290,28 @@ def const(value: float, shape: Shape = ()) -> Node:
     return Node("const", (), shape, Domain.PARAM, value=float(value))
 
 
+def whole(value: int, shape: Shape = ()) -> Node:
+    """The integer ``value``, the same for every row and feature."""
+    return Node("const", (), shape, Domain.PARAM, value=int(value))
+
+
+def shaped_const(node: Node, shape: Shape) -> Node:
+    """The constant ``node`` in another shape."""
+    return Node("const", (), shape, Domain.PARAM, value=node.attr("value"))
+
+
+def const_as(node: Node, integer: bool) -> Node:
+    """The constant ``node`` as an integer, or as a floating point number."""
+    value = node.attr("value")
+    return whole(value, node.shape) if integer else const(value, node.shape)
+
+
+def is_whole(node: Node) -> bool:
+    """Whether the constant ``node`` is an integer, or a floating point number that is one for certain."""
+    value = node.attr("value")
+    return isinstance(value, int) or (value.is_integer() and abs(value) <= 2**53)
+
+
 def is_const(node: Node, value: float) -> bool:
     """Whether ``node`` is the constant ``value``."""
     return node.op == "const" and node.attr("value") == value
@@ -282,12 +327,25 @@ def broadcast_shape(*shapes: Shape) -> Shape:
 
 
 def pointwise(op: str, *args: Node | float) -> Node:
-    """``op`` applied elementwise; features broadcast, parameters align to the right of feature shapes."""
-    nodes = [a if isinstance(a, Node) else const(a) for a in args]
+    """``op`` applied elementwise; features broadcast, parameters align to the right of feature shapes.
+
+    Whole constants beside integers are integers, and integer constants beside others are not.
+    """
+    nodes = _alike(op, [a if isinstance(a, Node) else const(a) for a in args])
     rank = max((len(n.shape) for n in nodes if n.is_row), default=None)
     if rank is not None:
         nodes = [_add_leading(_drop_leading(n, rank), rank) for n in nodes]
     return Node(op, nodes, broadcast_shape(*(n.shape for n in nodes)), join(*nodes))
+
+
+def _alike(op: str, nodes: list[Node]) -> list[Node]:
+    first = int(op == "where")
+    if not (op in _KEEP_WHOLE or op in _COMPARISONS or op in ("modulo", "floor_quotient")):
+        return nodes
+    values = nodes[first:]
+    rest = [n for n in values if n.op != "const"] or values
+    integer = all(n.is_integer for n in rest) and all(is_whole(n) for n in values if n.op == "const")
+    return nodes[:first] + [const_as(n, integer) if n.op == "const" and n.is_integer != integer else n for n in values]
 
 
 def _add_leading(node: Node, rank: int) -> Node:
@@ -314,7 +372,7 @@ def view(node: Node, shape: Iterable[int]) -> Node:
     if math.prod(shape) != node.numel:
         raise ValueError(f"Cannot view features of shape {list(node.shape)} as {list(shape)}")
     if node.op == "const":
-        return const(node.attr("value"), shape)
+        return shaped_const(node, shape)
     if node.op == "view":
         return view(node.args[0], shape)
     return Node("view", (node,), shape, node.domain)

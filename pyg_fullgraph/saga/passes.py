@@ -54,8 +54,11 @@ def hoist(roots: Sequence[Node]) -> tuple[tuple[Node, ...], dict[Node, Node]]:
             return
         if is_vertex_work(node):
             name = f"hoisted.{node.digest[:8]}"
-            known[node] = ir.input(name, node.domain, node.shape)
-            steps[known[node]] = node
+            # What is stored are numbers, integers among them in 64 bits.
+            value = pointwise("where", node, 1.0, 0.0) if ir.is_truth(node) else node
+            stored = ir.input(name, node.domain, node.shape, value.is_integer)
+            known[node] = stored if value is node else pointwise("ne", stored, 0.0)
+            steps[stored] = value
             return
         for a in node.args:
             visit(a)
@@ -309,7 +312,7 @@ def plan(outputs: Mapping[str, Node], target: Target, disable: Sequence[str] = (
     early: dict[Node, Node] = {}
     for name, value in results.items():
         if value.op != "input" and not made & {*ir.inputs_of(value)} and (name in exact or is_vertex_work(value)):
-            results[name] = ir.input(f"%vertex.{value.digest[:8]}", value.domain, value.shape)
+            results[name] = ir.input(f"%vertex.{value.digest[:8]}", value.domain, value.shape, value.is_integer)
             early[results[name]] = value
     steps = (*early.items(), *steps)
     if target.packs and "pack" not in disable:

@@ -136,8 +136,6 @@ class _RowEmitter(Emitter):
 
     def _load(self, node: Node) -> str:
         if not node.is_row:
-            if node.is_integer and node.numel > 1:
-                raise NotFusable(["integers of a parameter beside rows"])
             return super()._load(node)
         buffer = self._buffer(node)
         place = f"{buffer.name}_ptr + row * {buffer.name}_stride + {self._offset(node)}"

@@ -33,6 +33,7 @@ from pyg_fullgraph.saga.idioms import recognize
 from pyg_fullgraph.saga.ir import Domain, Node
 from pyg_fullgraph.saga.recorder import Recorder
 from pyg_fullgraph.saga.refusal import at, current_line, is_asked_by_libraries, is_inside, line_of
+from pyg_fullgraph.saga.rules.base import value_of
 
 #: Markers for PyG's special arguments, beside :data:`INDEX`.
 SIZE_I, SIZE_J = "<size_i>", "<size_j>"
@@ -47,6 +48,7 @@ class ArgSpec:
         shape: Feature shape.
         name: Name of its input node.
         integer: Whether it holds integers; the input of truth values as well.
+        dtype: Of the integers that the method sees; int64 if None.
         is_bool: Whether the method sees truth values.
         dim: Position of the rows in the tensor that the method sees; the features are the other dimensions in order.
     """
@@ -57,6 +59,7 @@ class ArgSpec:
     integer: bool = False
     is_bool: bool = False
     dim: int = 0
+    dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -302,7 +305,7 @@ class _Trace:
         for key in self.nodes:
             spec = self.args[key]
             if isinstance(spec, ArgSpec):
-                dtype = torch.bool if spec.is_bool else torch.long if spec.integer else self.dtype
+                dtype = torch.bool if spec.is_bool else spec.dtype or torch.long if spec.integer else self.dtype
                 made[key] = way.tensor(key, spec.shape, dtype, EDGE_HINT if spec.domain else None)
             else:
                 # A size is read off a tensor of that many rows, so that arithmetic on it shows in the graph.
@@ -346,6 +349,8 @@ class _Trace:
         inputs = self._inputs(way)
         params = [ir.input(f"param.{k}", Domain.PARAM, tuple(v.shape), not v.is_floating_point())
                   for k, v in state.items()]
+        params = [ir.pointwise("ne", p, 0.0) if v.dtype == torch.bool else p
+                  for p, v in zip(params, state.values(), strict=True)]
         left: dict[str, Any] = {}
         specs: list[str] = []
         counted: list[Tensor] = []
@@ -387,7 +392,11 @@ class _Trace:
         if not all(isinstance(n, Node) for n in nodes):
             raise NotFusable([f"{kind}.{self.method} returns something that depends on no edge or node"])
         outputs = next(iter(reversed(graph.nodes))).args[0]
+        if not value_of(outputs[0]).is_floating_point():
+            raise NotFusable([f"{kind}.{self.method} returns integers or truth values"])
         for name, out in zip(names, outputs[1:], strict=True):
+            if not value_of(out).is_floating_point():
+                raise NotFusable([f"{kind}.{self.method} leaves '{name}' behind, integers or truth values"])
             if form(out).rows != way.edges or form(out).dim != 0 or form(out).fold != 1:
                 raise NotFusable([f"{kind}.{self.method} leaves '{name}' behind, which has not one row per edge"])
         value, *side = recognize(nodes)

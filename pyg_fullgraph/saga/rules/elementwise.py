@@ -12,34 +12,49 @@ from torch.fx import Node as FxNode
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.forms import INDEX, form, is_bool, is_constant, numbers, operand, shaped
-from pyg_fullgraph.saga.ir import Domain, Node, pointwise
-from pyg_fullgraph.saga.rules.base import Shown, choose, is_integer, named, rank_of, scaled, to_float, value_of
+from pyg_fullgraph.saga.ir import Node, pointwise
+from pyg_fullgraph.saga.rules.base import (
+    Shown,
+    as_dtype,
+    check_integers,
+    choose,
+    is_integer,
+    named,
+    rank_of,
+    scaled,
+    to_float,
+    value_of,
+)
 
 
 def _operands(fx: FxNode, args: Sequence[Any], logical: bool = False) -> list[Any]:
-    out = form(fx)
-    floats = value_of(fx).is_floating_point()
-    values = []
-    for arg, value in zip(fx.args, args, strict=False):
-        value = operand(value, arg, out, rank_of(fx), logical)
-        values.append(to_float(value) if floats and is_integer(arg) and isinstance(value, Node) else value)
-    return values
+    out, dtype = form(fx), _computed_in(fx)
+    values = [operand(value, arg, out, rank_of(fx), logical) for arg, value in zip(fx.args, args, strict=False)]
+    return values if logical else [as_dtype(v, dtype) for v in values]
+
+
+def _computed_in(fx: FxNode) -> torch.dtype:
+    """The dtype that torch computes in: that of the result, for comparisons what the operands have in common."""
+    dtype = value_of(fx).dtype
+    if dtype != torch.bool:
+        return dtype
+    # Numbers and tensors without dimensions count for less.
+    given = [torch.empty((1,) * rank_of(a), dtype=value_of(a).dtype) if isinstance(a, FxNode) else a
+             for a in fx.args if isinstance(a, (FxNode, bool, int, float))]
+    first = given[0] if isinstance(given[0], torch.Tensor) else torch.empty((), dtype=torch.bool)
+    return torch.result_type(first, given[-1])
 
 
 #: Arithmetic on truth values.
 _LOGIC = {"mul": "and", "add": "or", "minimum": "and", "maximum": "or"}
 
 
-def _check_integers(fx: FxNode) -> None:
-    """Refuse arithmetic on integers of less than 64 bits."""
-    dtype = value_of(fx).dtype
-    if is_integer(fx) and dtype != torch.int64:
-        raise NotFusable([f"computes with {str(dtype).removeprefix('torch.')}, which wraps around"])
-
-
 def _elementwise(op: str, logical: bool = False) -> Callable:
     def rule(imp: Any, fx: FxNode, *args: Any, alpha: Any = 1, **kwargs: Any) -> Node:
-        _check_integers(fx)
+        if op not in ("maximum", "minimum", "relu"):
+            check_integers(fx)
+        if op == "relu" and is_integer(fx):
+            return shaped(pointwise("maximum", *_operands(fx, args), 0.0), form(fx).shape)
         is_logic = op in _LOGIC and value_of(fx).dtype == torch.bool
         values = _operands(fx, args, logical or is_logic)
         values[-1] = scaled(values[-1], alpha)
@@ -66,14 +81,15 @@ def _bitwise(op: str) -> Callable:
 def _choose(imp: Any, fx: FxNode, condition: Any, a: Any = 1.0, b: Any = 0.0) -> Node:
     out, rank = form(fx), rank_of(fx)
     mask = operand(condition, fx.args[0], out, rank, logical=True)
-    a, b = (operand(v, f, out, rank) for v, f in zip((a, b), fx.args[1:], strict=True))
+    a, b = (as_dtype(operand(v, f, out, rank), value_of(fx).dtype) for v, f in zip((a, b), fx.args[1:], strict=True))
     return shaped(choose(mask, a, b), out.shape)
 
 
 def _masked_fill(imp: Any, fx: FxNode, x: Any, mask: Any, value: Any) -> Node:
     out, rank = form(fx), rank_of(fx)
     hit = operand(mask, fx.args[1], out, rank, logical=True)
-    x, value = (operand(v, f, out, rank) for v, f in ((x, fx.args[0]), (value, fx.args[2])))
+    x, value = (as_dtype(operand(v, f, out, rank), value_of(fx).dtype)
+                for v, f in ((x, fx.args[0]), (value, fx.args[2])))
     return shaped(choose(hit, value, x), out.shape)
 
 
@@ -92,11 +108,12 @@ def at_most(x: Node, high: Any) -> Node:
 def _clamp(imp: Any, fx: FxNode, x: Any, low: Any = None, high: Any = None) -> Node:
     out, rank = form(fx), rank_of(fx)
     given = [*fx.args, *(fx.kwargs.get(k) for k in ("min", "max")[len(fx.args) - 1:])]
-    x = operand(x, given[0], out, rank)
+    dtype = value_of(fx).dtype
+    x = as_dtype(operand(x, given[0], out, rank), dtype)
     if low is not None:
-        x = at_least(x, operand(low, given[1], out, rank))
+        x = at_least(x, as_dtype(operand(low, given[1], out, rank), dtype))
     if high is not None:
-        x = at_most(x, operand(high, given[2], out, rank))
+        x = at_most(x, as_dtype(operand(high, given[2], out, rank), dtype))
     return shaped(x, out.shape)
 
 
@@ -133,33 +150,16 @@ def _round(x: Node) -> Node:
     return choose(pointwise("and", is_odd, is_tie), pointwise("sub", up, 1.0), up)
 
 
-#: Whole numbers up to here are numbers of a program, which may be of 32 bits.
-_LARGEST_WHOLE = 2**24
-
-
-def _is_exact(node: Node) -> bool:
-    """Whether integers have never been floats."""
-    if node.op == "lookup":
-        return node.args[0].is_integer
-    if node.op in ("view", "permute", "expand", "lift", "add", "sub", "mul", "neg", "abs") or \
-            (node.op == "slice" and node.domain == Domain.EDGE):  # others are computed beforehand, as numbers
-        return all(_is_exact(a) for a in node.args)
-    return node.is_integer
-
-
 def _divide_integers(op: str, fx: FxNode, args: Sequence[Any]) -> Node:
     """``modulo`` or ``floor_quotient``.
 
     Raises:
-        NotFusable: It is not one of integers of 64 bits by a small number.
+        NotFusable: It is not one of integers of 64 bits by a number.
     """
-    _check_integers(fx)
-    x, y = (a if isinstance(a, Node) else ir.const(a) for a in _operands(fx, args))
-    divisor = y.attr("value", 0.0)
-    if not (y.op == "const" and 0 < abs(divisor) <= _LARGEST_WHOLE):
-        raise NotFusable(["divides integers by others than numbers up to 2**24"])
-    if not _is_exact(x):
-        raise NotFusable(["divides integers that are computed as floating point numbers"])
+    check_integers(fx)
+    x, y = _operands(fx, args)
+    if y.op != "const" or not 0 < abs(y.attr("value")) < 2**62:  # kernels add it to a remainder
+        raise NotFusable(["divides integers by others than numbers that are not zero"])
     return shaped(pointwise(op, x, y), form(fx).shape)
 
 
@@ -169,35 +169,30 @@ def _divide(imp: Any, fx: FxNode, *args: Any, rounding_mode: str | None = None) 
             raise NotFusable(["rounds a quotient of integers to zero"])
         return _divide_integers("floor_quotient", fx, args)
     values = [to_float(v) if isinstance(v, Node) else v for v in _operands(fx, args)]
-    out = pointwise("div", *values)
-    if rounding_mode is not None:
-        out = pointwise("floor", out) if rounding_mode == "floor" else _truncate(out)
-    return shaped(out, form(fx).shape)
+    out = pointwise("floor_divide" if rounding_mode == "floor" else "div", *values)
+    return shaped(_truncate(out) if rounding_mode == "trunc" else out, form(fx).shape)
 
 
 def _remainder(imp: Any, fx: FxNode, *args: Any) -> Node:
-    return _divide_integers("modulo", fx, args) if is_integer(fx) else _composed(
-        lambda x, y: _rest(x, y, lambda q: pointwise("floor", q)))(imp, fx, *args)
+    return _divide_integers("modulo", fx, args) if is_integer(fx) else _elementwise("remainder")(imp, fx, *args)
 
 
 def _fmod(imp: Any, fx: FxNode, *args: Any) -> Node:
     if is_integer(fx):
         raise NotFusable(["rounds a quotient of integers to zero"])
-    return _composed(lambda x, y: _rest(x, y, _truncate))(imp, fx, *args)
-
-
-def _rest(x: Any, y: Any, rounding: Callable[[Node], Node]) -> Node:
-    return pointwise("sub", x, pointwise("mul", rounding(pointwise("div", x, y)), y))
+    return _elementwise("fmod")(imp, fx, *args)
 
 
 def _power(imp: Any, fx: FxNode, x: Any, exponent: Any) -> Node:
-    _check_integers(fx)
+    check_integers(fx)
     if is_integer(fx) and exponent not in range(5):
         raise NotFusable(["takes a power of integers"])
     return _composed(power_of)(imp, fx, x, exponent)
 
 
 def power_of(x: Any, exponent: Any) -> Node:
+    if isinstance(x, Node) and isinstance(exponent, Node) and exponent.op == "const" and exponent.is_integer:
+        exponent = exponent.attr("value")
     if isinstance(exponent, Node) or not isinstance(x, Node):
         return pointwise("pow", x, exponent)
     if exponent in (0, 1):
@@ -228,7 +223,11 @@ def _cast(imp: Any, fx: FxNode, x: Any, *args: Any, **kwargs: Any) -> Any:
     if dtype.is_floating_point:
         return to_float(x) if is_integer(given) else x
     if not is_integer(given):
-        return ir.const(math.trunc(x.attr("value")), x.shape) if _is_finite(x) else _truncate(x)
+        if x.op == "const" and _is_finite(x):
+            return ir.whole(math.trunc(x.attr("value")), x.shape)
+        if dtype != torch.int64:
+            raise NotFusable([f"makes {str(dtype).removeprefix('torch.')} of floating point numbers"])
+        return pointwise("whole", x)
     narrow, wide = torch.iinfo(dtype), torch.iinfo(value_of(given).dtype)
     if narrow.min > wide.min or narrow.max < wide.max:
         raise NotFusable([f"makes narrower integers, {str(dtype).removeprefix('torch.')}, of others"])

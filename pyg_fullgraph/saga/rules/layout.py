@@ -15,6 +15,7 @@ from pyg_fullgraph.saga.forms import INDEX, form, is_constant, is_rowwise, opera
 from pyg_fullgraph.saga.ir import Node
 from pyg_fullgraph.saga.rules.base import (
     MAX_UNROLLED,
+    as_dtype,
     cut,
     dim_of,
     is_integer,
@@ -22,7 +23,6 @@ from pyg_fullgraph.saga.rules.base import (
     node_of,
     rank_of,
     take,
-    to_float,
     value_of,
 )
 
@@ -160,8 +160,7 @@ def _cat(imp: Any, fx: FxNode, parts: Sequence[Any], dim: int = 0) -> Any:
     given: Any = fx.args[0]
     pairs = [(node_of(p, f, fx), f) for p, f in zip(parts, given, strict=True)
              if is_rowwise(f) or value_of(f).numel() != 0]
-    floats = value_of(fx).is_floating_point()
-    return ir.cat([to_float(p) if floats and is_integer(f) else p for p, f in pairs], inner)
+    return ir.cat([as_dtype(p, value_of(fx).dtype) for p, _ in pairs], inner)
 
 
 def _stack(imp: Any, fx: FxNode, parts: Sequence[Any], dim: int = 0) -> Any:
@@ -171,7 +170,8 @@ def _stack(imp: Any, fx: FxNode, parts: Sequence[Any], dim: int = 0) -> Any:
     given: Any = fx.args[0]
     shape = form(fx).shape
     kept = (*shape[:inner], 1, *shape[inner + 1:])
-    return ir.cat([ir.view(node_of(p, f), kept) for p, f in zip(parts, given, strict=True)], inner)
+    values = [as_dtype(node_of(p, f), value_of(fx).dtype) for p, f in zip(parts, given, strict=True)]
+    return ir.cat([ir.view(v, kept) for v in values], inner)
 
 
 def _pad(imp: Any, fx: FxNode, x: Any, amounts: Sequence[int], value: Any = 0.0) -> Node:
@@ -183,7 +183,7 @@ def _pad(imp: Any, fx: FxNode, x: Any, amounts: Sequence[int], value: Any = 0.0)
             raise NotFusable(["adds edges"])
         if before < 0 or after < 0:
             x = take(x, inner, range(max(-before, 0), x.shape[inner] - max(-after, 0)))
-        sides = [ir.const(value, (*x.shape[:inner], n, *x.shape[inner + 1:])) if n > 0 else None
+        sides = [_const_like(fx, value, (*x.shape[:inner], n, *x.shape[inner + 1:])) if n > 0 else None
                  for n in (before, after)]
         pieces = [p for p in (sides[0], x, sides[1]) if p is not None]
         x = ir.cat(pieces, inner) if len(pieces) > 1 else x
@@ -251,7 +251,12 @@ def _full(imp: Any, fx: FxNode, *args: Any, **kwargs: Any) -> Node:
     else:
         place = 0 if "scalar_tensor" in name else 2 if "new_full" in name else 1
         value = 1.0 if "ones" in name else operand(args[place])
-    return ir.const(float(value), form(fx).shape)
+    return _const_like(fx, value, form(fx).shape)
+
+
+def _const_like(fx: FxNode, value: Any, shape: tuple[int, ...]) -> Node:
+    """The number ``value`` as torch writes it into the result."""
+    return ir.whole(value, shape) if is_integer(fx) and isinstance(value, int) else ir.const(float(value), shape)
 
 
 def _fill(imp: Any, fx: FxNode, x: Any, value: Any) -> Node:
@@ -261,10 +266,7 @@ def _fill(imp: Any, fx: FxNode, x: Any, value: Any) -> Node:
 def _overwrite(imp: Any, fx: FxNode, x: Any, value: Any, *args: Any) -> Any:
     if value is INDEX:
         return value
-    value = node_of(value, fx.args[1], fx)
-    if value_of(fx).is_floating_point() and is_integer(fx.args[1]):
-        value = to_float(value)
-    return shaped(value, form(fx).shape)
+    return shaped(as_dtype(node_of(value, fx.args[1], fx), value_of(fx).dtype), form(fx).shape)
 
 
 IMPORTS: Mapping[str, Callable[..., Any]] = {

@@ -11,11 +11,11 @@ from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.forms import form
 from pyg_fullgraph.saga.ir import Domain, Node
-from pyg_fullgraph.saga.rules.base import named
+from pyg_fullgraph.saga.rules.base import named, to_float
 
 
 def _softmax(imp: Any, fx: FxNode, logit: Node) -> Node:
-    return ir.softmax(logit)
+    return ir.softmax(to_float(logit))
 
 
 def _softmax_backward(imp: Any, fx: FxNode, grad: Node, weight: Node) -> Node:

@@ -18,6 +18,8 @@ from pyg_fullgraph.saga.ir import Domain, Node, pointwise
 from pyg_fullgraph.saga.rules.base import (
     MAX_UNROLLED,
     Shown,
+    as_dtype,
+    check_integers,
     choose,
     is_integer,
     named,
@@ -51,8 +53,10 @@ def _reduce(op: str, what: str) -> Callable:
     def rule(imp: Any, fx: FxNode, x: Any, dims: Any = None, keepdim: bool = False, **kwargs: Any) -> Node:
         moved = _features(fx, dims)
         x = shaped(node_of(x, fx.args[0]), form(fx.args[0]).shape)
-        if is_integer(fx.args[0]) and value_of(fx).is_floating_point():
+        if value_of(fx).is_floating_point():
             x = to_float(x)
+        if op == "sum":
+            check_integers(fx)
         over_rows = -1 in moved
         if over_rows and not (op == "sum" and imp.is_joint and form(fx.args[0]).fold == 1):
             raise NotFusable([f"takes a {what} over all edges"])
@@ -79,7 +83,7 @@ _amin = _reduce("amin", "minimum")
 def _positions(count: int) -> Node:
     """0, 1, ... as a parameter ``[count]``."""
     if count <= MAX_CONSTANT:
-        return constant(torch.arange(count))
+        return constant(torch.arange(float(count)))
     num_blocks = -(-count // MAX_CONSTANT)
     start = pointwise("mul", ir.view(_positions(num_blocks), (num_blocks, 1)), float(MAX_CONSTANT))
     whole = pointwise("add", start, ir.view(_positions(MAX_CONSTANT), (1, MAX_CONSTANT)))
@@ -221,7 +225,8 @@ def norm_from_the_front(x: torch.Tensor, order: Any = 2, dims: Any = None, keepd
 
 def _product(imp: Any, fx: FxNode, x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Node:
     features = _own_features(fx, dim, "product")
-    x = node_of(x, fx.args[0])
+    check_integers(fx)
+    x = as_dtype(node_of(x, fx.args[0]), value_of(fx).dtype)
     for d in sorted(features, reverse=True):
         parts = one_by_one(x, d)
         x = functools.reduce(lambda a, b: pointwise("mul", a, b), parts)
@@ -230,7 +235,8 @@ def _product(imp: Any, fx: FxNode, x: Any, dim: Any = None, keepdim: bool = Fals
 
 def _cumulative(imp: Any, fx: FxNode, x: Any, dim: int, **kwargs: Any) -> Node:
     (inner,) = _own_features(fx, dim, "running sum")
-    x = node_of(x)
+    check_integers(fx)
+    x = as_dtype(node_of(x, fx.args[0]), value_of(fx).dtype)
     sums = list(itertools.accumulate(one_by_one(x, inner), lambda a, b: pointwise("add", a, b)))
     kept = (*x.shape[:inner], 1, *x.shape[inner + 1:])
     return ir.cat([ir.view(s, kept) for s in sums], inner) if len(sums) > 1 else x
@@ -285,6 +291,7 @@ def lined_up(parts: Sequence[Node]) -> Node:
 
 
 def _mm(imp: Any, fx: FxNode, a: Any, b: Any) -> Node:
+    _check_matrices(fx)
     a, b = node_of(a), node_of(b)
     left, right = (form(f) for f in fx.args[:2])
     out = form(fx)
@@ -301,7 +308,13 @@ def _mm(imp: Any, fx: FxNode, a: Any, b: Any) -> Node:
     return ir.view(_contract(a, b), out.shape)
 
 
+def _check_matrices(fx: FxNode) -> None:
+    if is_integer(fx):
+        raise NotFusable(["multiplies matrices of integers"])
+
+
 def _bmm(imp: Any, fx: FxNode, a: Any, b: Any) -> Node:
+    _check_matrices(fx)
     a, b = node_of(a), node_of(b)
     left, right = (form(f) for f in fx.args[:2])
     out = form(fx)

@@ -16,6 +16,7 @@ from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.forms import INDEX, TARGET_ROWS, constant, form, is_bool, is_constant, is_rowwise, shaped
 from pyg_fullgraph.saga.ir import Domain, Node, pointwise
 from pyg_fullgraph.saga.rules.base import (
+    check_integers,
     choose,
     dim_of,
     is_integer,
@@ -34,7 +35,15 @@ from pyg_fullgraph.saga.rules.reductions import lined_up
 
 
 def _gathered(kind: str, value: Node) -> Node:
-    """Edge values reduced to their destinations; constants are counted instead."""
+    """Edge values reduced to their destinations; constants are counted instead.
+
+    Raises:
+        NotFusable: They are integers, whose sums and extrema sweeps compute in floating point numbers.
+    """
+    if value.is_integer:
+        value = to_float(value)
+        if value.op == "float":
+            raise NotFusable(["reduces integers over the edges of a node"])
     if kind == "min":
         return pointwise("neg", _gathered("max", pointwise("neg", value)))
     if value.op == "const" and kind != "mul":
@@ -58,6 +67,7 @@ def _to_targets(imp: Any, fx: FxNode, base: Any, dim: int, value: Any, given: An
         raise NotFusable(["scatters by the target index into something that has not one row per target node"])
     base = node_of(base, fx.args[0])
     value = shaped(node_of(value, given), out.shape) if isinstance(given, FxNode) else ir.const(value, out.shape)
+    check_integers(fx)
     if value_of(fx).is_floating_point() and is_integer(given):
         value = to_float(value)
     reduced = _gathered(kind, value)
@@ -97,7 +107,7 @@ def _target_rows(table: Node) -> Node:
     if table.op == "input":
         return ir.input(f"{TARGET_ROWS}{table.name}", Domain.DST, table.shape[1:], table.is_integer)
     if table.op == "const":
-        return ir.const(table.attr("value"), table.shape[1:])
+        return ir.shaped_const(table, table.shape[1:])
     if table.op == "mm" and not table.args[1].is_row:
         return ir.mm(_target_rows(table.args[0]), table.args[1])
     if table.op == "view" and table.args[0].shape[:1] == table.shape[:1]:
@@ -126,6 +136,8 @@ def _scatter_features(imp: Any, fx: FxNode, base: Any, dim: int, index: Any, val
     if inner < 0 or (where.rows is not None and where.rows != out.rows):
         raise NotFusable(["scatters by another index than the target index"])
     index = node_of(index, fx.args[2])
+    if adds:
+        check_integers(fx)
     if (*where.shape[:inner], *where.shape[inner + 1:]) != (*out.shape[:inner], *out.shape[inner + 1:]):
         raise NotFusable(["scatters into a part of the features"])
     base = shaped(node_of(base, fx.args[0]), out.shape)
@@ -196,6 +208,7 @@ def _index_add(imp: Any, fx: FxNode, base: Any, dim: int, index: Any, value: Any
 
 
 def _add_features(fx: FxNode, base: Any, dim: int, index: Tensor, value: Node) -> Node:
+    check_integers(fx)
     inner, out = dim_of(fx, dim), form(fx)
     parts = one_by_one(shaped(value, form(fx.args[3]).shape), inner)
     columns = one_by_one(shaped(node_of(base), out.shape), inner)
@@ -253,6 +266,8 @@ def _put_masked(fx: FxNode, base: Any, mask: Any, source: FxNode, value: Any, ac
     given: Any = fx.args[2]
     if where.rows != out.rows or where.dim != out.dim or value_of(given).numel() != 1:
         raise NotFusable(["makes a tensor whose size depends on values"])
+    if accumulate:
+        check_integers(fx)
     mask = ir.view(_node_of_mask(mask), where.shape + (1,) * (len(out.shape) - len(where.shape)))
     base = shaped(node_of(base, fx.args[0]), out.shape)
     written = ir.view(node_of(value), ())
