@@ -11,7 +11,8 @@ import torch.nn.functional as F
 import torch_geometric.nn as pyg_nn
 from torch_geometric.utils import degree, scatter
 
-from pyg_fullgraph import convert, debug
+from pyg_fullgraph import convert, debug, phases
+from pyg_fullgraph.errors import NotFusable
 
 pytestmark = pytest.mark.filterwarnings("ignore::pyg_fullgraph.debug.PlainPathWarning")
 
@@ -171,15 +172,22 @@ def test_a_table_without_rows(kernels):
     assert not out.any() and layer.emb.grad.shape == (0, 4)
 
 
+REMAINDERS = {
+    "remainder": lambda s, x, k, a, b, i: x % 0.1,
+    "fmod": lambda s, x, k, a, b, i: torch.fmod(x * 1e6, 0.7),
+    "infinite": lambda s, x, k, a, b, i: x % float("inf"),
+    "negative": lambda s, x, k, a, b, i: -1e6 * x % 0.7,
+    "parameter": lambda s, x, k, a, b, i: x % s.emb[0],
+    "fmod-parameter": lambda s, x, k, a, b, i: torch.fmod(x, -s.emb[0]),
+    "quotient": lambda s, x, k, a, b, i: torch.div(x * 1e3, 0.1, rounding_mode="floor") * x,
+    "integer": lambda s, x, k, a, b, i: k % x,
+}
+
+
 @pytest.mark.parametrize("kernels", BOTH)
-@pytest.mark.parametrize("body", [
-    lambda s, x, k, a, b, i: x % 0.1, lambda s, x, k, a, b, i: torch.fmod(x * 1e6, 0.7),
-    lambda s, x, k, a, b, i: x % float("inf"), lambda s, x, k, a, b, i: -1e6 * x % 0.7,
-    lambda s, x, k, a, b, i: x % s.emb[0], lambda s, x, k, a, b, i: torch.fmod(x, -s.emb[0]),
-    lambda s, x, k, a, b, i: torch.div(x * 1e3, 0.1, rounding_mode="floor") * x, lambda s, x, k, a, b, i: k % x,
-], ids=str)
-def test_remainders_of_real_numbers(body, kernels):
-    assert not like_pyg(body)
+@pytest.mark.parametrize("name", REMAINDERS)
+def test_remainders_of_real_numbers(name, kernels):
+    assert not like_pyg(REMAINDERS[name])
 
 
 def test_the_gradient_of_a_remainder_by_zero():
@@ -188,3 +196,13 @@ def test_the_gradient_of_a_remainder_by_zero():
     x = torch.ones(NODES, 4, requires_grad=True)
     layer(x, ids, kind, number).sum().backward()
     assert torch.equal(x.grad, degree(ids[0], NODES).view(-1, 1).expand(-1, 4))
+
+
+def test_what_has_no_derivative_is_left_to_pyg(monkeypatch):
+    """A refusal of the derivatives does not come out of a user's forward."""
+    def refuse(program):
+        raise NotFusable(["has no derivative here"])
+
+    monkeypatch.setattr(phases, "adjoint_of", refuse)
+    (found,) = like_pyg(lambda s, x, k, a, b, i: torch.tanh(x - 0.123456) * s.emb[0])
+    assert "has no derivative here" in str(found)

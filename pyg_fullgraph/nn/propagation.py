@@ -155,7 +155,10 @@ class FusedMixin(_Layer):
                 if order.is_closed(self):
                     known.remember(self, "propagate", edge_index, size, kwargs, calls[0], fields)
                 return later
-        results = [self._fullgraph_edge_phase(call, edge_index) for call in calls]
+        try:
+            results = [self._fullgraph_edge_phase(call, edge_index) for call in calls]
+        except NotFusable as error:  # of derivatives, which are made before anything is computed
+            return _run_plain(self, "propagate", edge_index, size, kwargs, error.reasons, has_run_hooks)
         if len(calls) == 1 and order.is_closed(self):
             known.remember(self, "propagate", edge_index, size, kwargs, calls[0], fields)
         out = results[0] if len(results) == 1 else torch.cat(results, dim=-1)
