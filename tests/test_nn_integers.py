@@ -86,17 +86,17 @@ class Layer(pyg_nn.MessagePassing):
         return self.body(self, x_j, kind, number_j, number_i, (index, size_i))
 
 
-def given(dtype=torch.int64):
+def given(dtype=torch.int64, width=4):
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(NODES, (2, EDGES), generator=generator)
-    kind = torch.randint(0, 5, (EDGES, 4), generator=generator).to(dtype)
+    kind = torch.randint(0, 5, (EDGES, width), generator=generator).to(dtype)
     return ids, kind, FAR + torch.randint(0, 4, (NODES, 4), generator=generator)
 
 
-def like_pyg(body, dtype=torch.int64):
+def like_pyg(body, dtype=torch.int64, width=4):
     plain = Layer(body)
     fused = convert(copy.deepcopy(plain))
-    ids, kind, number = given(dtype)
+    ids, kind, number = given(dtype, width)
     debug.reset()
     results = []
     for layer in (plain, fused):
@@ -122,6 +122,12 @@ BOTH = [pytest.param(False, id="chunks"), pytest.param(True, id="interpreter", m
 @pytest.mark.parametrize("name", BODIES)
 def test_integers_are_computed_as_integers(name, kernels):
     assert not like_pyg(BODIES[name])
+
+
+@pytest.mark.parametrize("kernels", BOTH)
+def test_tests_of_no_features(kernels):
+    assert not like_pyg(lambda s, x, k, a, b, i: x * (k > 0).all(-1, keepdim=True), width=0)
+    assert not like_pyg(lambda s, x, k, a, b, i: torch.where((k > 0).any(-1, keepdim=True), x, -x), width=0)
 
 
 @pytest.mark.parametrize("name", PLAIN)

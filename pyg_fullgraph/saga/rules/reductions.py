@@ -245,6 +245,8 @@ def _cumulative(imp: Any, fx: FxNode, x: Any, dim: int, **kwargs: Any) -> Node:
 def _any(reverse: bool) -> Callable:
     def rule(imp: Any, fx: FxNode, x: Any, dims: Any = None, keepdim: bool = False) -> Node:
         features = _own_features(fx, dims, "test")
+        if any(form(fx.args[0]).shape[d] == 0 for d in features):
+            return ir.const(float(reverse), form(fx).shape)
         truth = x if is_bool(fx.args[0]) else pointwise("ne", x, 0.0)
         count = ir.reduce_features("amax", choose(truth, 0.0, 1.0) if reverse else numbers(truth), features)
         return ir.view(pointwise("eq" if reverse else "ne", count, 0.0), form(fx).shape)
