@@ -286,7 +286,7 @@ MORE_CASES: dict[str, Callable[[], EdgeProgram]] = {
     "edge-mlp-wide": edge_conv("mean", lambda: nn.Linear(8, 40), nn.Tanh, lambda: nn.Linear(40, 24)),
     "edge-mlp-deep": edge_conv("sum", lambda: nn.Linear(8, 20), nn.Tanh, lambda: nn.Linear(20, 20), nn.Tanh,
                                lambda: nn.Linear(20, 17)),
-    "gatv2-edge-wide": gatv2(edge_dim=16),
+    "gatv2-edge-wide": gatv2(edge_dim=24),
     "plus": plus("sum", WIDTH),
     "plus-mean": plus("mean", 2, 3),
     "plus-wide": plus("sum", 64),

@@ -77,9 +77,9 @@ def test_every_kind_of_graph(name, graph, device, in_blocks):
 
 def two_products() -> EdgeProgram:
     """Products of edge data of different shapes, whose weights' gradients come out of one sweep, and a bias."""
-    w, v = ir.input("w", EDGE, (8,)), ir.input("v", EDGE, (3,))
-    first = ir.mm(w, ir.input("A", ir.Domain.PARAM, (8, 24)))
-    second = ir.mm(v, ir.input("B", ir.Domain.PARAM, (3, 24)))
+    w, v = ir.input("w", EDGE, (24,)), ir.input("v", EDGE, (17,))
+    first = ir.mm(w, ir.input("A", ir.Domain.PARAM, (24, 24)))
+    second = ir.mm(v, ir.input("B", ir.Domain.PARAM, (17, 24)))
     both = ir.pointwise("add", ir.pointwise("add", first, ir.input("bias", ir.Domain.PARAM, (24,))),
                         ir.pointwise("mul", ir.pointwise("sin", second), ir.input("y", DST, (24,))))
     return EdgeProgram((Output("sum", ir.pointwise("tanh", ir.pointwise("add", both, ir.input("x", SRC, (24,))))),))
@@ -126,7 +126,7 @@ def test_what_is_refused_in_blocks_goes_by_rows(device, launched, monkeypatch):
     monkeypatch.setattr(execution, "_TOO_LARGE", set())
     monkeypatch.setattr(launch.Launch, "run", refuse)
     with pytest.warns(UserWarning, match="does not fit the device .* runs by rows"):
-        check(program_of("edge-mlp"), graph_for(device), torch.float32, device)
+        check(program_of("edge-mlp-deep"), graph_for(device), torch.float32, device)
     assert any(n.startswith("outer") for n in launched)
 
 

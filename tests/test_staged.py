@@ -48,8 +48,8 @@ def test_the_order_is_that_of_most_sweeps():
     """One writes by source and one reads by destination; or two of three sweeps are by source."""
     assert [s.rows for s in backward_plan("gat").sweeps] == [SRC, DST]
     assert backward_plan("gat").staging == DST
-    assert [s.rows for s in backward_plan("gatv2-edge-dropout").sweeps] == [SRC, DST, SRC]
-    assert backward_plan("gatv2-edge-dropout").staging == SRC
+    assert [s.rows for s in backward_plan("gatv2-edge-wide").sweeps] == [SRC, DST, SRC]
+    assert backward_plan("gatv2-edge-wide").staging == SRC
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])

@@ -142,12 +142,16 @@ class AxisMap:
             return [d for k, d in enumerate(args[0]) if k not in node.attr("dims")]
         if node.op == "lookup":
             return args[0][len(args[0]) - len(node.shape):]
-        if self._opaque and node.op in ("slice", "cat"):
+        is_stack = node.op == "cat" and all(a.shape[node.attr("dim")] == 1 for a in node.args)
+        if is_stack or self._opaque and node.op in ("slice", "cat"):
             for found in args[1:]:
                 for d in range(len(node.shape)):
                     if d != node.attr("dim"):
                         _unify(args[0][d], found[d])
-            return [self._fresh(s) if d == node.attr("dim") else args[0][d] for d, s in enumerate(node.shape)]
+            made = self._fresh(node.shape[node.attr("dim")])
+            if is_stack:  # the contiguous axis stays the last
+                self.order = [*made, *(a for a in self.order if a not in made)]
+            return [made if d == node.attr("dim") else args[0][d] for d in range(len(node.shape))]
         if self._opaque or node.op == "mm":
             return [self._fresh(s) for s in node.shape]
         raise NotFusable([f"{node.op} over features does not fit a tile"])

@@ -21,6 +21,7 @@ from pyg_fullgraph.saga.ir import Domain, Node
 from pyg_fullgraph.saga.plans import Sweep, addend, is_staged
 from pyg_fullgraph.saga.reducers import ArgPeak, Carry, Outer, Peak, Reducer, Softmax, Sum, reducers_of
 from pyg_fullgraph.saga.tiles import MIN_DOT_SIZE, WARP, Edges, Lowering, Tile
+from pyg_fullgraph.saga.unrolled import Unrolled
 from triton_kernels import skeletons
 from triton_kernels.skeletons import fill as _fill
 from triton_kernels.skeletons import indent as _indent
@@ -40,6 +41,8 @@ FEW_EDGES, FEWEST_EDGES, FULL_DEGREE, FULL_FEATURES = 4, 2, 12, 128
 #: The most where features are summed up per edge and the gradient of a parameter rides along, and features of all edges
 #: in flight without. All measured on an H200, see docs/performance.md.
 MAX_RIDING_EDGES, SUMMED_FEATURES = 8, 512
+#: Rows of parameters, and of sums over all edges, that a program reads or writes as often as it starts.
+MIN_HELD_ROWS = 4
 #: Values of the widest tile in flight per program, where there are matrix products.
 PRODUCT_VALUES = 1024
 #: The same where edges in flight belong to several rows that are reduced or to none, without and with extrema, and the
@@ -175,10 +178,13 @@ class _Generator:
     def __init__(self, sweep: Sweep, lanes: int, max_width: int | None, takes_blocks: bool,
                  in_rounds: bool = False) -> None:
         self.takes_blocks, self.by_heads = takes_blocks, max_width is not None
-        lowering = Lowering((*sweep.operands, *(e for _, e in sweep.finish)), lanes, takes_blocks)
+        unrolled = Unrolled()
+        gathers = unrolled.gathers(sweep.gathers)
+        ends = [e for _, e in (*sweep.edges, *sweep.finish)]
+        lowering = Lowering([*(a for _, g in gathers for a in g.args), *ends], lanes, takes_blocks, unrolled)
         waiting = iter(lowering.roots)
         self.sweep = sweep
-        self.gathers = [(r, g.rebuild([next(waiting) for _ in g.args])) for r, g in sweep.gathers]
+        self.gathers = [(r, g.rebuild([next(waiting) for _ in g.args])) for r, g in gathers]
         self.edges = [(r, next(waiting)) for r, _ in sweep.edges]
         self.finish = [(r, next(waiting)) for r, _ in sweep.finish]
         for _, g in self.gathers:
@@ -214,7 +220,8 @@ class _Generator:
         self.apart = tuple(k for k, c in enumerate(self.carries) if self.takes_tiles and (
             self._width(c) < widest or self.tile.first(self.tile.axes.axes(c.node))))
         # Sums over all edges, and weights, are held for many pieces.
-        holds = takes_blocks or bool(self.totals) or self.tile.has_products
+        self.holds_weights = self.tile.has_products or self.tile.held >= MIN_HELD_ROWS * self.tile.width
+        holds = takes_blocks or bool(self.totals) or self.holds_weights
         self.in_rounds = in_rounds and not holds
         self.has_workers = holds or self.in_rounds
         kinds = list(dict.fromkeys(g.attr("kind") for _, g in self.gathers))
@@ -246,7 +253,7 @@ class _Generator:
                             self.tile.num_programs, self.tile.width, block_e, min_block_e, full_degree,
                             self.tile.num_warps(block_e), self.tile.edge_lanes,
                             self._is_sliced_freely, self._head_width, self.emitter.uses_eid, self.emitter.uses_ids,
-                            self.emitter.uses_places, self._is_light, self.has_workers, self.tile.has_products,
+                            self.emitter.uses_places, self._is_light, self.has_workers, self.holds_weights,
                             self.in_rounds, self.takes_blocks, self.takes_tiles, self._product_work())
 
     # --- kernels ----------------------------------------------------------------------------------------------------
@@ -421,10 +428,11 @@ class _Generator:
     def _totals(self) -> list[str]:
         lines = [line for r in self.totals for line in r.merge_lanes(self.tile)]
         for r in self.totals:
-            result, value = r.stores[0]
-            buffer = self.outputs[result]
-            lines += self._store_matrix(buffer, "worker", value) if isinstance(r, Outer) else \
-                self._store(buffer, "worker", value)
+            for result, value in r.stores:
+                place = self.emitter.lowering.places.get(result)
+                buffer = self.outputs[result if place is None else place.source]
+                lines += self._store_matrix(buffer, "worker", value) if isinstance(r, Outer) else \
+                    store(self.tile, buffer, "worker", value, part=result, place=place)
         return lines
 
     def _store(self, buffer: Buffer, row: str, value: str, *masks: str) -> list[str]:

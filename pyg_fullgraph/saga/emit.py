@@ -241,6 +241,8 @@ class Emitter:
             self._emit_reduce(node, name, lines)
         elif node.op == "mm":
             self._emit_product(node, name)
+        elif node.op == "cat":
+            self._emit_columns(node, name, lines)
         else:
             raise NotFusable([f"{node.op} has no rule in a kernel"])
 
@@ -301,6 +303,17 @@ class Emitter:
             value = f"({value}) * {repeated}" if node.is_integer else f"({value}) * {repeated}.0"
         lines.append(f"{name} = {value}")
         self._present[node] = self._present[node.args[0]] - set(gone)
+
+    def _emit_columns(self, node: Node, name: str, lines: list[str]) -> None:
+        """Values of one column each, side by side."""
+        number = self._integer if node.is_integer else self._float
+        axes = self.tile.axes.dims[node][node.attr("dim")]
+        strides = contiguous_strides([a.size for a in axes])
+        column = " + ".join(f"{self.tile.index(a)} * {s}" for a, s in zip(axes, strides, strict=True))
+        lines.append(f"{name} = {number(node.args[-1])}")
+        lines += [f"{name} = tl.where({column} == {k}, {number(part)}, {name})"
+                  for k, part in enumerate(node.args[:-1])]
+        self._present[node] |= set(axes)
 
     # --- inputs -----------------------------------------------------------------------------------------------------
 

@@ -51,7 +51,7 @@ def _split_node(node: Node) -> Node | None:
     if node.domain != Domain.EDGE and node.op != "gather":
         return None
     if node.op == "slice":
-        return _cut(node.args[0], node.attr("dim"), node.attr("start"), node.attr("stop"))
+        return cut(node.args[0], node.attr("dim"), node.attr("start"), node.attr("stop"))
     if node.op == "cat":
         return _join(node.args, node.attr("dim"))
     joined = [k for k, a in enumerate(node.args) if _is_joined(a)]
@@ -98,7 +98,7 @@ def _join(nodes: Sequence[Node], dim: int) -> Node:
 # --- slices inwards ---------------------------------------------------------------------------------------------
 
 
-def _cut(node: Node, dim: int, start: int, stop: int) -> Node:
+def cut(node: Node, dim: int, start: int, stop: int) -> Node:
     """Features ``start`` to ``stop`` of dimension ``dim``, taken as far inside as they can be."""
     if start == 0 and stop == node.shape[dim]:
         return node
@@ -114,24 +114,24 @@ def _cut(node: Node, dim: int, start: int, stop: int) -> Node:
         return ir.shaped_const(node, shape)
     if node.op == "cat":
         if node.attr("dim") != dim:
-            return _join([_cut(a, dim, start, stop) for a in node.args], node.attr("dim"))
+            return _join([cut(a, dim, start, stop) for a in node.args], node.attr("dim"))
         pieces = []
         for part, low in zip(node.args, _bounds(node), strict=False):
             first, last = max(start - low, 0), min(stop - low, part.shape[dim])
             if first < last:
-                pieces.append(_cut(part, dim, first, last))
+                pieces.append(cut(part, dim, first, last))
         return _join(pieces, dim) if pieces else ir.slice_(node.args[0], dim, 0, 0)
     if op.kind == "pointwise":
         return again([_cut_aligned(a, dim - len(node.shape), start, stop, node.shape[dim]) for a in node.args])
     if node.op in ("lift", "softmax"):
-        return again([_cut(node.args[0], dim, start, stop)])
+        return again([cut(node.args[0], dim, start, stop)])
     if node.op == "permute":
-        return again([_cut(node.args[0], node.attr("dims")[dim], start, stop)])
+        return again([cut(node.args[0], node.attr("dims")[dim], start, stop)])
     if node.op == "expand":
         return ir.expand(_cut_aligned(node.args[0], dim - len(node.shape), start, stop, node.shape[dim]), shape)
     if op.kind == "reduce":
         kept = [d for d in range(len(node.args[0].shape)) if d not in node.attr("dims")]
-        return again([_cut(node.args[0], kept[dim], start, stop)])
+        return again([cut(node.args[0], kept[dim], start, stop)])
     if node.op == "mm":
         return again([node.args[0], ir.slice_(node.args[1], 1, start, stop)])
     if node.op == "lookup":
@@ -147,7 +147,7 @@ def _cut_aligned(node: Node, dim: int, start: int, stop: int, size: int) -> Node
     """The same of an operand that is broadcast: ``dim`` counts from the right."""
     if len(node.shape) < -dim or node.shape[dim] != size:
         return node
-    return _cut(node, len(node.shape) + dim, start, stop)
+    return cut(node, len(node.shape) + dim, start, stop)
 
 
 def _cut_view(node: Node, dim: int, start: int, stop: int) -> Node:
@@ -158,10 +158,10 @@ def _cut_view(node: Node, dim: int, start: int, stop: int) -> Node:
         below = math.prod(x.shape[k + 1:])
         if math.prod(x.shape[:k]) == outer and size > 1 and inner >= below and inner % below == 0:
             step = inner // below
-            return _apply_view(_cut(x, k, start * step, stop * step), shape)
+            return _apply_view(cut(x, k, start * step, stop * step), shape)
     if ir.OPS[x.op].kind == "pointwise" and all(a.shape == x.shape or a.shape == () for a in x.args):
         args = [ir.view(a, node.shape) if a.shape == x.shape else a for a in x.args]
-        return _cut(_rebuilt(x, args, node.shape), dim, start, stop)
+        return cut(_rebuilt(x, args, node.shape), dim, start, stop)
     return ir.slice_(node, dim, start, stop)
 
 
@@ -281,10 +281,10 @@ def _view_by_rows(node: Node, shape: ir.Shape) -> Node:
         return ir.view(node, shape)
     if have < node.attr("dim"):
         rows = node.shape[have]
-        flat = [_apply_view(_cut(node, have, r, r + 1), (node.numel // rows,)) for r in range(rows)]
+        flat = [_apply_view(cut(node, have, r, r + 1), (node.numel // rows,)) for r in range(rows)]
         return _apply_view(_join(flat, 0), shape)
     flat_node, step = _apply_view(node, (node.numel,)), node.numel // shape[lead]
-    rows_of = [_cut(flat_node, 0, r * step, (r + 1) * step) for r in range(shape[lead])]
+    rows_of = [cut(flat_node, 0, r * step, (r + 1) * step) for r in range(shape[lead])]
     return _join([_apply_view(r, _with(shape, lead, 1)) for r in rows_of], lead)
 
 

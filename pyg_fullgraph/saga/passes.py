@@ -18,6 +18,7 @@ from pyg_fullgraph.saga.adjoint import scales_linearly, softmax_from
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output, pointwise
 from pyg_fullgraph.saga.plans import Plan, Sweep, Target, addend, read_by
 from pyg_fullgraph.saga.rewrites import canonicalize, order_products, reorganize, terms_of
+from pyg_fullgraph.saga.unrolled import is_narrow_outer
 
 #: Passes that ``disable`` can leave out, for ablations.
 PASSES = ("reorganize", "order", "add", "fuse", "hand_on", "pack", "finish")
@@ -415,7 +416,7 @@ def _place(gathers: Sequence[Node], level: Mapping[Node, int], edges: Sequence[N
         group(last[rows], rows)[1].append(e)
     for g in gathers:
         if g.domain == Domain.PARAM:
-            dense = g.attr("kind") in ("outer", "index_sum") and not with_dense
+            dense = g.attr("kind") in ("outer", "index_sum") and not (with_dense or is_narrow_outer(g))
             rows = side_at(level[g])
             group(max(level[g], last.get(rows, 0)), rows, dense)[0].append(g)
     return [(2 * level + (place == 2), (rows, *groups[level, place, rows]))

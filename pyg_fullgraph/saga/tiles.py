@@ -22,6 +22,7 @@ from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.axes import Axis, AxisMap
 from pyg_fullgraph.saga.features import Place, place_slices
 from pyg_fullgraph.saga.ir import Domain, Node
+from pyg_fullgraph.saga.unrolled import Unrolled
 
 __all__ = ["MAX_TILE_FEATURES", "MIN_DOT_SIZE", "TILE_FEATURES", "Edges", "Lowering", "Tile", "contiguous_strides",
            "next_power_of_2"]
@@ -31,6 +32,8 @@ __all__ = ["MAX_TILE_FEATURES", "MIN_DOT_SIZE", "TILE_FEATURES", "Edges", "Lower
 TILE_FEATURES, PRODUCT_FEATURES, MAX_TILE_FEATURES = 256, 512, 4096
 #: Lanes of a warp; features that it holds of an edge, and with matrix products of all edges in flight, and most warps.
 WARP, WARP_FEATURES, WARP_VALUES, MAX_WARPS = 32, 512, 256, 8
+#: Numbers that a lane may hold for all edges, of parameters and their gradients, before a program has more warps.
+LANE_HELD = 32
 #: Those of all edges in flight where these belong to several rows.
 WARP_BLOCK_VALUES = 512
 #: Largest product of sizes for which a matrix product per edge is unrolled in the tile.
@@ -64,16 +67,27 @@ class Lowering:
 
     Attributes:
         roots: The expressions.
-        places: Input or dropout mask that is read in part -> where it lies in the whole.
+        places: Input or dropout mask that is read in part -> where it lies in the whole; result of a reduction that is
+            a part of a larger one -> the same.
         tables: Row of a parameter table -> its place.
         weights: Name of a parameter matrix -> its input, for products of a block of edges at a time.
     """
 
-    def __init__(self, roots: Sequence[Node], lanes: int, takes_blocks: bool = False) -> None:
+    def __init__(self, roots: Sequence[Node], lanes: int, takes_blocks: bool = False,
+                 unrolled: Unrolled | None = None) -> None:
+        """Args:
+            roots: See the class.
+            lanes: Features per 16 bytes.
+            takes_blocks: Whether blocks of edges are always full.
+            unrolled: What takes products apart; knows what was taken apart before.
+        """
         self.lanes, self.takes_blocks = lanes, takes_blocks
         self.tables: dict[Node, Place] = {}
         self.weights: dict[str, Node] = {}
-        cut, self.places = place_slices(roots)
+        unrolled = unrolled or Unrolled()
+        apart = ir.rewrite(roots, lambda n: unrolled.product(n, takes_blocks) if n.op == "mm" else None)
+        cut, places = place_slices(apart)
+        self.places = {**unrolled.places, **places}
         self.roots = ir.rewrite(cut, self._rule)
 
     def source(self, node: Node) -> Node:
@@ -117,6 +131,7 @@ class Tile:
         split: Axes of which one program holds a part.
         width: Features of the widest value that one program holds.
         has_products: Whether there are matrix products of a block of edges at a time.
+        held: Numbers that one program holds for all edges: parameters, and sums over all edges.
         edge_lanes: Lanes of a warp that hold different edges; 0 if the edges of a block are one dimension.
         run: Features of the innermost axis that lie along lanes; all but where the axis is cut in two dimensions.
         precision: How those are computed (``input_precision`` of ``tl.dot``).
@@ -169,6 +184,10 @@ class Tile:
                   max_width or (PRODUCT_FEATURES if products else self._usual_width(gathers, nodes)),
                   MAX_DOT_PRODUCT if len(products) == 1 and not takes_blocks else MAX_DOT_PRODUCTS)
         self._warp_values = WARP_BLOCK_VALUES if takes_blocks else WARP_VALUES
+        self._lanes = lanes
+        self.held = sum(self.padded(self.axes.axes(n)) for n in nodes if n.op == "input" and n.domain == Domain.PARAM)
+        self.held += sum(self.padded(self.axes.axes(r)) for r, g in gathers
+                         if g.domain == Domain.PARAM and g.attr("kind") not in _MATRICES)
         self.has_products = bool(products)
         self.edge_lanes = 0
         if has_lanes and not self.has_products:
@@ -248,6 +267,8 @@ class Tile:
     def num_warps(self, block_e: int) -> int:
         """Warps of a program with ``block_e`` edges in flight."""
         warps = self.width // WARP_FEATURES if self.edge_lanes else self.width * block_e // self._warp_values
+        if self.edge_lanes == 1:  # no more than have features, or edges would be summed up over warps
+            warps = max(warps, min(self.held // (WARP * LANE_HELD), self.width // (WARP * self._lanes)))
         return min(max(next_power_of_2(warps), 1), MAX_WARPS)
 
     def padded(self, axes: Sequence[Axis]) -> int:
