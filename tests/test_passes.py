@@ -50,7 +50,7 @@ def roots_of(program):
 def hoisted_back(program):
     """Hoisted and put in again."""
     roots, steps = hoist(roots_of(program))
-    assert all(n.op == "input" or n.domain != PARAM for n in ir.walk(*roots) if n.op != "const")
+    assert all(n.op in ("input", "permute") or n.domain != PARAM for n in ir.walk(*roots) if n.op != "const")
     return ir.substitute(roots, steps)
 
 

@@ -143,7 +143,7 @@ class AxisMap:
         if node.op == "lookup":
             return args[0][len(args[0]) - len(node.shape):]
         is_stack = node.op == "cat" and all(a.shape[node.attr("dim")] == 1 for a in node.args)
-        if is_stack or self._opaque and node.op in ("slice", "cat"):
+        if is_stack or (self._opaque and node.op in ("slice", "cat")):
             for found in args[1:]:
                 for d in range(len(node.shape)):
                     if d != node.attr("dim"):

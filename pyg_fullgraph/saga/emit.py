@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.axes import Axis
-from pyg_fullgraph.saga.features import Place
+from pyg_fullgraph.saga.features import Place, contiguous_strides
 from pyg_fullgraph.saga.idle import IdleLanes
 from pyg_fullgraph.saga.ir import Domain, Node
 from pyg_fullgraph.saga.plans import is_packed, is_staged
-from pyg_fullgraph.saga.tiles import MIN_DOT_SIZE, WARP, Edges, Lowering, Tile, contiguous_strides, next_power_of_2
+from pyg_fullgraph.saga.tiles import MIN_DOT_SIZE, WARP, Edges, Lowering, Tile, next_power_of_2
 from triton_kernels.reference import dropout_threshold
 
 __all__ = ["Buffer", "Emitter"]
@@ -308,7 +308,7 @@ class Emitter:
         """Values of one column each, side by side."""
         number = self._integer if node.is_integer else self._float
         axes = self.tile.axes.dims[node][node.attr("dim")]
-        strides = contiguous_strides([a.size for a in axes])
+        strides = contiguous_strides(tuple(a.size for a in axes))
         column = " + ".join(f"{self.tile.index(a)} * {s}" for a, s in zip(axes, strides, strict=True))
         lines.append(f"{name} = {number(node.args[-1])}")
         lines += [f"{name} = tl.where({column} == {k}, {number(part)}, {name})"
@@ -472,14 +472,15 @@ class Emitter:
         x, weight = node.args[0], self.lowering.weights[node.attr("weight")]
         inner, outer = self.tile.axes.axes(x), self.tile.axes.axes(node)
         if self.tile.padded(inner) < MIN_DOT_SIZE:
-            raise NotFusable([f"a matrix product with {list(weight.shape)} has too few rows for a block of edges"])
-        buffer = self._buffer(weight)
+            raise NotFusable([f"a matrix product with {x.numel} rows has too few for a block of edges"])
+        buffer = self._buffer(weight.source)
         rows, row_mask = self.tile.decode(inner, f"{name}_k")
         columns, column_mask = self.tile.decode(outer, f"{name}_m")
         masks = [f"({row_mask})[:, None]"] if row_mask else []
         masks += [f"({column_mask})[None, :]"] if column_mask else []
         mask = f", mask={' & '.join(masks)}, other=0" if masks else ""
-        place = f"{buffer.name}_ptr + {name}_k[:, None] * {weight.shape[1]} + {name}_m[None, :]"
+        down, across = (f" * {s}" if s > 1 else "" for s in weight.strides)
+        place = f"{buffer.name}_ptr + {name}_k[:, None]{down} + {name}_m[None, :]{across}"
         self.once_lines += [*rows, *columns, f"{name}_w = tl.load({place}{mask}).to(FLOAT)"]
         mask = self.tile.mask(x)
         value = f"tl.where({mask}, {self._float(x)}, 0.0)" if mask else self._float(x)

@@ -300,6 +300,11 @@ class Place:
     strides: tuple[int, ...]
 
 
+def contiguous_strides(shape: ir.Shape) -> tuple[int, ...]:
+    """Of features of ``shape`` that lie side by side."""
+    return tuple(math.prod(shape[k + 1:]) for k in range(len(shape)))
+
+
 def place_slices(roots: Sequence[Node]) -> tuple[tuple[Node, ...], dict[Node, Place]]:
     """Slices of inputs, and of dropout masks, as inputs and masks of their own.
 

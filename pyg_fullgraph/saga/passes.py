@@ -61,8 +61,8 @@ def hoist(roots: Sequence[Node]) -> tuple[tuple[Node, ...], dict[Node, Node]]:
             known[node] = stored if value is node else pointwise("ne", stored, 0.0)
             steps[stored] = value
             return
-        for a in node.args:
-            visit(a)
+        for a in node.args:  # a product reads a transposed matrix where it is
+            visit(a.args[0] if node.op == "mm" and a.op == "permute" else a)
 
     for root in roots:
         visit(root)

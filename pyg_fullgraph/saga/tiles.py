@@ -20,12 +20,11 @@ from enum import Enum
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.axes import Axis, AxisMap
-from pyg_fullgraph.saga.features import Place, place_slices
+from pyg_fullgraph.saga.features import Place, contiguous_strides, place_slices
 from pyg_fullgraph.saga.ir import Domain, Node
-from pyg_fullgraph.saga.unrolled import Unrolled
+from pyg_fullgraph.saga.unrolled import Unrolled, matrix_of
 
-__all__ = ["MAX_TILE_FEATURES", "MIN_DOT_SIZE", "TILE_FEATURES", "Edges", "Lowering", "Tile", "contiguous_strides",
-           "next_power_of_2"]
+__all__ = ["MAX_TILE_FEATURES", "MIN_DOT_SIZE", "TILE_FEATURES", "Edges", "Lowering", "Tile", "next_power_of_2"]
 
 #: Features that one program holds per edge before it splits them over programs if not told otherwise, without and with
 #: matrix products, and the most it can hold unsplit.
@@ -57,11 +56,6 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def contiguous_strides(shape: ir.Shape) -> tuple[int, ...]:
-    """Of features of ``shape`` that lie side by side."""
-    return tuple(math.prod(shape[k + 1:]) for k in range(len(shape)))
-
-
 class Lowering:
     """Expressions as a kernel takes them.
 
@@ -70,7 +64,7 @@ class Lowering:
         places: Input or dropout mask that is read in part -> where it lies in the whole; result of a reduction that is
             a part of a larger one -> the same.
         tables: Row of a parameter table -> its place.
-        weights: Name of a parameter matrix -> its input, for products of a block of edges at a time.
+        weights: Digest of a parameter matrix -> where it lies, for products of a block of edges at a time.
     """
 
     def __init__(self, roots: Sequence[Node], lanes: int, takes_blocks: bool = False,
@@ -83,9 +77,9 @@ class Lowering:
         """
         self.lanes, self.takes_blocks = lanes, takes_blocks
         self.tables: dict[Node, Place] = {}
-        self.weights: dict[str, Node] = {}
+        self.weights: dict[str, Place] = {}
         unrolled = unrolled or Unrolled()
-        apart = ir.rewrite(roots, lambda n: unrolled.product(n, takes_blocks) if n.op == "mm" else None)
+        apart = ir.rewrite(roots, lambda n: unrolled.product(n, WARP * lanes, takes_blocks) if n.op == "mm" else None)
         cut, places = place_slices(apart)
         self.places = {**unrolled.places, **places}
         self.roots = ir.rewrite(cut, self._rule)
@@ -112,9 +106,10 @@ class Lowering:
         is_wide = next_power_of_2(rows) >= MIN_DOT_SIZE and area >= MIN_DOT_PRODUCT
         if self.takes_blocks and len(x.shape) == 1:  # a full block of edges is worth rows of zeros
             is_wide = MIN_DOT_SIZE * next_power_of_2(columns) >= MIN_DOT_PRODUCT and rows > 1
-        if is_wide and self.lanes > 2 and weight.op == "input":
-            self.weights[weight.name] = weight
-            return Node("mm", (x,), node.shape, node.domain, weight=weight.name)
+        matrix = matrix_of(weight)
+        if is_wide and self.lanes > 2 and matrix is not None:
+            self.weights[weight.digest] = matrix
+            return Node("mm", (x,), node.shape, node.domain, weight=weight.digest)
         if area > MAX_EDGE_PRODUCT:
             raise NotFusable([f"a {rows} x {columns} matrix product per edge is too large for a tile"])
         spread = ir.pointwise("mul", ir.view(x, (rows, 1)), weight)

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pyg_fullgraph.saga import ir
-from pyg_fullgraph.saga.features import Place, cut, place_slices
+from pyg_fullgraph.saga.features import Place, contiguous_strides, cut, place_slices
 from pyg_fullgraph.saga.ir import Domain, Node
 
-__all__ = ["Unrolled", "is_narrow_outer"]
+__all__ = ["Unrolled", "is_narrow_outer", "matrix_of"]
 
 #: Most rows or columns that are taken one by one; most weights that a program holds; and most numbers that sums over
 #: all edges hold beside sums of rows.
@@ -32,63 +32,67 @@ class Unrolled:
     def __init__(self) -> None:
         self.places: dict[Node, Place] = {}
 
-    def product(self, node: Node, takes_blocks: bool) -> Node | None:
+    def product(self, node: Node, warp_features: int, takes_blocks: bool) -> Node | None:
         """``x W`` by rows or columns of ``W``; None where neither are few.
 
         Args:
             node: The product.
+            warp_features: Features that a warp loads at once.
             takes_blocks: Whether edges of several rows are taken together, as many as tensor cores want.
         """
         x, weight = node.args
         rows, columns = weight.shape
-        if weight.op != "input" or weight.numel > MAX_WEIGHTS:
+        matrix = matrix_of(weight)
+        if matrix is None or weight.numel > MAX_WEIGHTS:
             return None
-        if _is_cheap(x) and (rows < MAX_UNROLLED or rows == MAX_UNROLLED and _is_edge_data(x)):
+        if _is_cheap(x) and (rows < MAX_UNROLLED or (rows == MAX_UNROLLED and _is_edge_data(x))):
             features = [cut(x, 0, k, k + 1) for k in range(rows)]
             if all(map(_is_placed, features)):
-                terms = [ir.pointwise("mul", f, self._line(weight, 0, k)) for k, f in enumerate(features)]
-                total = terms[0]
-                for term in terms[1:]:
-                    total = ir.pointwise("add", total, term)
-                return total
-        if takes_blocks or columns > min(MAX_UNROLLED, rows - 1):
-            return None
-        # Sums along lanes first: what is left of all columns is then added up together.
-        while x.op == "view":
-            x = x.args[0]
+                return _total([ir.pointwise("mul", f, self._line(matrix, 0, k, columns))
+                               for k, f in enumerate(features)])
+        return None if takes_blocks or columns > min(MAX_UNROLLED, rows - 1) else \
+            self._columns(_by_warps(x, warp_features), matrix, columns)
+
+    def _columns(self, x: Node, matrix: Place, columns: int) -> Node:
+        """``x W`` column by column: sums inside warps first, and what is left of all columns together."""
         last = len(x.shape) - 1
         sums = []
         for k in range(columns):
-            column = ir.view(self._line(weight, 1, k), x.shape)
+            column = ir.view(self._line(matrix, 1, k, x.numel), x.shape)
             total = ir.reduce_features("sum", ir.pointwise("mul", x, column), (last,))
             sums.append(ir.view(total, (*x.shape[:-1], 1)))
         return ir.reduce_features("sum", ir.cat(sums, last), range(last))
 
     def gathers(self, pairs: Sequence[tuple[Node, Node]]) -> list[tuple[Node, Node]]:
-        """Results with what they are: those that :func:`is_narrow_outer` as sums, of which each is a part."""
+        """Results with what they are: each of those that :func:`is_narrow_outer` as sums of parts of it."""
         out: list[tuple[Node, Node]] = []
         for result, gather in pairs:
             side = _narrow_side(gather)
-            if side is None:
+            features = [] if side is None else [cut(gather.args[side], 0, k, k + 1) for k in range(gather.shape[side])]
+            if side is None or not all(map(_is_placed, features)):
                 out.append((result, gather))
                 continue
-            wide = gather.args[1 - side]
-            features = [cut(gather.args[side], 0, k, k + 1) for k in range(gather.shape[side])]
-            if not all(map(_is_placed, features)):
-                out.append((result, gather))
-                continue
+            wide, whole = gather.args[1 - side], Place(result, 0, contiguous_strides(result.shape))
             for k, feature in enumerate(features):
                 part = ir.input(f"{result.name}[{k}]", Domain.PARAM, wide.shape)
-                self.places[part] = _line_of(result, side, k)
+                self.places[part] = _line_of(whole, side, k)
                 out.append((part, ir.gather("sum", Domain.PARAM, ir.pointwise("mul", feature, wide))))
         return out
 
-    def _line(self, matrix: Node, dim: int, k: int) -> Node:
+    def _line(self, matrix: Place, dim: int, k: int, size: int) -> Node:
         """Row (``dim`` 0) or column ``k`` of a parameter as a parameter."""
         place = _line_of(matrix, dim, k)
-        line = ir.input(f"{matrix.name}[{place.offset}:{place.strides}]", Domain.PARAM, (matrix.shape[1 - dim],))
+        line = ir.input(f"{matrix.source.name}[{place.offset}:{place.strides}]", Domain.PARAM, (size,))
         self.places[line] = place
         return line
+
+
+def matrix_of(weight: Node) -> Place | None:
+    """Where the parameter ``weight`` lies, also if it is another one transposed; None where it is not stored."""
+    if weight.op == "permute" and weight.args[0].op == "input":
+        rows, columns = contiguous_strides(weight.args[0].shape)
+        return Place(weight.args[0], 0, (columns, rows))
+    return Place(weight, 0, contiguous_strides(weight.shape)) if weight.op == "input" else None
 
 
 def is_narrow_outer(gather: Node) -> bool:
@@ -103,9 +107,24 @@ def _narrow_side(gather: Node) -> int | None:
     return min(sides, key=lambda k: gather.shape[k], default=None)
 
 
-def _line_of(matrix: Node, dim: int, k: int) -> Place:
-    columns = matrix.shape[1]
-    return Place(matrix, k * columns, (1,)) if dim == 0 else Place(matrix, k, (columns,))
+def _line_of(matrix: Place, dim: int, k: int) -> Place:
+    return Place(matrix.source, matrix.offset + k * matrix.strides[dim], (matrix.strides[1 - dim],))
+
+
+def _total(terms: Sequence[Node]) -> Node:
+    total = terms[0]
+    for term in terms[1:]:
+        total = ir.pointwise("add", total, term)
+    return total
+
+
+def _by_warps(x: Node, warp_features: int) -> Node:
+    """``x`` in the shape that it has before it is flattened, or such that a warp has the last dimension."""
+    while x.op == "view":
+        x = x.args[0]
+    size = x.shape[-1]
+    is_cut = len(x.shape) == 1 and size > warp_features and size % warp_features == 0
+    return ir.view(x, (size // warp_features, warp_features)) if is_cut else x
 
 
 def _is_cheap(node: Node) -> bool:
