@@ -21,7 +21,7 @@ from pyg_fullgraph.saga.ir import Domain, Node
 from pyg_fullgraph.saga.plans import Sweep, addend, is_staged
 from pyg_fullgraph.saga.reducers import ArgPeak, Carry, Outer, Peak, Reducer, Softmax, Sum, reducers_of
 from pyg_fullgraph.saga.tiles import MIN_DOT_SIZE, WARP, Edges, Lowering, Tile
-from pyg_fullgraph.saga.unrolled import Unrolled
+from pyg_fullgraph.saga.unrolled import Unrolled, is_narrow_outer
 from triton_kernels import skeletons
 from triton_kernels.skeletons import fill as _fill
 from triton_kernels.skeletons import indent as _indent
@@ -153,14 +153,14 @@ def generate(sweep: Sweep, lanes: int = 4, tile: int | None = None, takes_blocks
         sweep: What to compute.
         lanes: Features per 16 bytes, the widest load of a thread.
         tile: Features that one program holds per edge before it splits them over programs; None for the usual number.
-        takes_blocks: Whether programs take blocks of edges of several rows; None where no rows are reduced and values
-            fit.
+        takes_blocks: Whether programs take blocks of edges of several rows; None where no rows are reduced, no sum over
+            edges is unrolled, and values fit.
         in_rounds: Whether programs that hold nothing take piece after piece all the same.
 
     Raises:
         NotFusable: A value does not fit a tile, or an operation has no rule; the sweep then runs in chunks.
     """
-    if takes_blocks is None and not reduces_rows(sweep):
+    if takes_blocks is None and not reduces_rows(sweep) and not any(is_narrow_outer(g) for _, g in sweep.gathers):
         with contextlib.suppress(NotFusable):  # weights have half the room in blocks
             return _Generator(sweep, lanes, tile, True).generate()
     return _Generator(sweep, lanes, tile, bool(takes_blocks), in_rounds).generate()

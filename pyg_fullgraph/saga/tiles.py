@@ -79,8 +79,9 @@ class Lowering:
         self.tables: dict[Node, Place] = {}
         self.weights: dict[str, Place] = {}
         unrolled = unrolled or Unrolled()
-        apart = ir.rewrite(roots, lambda n: unrolled.product(n, WARP * lanes, takes_blocks) if n.op == "mm" else None)
-        cut, places = place_slices(apart)
+        if not takes_blocks:  # which tensor cores take as they are
+            roots = ir.rewrite(roots, lambda n: unrolled.product(n, WARP * lanes) if n.op == "mm" else None)
+        cut, places = place_slices(roots)
         self.places = {**unrolled.places, **places}
         self.roots = ir.rewrite(cut, self._rule)
 

@@ -8,7 +8,7 @@ cores would mostly be padding, and a tile of every feature of an edge by every c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.features import Place, contiguous_strides, cut, place_slices
@@ -32,14 +32,8 @@ class Unrolled:
     def __init__(self) -> None:
         self.places: dict[Node, Place] = {}
 
-    def product(self, node: Node, warp_features: int, takes_blocks: bool) -> Node | None:
-        """``x W`` by rows or columns of ``W``; None where neither are few.
-
-        Args:
-            node: The product.
-            warp_features: Features that a warp loads at once.
-            takes_blocks: Whether edges of several rows are taken together, as many as tensor cores want.
-        """
+    def product(self, node: Node, warp_features: int) -> Node | None:
+        """``x W`` by rows or columns of ``W``; None where neither are few. A warp loads ``warp_features`` at once."""
         x, weight = node.args
         rows, columns = weight.shape
         matrix = matrix_of(weight)
@@ -50,8 +44,8 @@ class Unrolled:
             if all(map(_is_placed, features)):
                 return _total([ir.pointwise("mul", f, self._line(matrix, 0, k, columns))
                                for k, f in enumerate(features)])
-        return None if takes_blocks or columns > min(MAX_UNROLLED, rows - 1) else \
-            self._columns(_by_warps(x, warp_features), matrix, columns)
+        return self._columns(_by_warps(x, warp_features), matrix, columns) \
+            if columns <= min(MAX_UNROLLED, rows - 1) else None
 
     def _columns(self, x: Node, matrix: Place, columns: int) -> Node:
         """``x W`` column by column: sums inside warps first, and what is left of all columns together."""
@@ -104,7 +98,9 @@ def _narrow_side(gather: Node) -> int | None:
     if gather.attr("kind") != "outer" or gather.numel > MAX_RIDING:
         return None
     sides = [k for k in (0, 1) if gather.shape[k] <= MAX_UNROLLED and _is_cheap(gather.args[k])]
-    return min(sides, key=lambda k: gather.shape[k], default=None)
+    # Beside a product for tensor cores there are blocks of edges anyway.
+    has_blocks = any(n.op == "mm" and min(n.args[1].shape) > MAX_UNROLLED for n in _edge_nodes(gather.args))
+    return None if has_blocks else min(sides, key=lambda k: gather.shape[k], default=None)
 
 
 def _line_of(matrix: Place, dim: int, k: int) -> Place:
@@ -129,16 +125,19 @@ def _by_warps(x: Node, warp_features: int) -> Node:
 
 def _is_cheap(node: Node) -> bool:
     """Whether features of ``node`` cost one by one what they cost together."""
+    return all(ir.OPS[n.op].kind in ("leaf", "pointwise", "layout") for n in _edge_nodes([node]))
+
+
+def _edge_nodes(roots: Sequence[Node]) -> Iterator[Node]:
+    """What is computed per edge for ``roots``; what vertices have is computed before."""
     seen: set[Node] = set()
-    waiting = [node]
+    waiting = list(roots)
     while waiting:
-        n = waiting.pop()
-        if n.domain == Domain.EDGE and n not in seen:  # what vertices have is computed before
-            if ir.OPS[n.op].kind not in ("leaf", "pointwise", "layout"):
-                return False
-            seen.add(n)
-            waiting += n.args
-    return True
+        node = waiting.pop()
+        if node.domain == Domain.EDGE and node not in seen:
+            seen.add(node)
+            yield node
+            waiting += node.args
 
 
 def _is_edge_data(node: Node) -> bool:
