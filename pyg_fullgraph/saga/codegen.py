@@ -487,6 +487,8 @@ class _Generator:
         gathered = [tile.padded(tile.axes.axes(n)) for n in inputs if n.domain not in inside]
         if not tile.edge_lanes:
             return (*self._edges_in_a_row(gathered), 0)
+        if tile.takes_one:
+            return 1, 1, 0
         carries = [(r.held, tile.padded(tile.axes.axes(c.node))) for r in (*self.reducers, *self.totals)
                    for c in r.carries]
         others = set(ir.walk(*(a for _, g in self.gathers if g.domain != Domain.PARAM for a in g.args),
@@ -510,6 +512,8 @@ class _Generator:
             if 2 * most * per_edge + once > (MAX_HELD_TO_FILL if fills else MAX_HELD) * threads:
                 break
             most *= 2
+        if self.holds_weights and not self.totals:
+            most = max(most, FEWEST_EDGES)
         fewest = tile.edge_lanes
         if self._dots:
             return max(min(most, self._edges_with_dots()), fewest), fewest, 0

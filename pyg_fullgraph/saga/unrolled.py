@@ -16,9 +16,9 @@ from pyg_fullgraph.saga.ir import Domain, Node
 
 __all__ = ["Unrolled", "is_narrow_outer", "matrix_of"]
 
-#: Most rows or columns that are taken one by one; most weights that a program holds; and most numbers that sums over
-#: all edges hold beside sums of rows.
-MAX_UNROLLED, MAX_WEIGHTS, MAX_RIDING = 16, 8192, 2048
+#: Most rows or columns that are taken one by one, with as many numbers each; most rows of what reads rows of vertices,
+#: and most sums over edges: lanes hold four features of each, for which there are registers.
+MAX_UNROLLED, MAX_LENGTH, MAX_GATHERED, MAX_SUMS = 32, 1024, 15, 16
 
 
 class Unrolled:
@@ -37,9 +37,9 @@ class Unrolled:
         x, weight = node.args
         rows, columns = weight.shape
         matrix = matrix_of(weight)
-        if matrix is None or weight.numel > MAX_WEIGHTS:
+        if matrix is None or max(weight.shape) > MAX_LENGTH:
             return None
-        if _is_cheap(x) and (rows < MAX_UNROLLED or (rows == MAX_UNROLLED and _is_edge_data(x))):
+        if rows <= (MAX_UNROLLED if _is_edge_data(x) else MAX_GATHERED) and _is_cheap(x):
             features = [cut(x, 0, k, k + 1) for k in range(rows)]
             if all(map(_is_placed, features)):
                 return _total([ir.pointwise("mul", f, self._line(matrix, 0, k, columns))
@@ -95,9 +95,9 @@ def is_narrow_outer(gather: Node) -> bool:
 
 
 def _narrow_side(gather: Node) -> int | None:
-    if gather.attr("kind") != "outer" or gather.numel > MAX_RIDING:
+    if gather.attr("kind") != "outer" or max(gather.shape) > MAX_LENGTH:
         return None
-    sides = [k for k in (0, 1) if gather.shape[k] <= MAX_UNROLLED and _is_cheap(gather.args[k])]
+    sides = [k for k in (0, 1) if gather.shape[k] <= MAX_SUMS and _is_cheap(gather.args[k])]
     # Beside a product for tensor cores there are blocks of edges anyway.
     has_blocks = any(n.op == "mm" and min(n.args[1].shape) > MAX_UNROLLED for n in _edge_nodes(gather.args))
     return None if has_blocks else min(sides, key=lambda k: gather.shape[k], default=None)
