@@ -178,12 +178,12 @@ class _Generator:
     def __init__(self, sweep: Sweep, lanes: int, max_width: int | None, takes_blocks: bool,
                  in_rounds: bool = False) -> None:
         self.takes_blocks, self.by_heads = takes_blocks, max_width is not None
-        unrolled = Unrolled()
+        unrolled = Unrolled([e for _, e in sweep.edges])
         gathers = unrolled.gathers(sweep.gathers)
         ends = [e for _, e in (*sweep.edges, *sweep.finish)]
         lowering = Lowering([*(a for _, g in gathers for a in g.args), *ends], lanes, takes_blocks, unrolled)
         waiting = iter(lowering.roots)
-        self.sweep = sweep
+        self.sweep, self.is_unrolled = sweep, bool(unrolled.places)
         self.gathers = [(r, g.rebuild([next(waiting) for _ in g.args])) for r, g in gathers]
         self.edges = [(r, next(waiting)) for r, _ in sweep.edges]
         self.finish = [(r, next(waiting)) for r, _ in sweep.finish]
@@ -488,7 +488,7 @@ class _Generator:
         if not tile.edge_lanes:
             return (*self._edges_in_a_row(gathered), 0)
         if tile.takes_one:
-            return 1, 1, 0
+            return tile.edge_lanes, tile.edge_lanes, 0
         carries = [(r.held, tile.padded(tile.axes.axes(c.node))) for r in (*self.reducers, *self.totals)
                    for c in r.carries]
         others = set(ir.walk(*(a for _, g in self.gathers if g.domain != Domain.PARAM for a in g.args),
@@ -504,6 +504,8 @@ class _Generator:
         once += sum(width * max(tile.edge_lanes, 1) for held, width in carries if held != Edges.BLOCK)
         threads = WARP * tile.num_warps(1)
         threads //= 2 if self.emitter.lanes == 2 else 1  # a float64 takes two registers
+        if self.is_unrolled:
+            return self._edges_with_features(per_edge, once, threads), tile.edge_lanes, 0
         # Values of a head, say, are worked out by one lane each where a block has as many as lanes.
         narrow = max((w for w in gathered if w * tile.edge_lanes < min(WARP, tile.width)), default=0)
         most = tile.edge_lanes
@@ -512,8 +514,6 @@ class _Generator:
             if 2 * most * per_edge + once > (MAX_HELD_TO_FILL if fills else MAX_HELD) * threads:
                 break
             most *= 2
-        if self.holds_weights and not self.totals:
-            most = max(most, FEWEST_EDGES)
         fewest = tile.edge_lanes
         if self._dots:
             return max(min(most, self._edges_with_dots()), fewest), fewest, 0
@@ -534,6 +534,19 @@ class _Generator:
         if fits and filled > few and is_softmax and tile.width <= FULL_FEATURES:
             return filled, few, FULL_DEGREE
         return few, few, 0
+
+    def _edges_with_features(self, per_edge: int, once: int, threads: int) -> int:
+        """Most edges in flight where all lanes read features of an edge one by one, for unrolled products."""
+        tile, inside = self.tile, self.emitter.fixed
+        alone = sum(n.op == "input" and n.domain not in inside and n.numel == 1 for n in self.emitter.names)
+        per_edge += alone * threads // tile.edge_lanes
+        once += tile.held * (tile.edge_lanes - 1)
+        most, held = tile.edge_lanes, MAX_HELD_TO_FILL if self._dots else MAX_HELD
+        while 2 * most * per_edge + once <= held * threads:
+            most *= 2
+        if not self.totals and 2 * tile.edge_lanes * per_edge + once <= MAX_HELD_FILLED * threads:
+            most = max(most, 2 * tile.edge_lanes)
+        return min(most, 64)
 
     @property
     def _dots(self) -> list[Node]:

@@ -32,8 +32,8 @@ TILE_FEATURES, PRODUCT_FEATURES, MAX_TILE_FEATURES = 256, 512, 4096
 #: Lanes of a warp; features that it holds of an edge, and with matrix products of all edges in flight, and most warps.
 WARP, WARP_FEATURES, WARP_VALUES, MAX_WARPS = 32, 512, 256, 8
 #: Numbers that a lane may hold for all edges, of parameters and their gradients, before a program has more warps, and
-#: before it takes one edge at a time, so that lanes load no more than four features at once.
-LANE_HELD, MAX_LANE_HELD = 32, 128
+#: before it loads fewer features of a row at once, and how many at least.
+LANE_HELD, MAX_LANE_HELD, MIN_LOAD = 32, 128, 2
 #: Those of all edges in flight where these belong to several rows.
 WARP_BLOCK_VALUES = 512
 #: Largest product of sizes for which a matrix product per edge is unrolled in the tile.
@@ -129,7 +129,7 @@ class Tile:
         width: Features of the widest value that one program holds.
         has_products: Whether there are matrix products of a block of edges at a time.
         held: Numbers that one program holds for all edges: parameters, and sums over all edges.
-        takes_one: Whether these are so many that it takes one edge at a time.
+        takes_one: Whether these are so many that it takes as few edges at a time as it can.
         edge_lanes: Lanes of a warp that hold different edges; 0 if the edges of a block are one dimension.
         run: Features of the innermost axis that lie along lanes; all but where the axis is cut in two dimensions.
         precision: How those are computed (``input_precision`` of ``tl.dot``).
@@ -182,18 +182,18 @@ class Tile:
                   max_width or (PRODUCT_FEATURES if products else self._usual_width(gathers, nodes)),
                   MAX_DOT_PRODUCT if len(products) == 1 and not takes_blocks else MAX_DOT_PRODUCTS)
         self._warp_values = WARP_BLOCK_VALUES if takes_blocks else WARP_VALUES
-        self.held = sum(self.padded(self.axes.axes(n)) for n in nodes if n.op == "input" and n.domain == Domain.PARAM)
-        self.held += sum(self.padded(self.axes.axes(r)) for r, g in gathers
-                         if g.domain == Domain.PARAM and g.attr("kind") not in _MATRICES)
+        held = [n for n in nodes if n.op == "input" and n.domain == Domain.PARAM]
+        held += [r for r, g in gathers if g.domain == Domain.PARAM and g.attr("kind") not in _MATRICES]
+        self.held = sum(self.padded(self.axes.axes(n)) for n in held)
         self.has_products = bool(products)
-        self.edge_lanes = 0
+        self._load, self.edge_lanes = lanes, 0
         if has_lanes and not self.has_products:
-            self.edge_lanes = min(max(WARP * lanes // max(self.width, 1), 1), WARP)
-        one_load = next_power_of_2(-(-self.width // (WARP * lanes)))
-        self.takes_one = self.edge_lanes == 1 and lanes > 4 and self.held > MAX_LANE_HELD * WARP * one_load
-        self._load = 4 if self.takes_one else lanes
+            while self._load > MIN_LOAD and self._lane_held() > MAX_LANE_HELD:
+                self._load //= 2
+            self.edge_lanes = self._lanes_of_edges()
+        self.takes_one = self._load < lanes
         self.run = self.block[self.order[-1]] if self.order else 1
-        rounds = self.width // (WARP * lanes * self.num_warps(1)) if self.edge_lanes else 1
+        rounds = self.width // (WARP * self._load * self.num_warps(1)) if self.edge_lanes else 1
         if self.edge_lanes == 1 and rounds > 1 and self.run < self.width:
             self.run = min(max(self.run // rounds, lanes), self.run)
         # Factors in half precision have no more digits than tf32 numbers. In float32 ordinary arithmetic was 1.4 times
@@ -256,6 +256,14 @@ class Tile:
             raise NotFusable([f"one edge needs {self.width} features at once, more than {MAX_TILE_FEATURES}"])
         if sum(map(self.padded, products)) > most:
             raise NotFusable([f"matrix products per edge need more than {most} weights at once"])
+
+    def _lanes_of_edges(self) -> int:
+        return min(max(WARP * self._load // max(self.width, 1), 1), WARP)
+
+    def _lane_held(self) -> int:
+        """Numbers that a lane holds for all edges."""
+        warps = min(next_power_of_2(max(self.width // (WARP * self._load), 1)), MAX_WARPS)
+        return self.held * self._lanes_of_edges() // (WARP * warps)
 
     # --- sizes ------------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,8 @@ __all__ = ["Unrolled", "is_narrow_outer", "matrix_of"]
 #: Most rows or columns that are taken one by one, with as many numbers each; most rows of what reads rows of vertices,
 #: and most sums over edges: lanes hold four features of each, for which there are registers.
 MAX_UNROLLED, MAX_LENGTH, MAX_GATHERED, MAX_SUMS = 32, 1024, 15, 16
+#: Most columns where more is made of them, and how many rows they have for each: layers of wider networks go by blocks.
+MAX_COLUMNS, ROWS_PER_COLUMN = 8, 8
 
 
 class Unrolled:
@@ -27,10 +29,21 @@ class Unrolled:
     Attributes:
         places: Row or column of a parameter -> where it lies; result of a sum over edges -> where it lies in the
             product that it is a part of.
+
+    Args:
+        results: Expressions that are written per edge.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, results: Sequence[Node] = ()) -> None:
         self.places: dict[Node, Place] = {}
+        self._last: set[Node] = set()  # the matrices of products that are terms of results
+        waiting = list(results)
+        while waiting:
+            node = waiting.pop()
+            if node.op in ("add", "sub", "neg", "view"):
+                waiting += node.args
+            elif node.op == "mm":
+                self._last.add(node.args[1])
 
     def product(self, node: Node, warp_features: int) -> Node | None:
         """``x W`` by rows or columns of ``W``; None where neither are few. A warp loads ``warp_features`` at once."""
@@ -44,11 +57,19 @@ class Unrolled:
             if all(map(_is_placed, features)):
                 return _total([ir.pointwise("mul", f, self._line(matrix, 0, k, columns))
                                for k, f in enumerate(features)])
-        return self._columns(_by_warps(x, warp_features), matrix, columns) \
-            if columns <= min(MAX_UNROLLED, rows - 1) else None
+        if weight in self._last:
+            return self._last_columns(_by_warps(x, warp_features), matrix, columns) \
+                if columns <= min(MAX_UNROLLED, rows) else None
+        if columns > min(MAX_COLUMNS, rows // ROWS_PER_COLUMN):
+            return None
+        return ir.cat([ir.reduce_features("sum", ir.pointwise("mul", x, self._line(matrix, 1, k, rows)), (0,), True)
+                       for k in range(columns)], 0)
 
-    def _columns(self, x: Node, matrix: Place, columns: int) -> Node:
-        """``x W`` column by column: sums inside warps first, and what is left of all columns together."""
+    def _last_columns(self, x: Node, matrix: Place, columns: int) -> Node:
+        """``x W`` column by column: sums inside warps first, and what is left of all columns together.
+
+        Nothing else may have the axis of the columns, beside which those of ``x`` are held.
+        """
         last = len(x.shape) - 1
         sums = []
         for k in range(columns):
@@ -97,7 +118,7 @@ def is_narrow_outer(gather: Node) -> bool:
 def _narrow_side(gather: Node) -> int | None:
     if gather.attr("kind") != "outer" or max(gather.shape) > MAX_LENGTH:
         return None
-    sides = [k for k in (0, 1) if gather.shape[k] <= MAX_SUMS and _is_cheap(gather.args[k])]
+    sides = [k for k in (0, 1) if gather.shape[k] == 1 or (gather.shape[k] <= MAX_SUMS and _is_cheap(gather.args[k]))]
     # Beside a product for tensor cores there are blocks of edges anyway.
     has_blocks = any(n.op == "mm" and min(n.args[1].shape) > MAX_UNROLLED for n in _edge_nodes(gather.args))
     return None if has_blocks else min(sides, key=lambda k: gather.shape[k], default=None)
