@@ -178,7 +178,7 @@ def test_nothing_is_drawn_or_kept(name, monkeypatch):
 
     monkeypatch.setattr(ahead, "begin", without_data)
     autograd.run(program, graph, tensors)
-    assert len(taken) > 3
+    assert len(taken) > 2
     assert all(a.device.type == "meta" for _, _, args, *_ in taken for a in args if isinstance(a, torch.Tensor))
 
 
