@@ -289,6 +289,9 @@ def observing() -> Iterator[list[Run]]:
         _observers[:] = [s for s in _observers if s is not seen]
 
 
+_is_of_transform = torch._C._functorch.is_functorch_wrapped_tensor
+
+
 def check_derivatives(tensors: Iterable[Tensor]) -> None:
     """Refuse tensors of derivatives that there are none of here.
 
@@ -296,12 +299,10 @@ def check_derivatives(tensors: Iterable[Tensor]) -> None:
         ForwardModeError: One carries a forward-mode tangent.
         FunctionTransformError: One is of a transform of ``torch.func``.
     """
-    has_tangents = forward_ad._current_level >= 0
-    for tensor in tensors:
-        if has_tangents and forward_ad.unpack_dual(tensor).tangent is not None:
-            raise ForwardModeError()
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            raise FunctionTransformError()
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise ForwardModeError()
+    if any(map(_is_of_transform, tensors)):
+        raise FunctionTransformError()
 
 
 def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
@@ -325,59 +326,20 @@ def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tu
     Cost: saves what backward reads of the inputs and outputs, and one statistic per destination, feature group or head.
     """
     check_derivatives(tensors.values())
-    taken(graph)
-    asked, (route, env, is_plain) = program, _bind(program, graph, tensors)
-    program = route.program
-    unchanged = reuse.constant_inputs(program, graph, env)
-    compiled = compile_program(program, unchanged, route.same, route.postpones)
-    if route.like is None:
-        like = torch.empty((), device=graph.device)
-    else:
-        like = scalar_of(*route.like) if is_plain else torch.empty((), dtype=route.like[0], device=route.like[1])
-    if compiled.uses_degree:
-        wide = compute_dtype(like.dtype)
-        env[ir.DEGREE] = graph.incoming.degree.to(wide)
-        env[ir.INV_DEGREE] = graph.incoming.inv_degree(wide)
-    # The operator is for compilers, which see no parts of graphs: those are tensors of no plain kind.
-    call = _call if is_plain or graph.is_part else call_operator
-    given: set[Node] = set()  # results that somebody else holds as well
-    for stage, phase, constant in zip(compiled.split.stages, compiled.phases, compiled.constant, strict=True):
-        if constant is None:
-            made = _run_stage(stage, phase, call, graph, like, env, is_plain)
-        else:
-            run_stage = functools.partial(_run_stage, stage, phase, call, graph, like, env, is_plain)
-            held = [env[n] for n in constant]
-            made = reuse.kept(graph, (phase.key, like.dtype), held, functools.partial(_padded, run_stage))
-            given.update(stage.results)
-        env.update(zip(stage.results, made, strict=True))
-    outputs = []
-    for value in compiled.split.outputs:
-        result = _result(value, env, graph, like)
-        outputs.append(result.clone() if value in given else result)
-        given.add(value)
-    if route.hollow or len(outputs) < len(asked.outputs):
-        outputs = _with_hollow(asked, outputs, route, graph, tensors)
-    if _observers:
-        metas = tuple({n: (t.dtype, t.requires_grad, t.data_ptr() if is_plain else id(t))
-                       for n in p.inputs if (t := env.get(n)) is not None} for p in compiled.phases)
-        report = Run(asked, compiled, unchanged, graph, like.dtype, metas, any(t.requires_grad for t in outputs))
-        for seen in _observers:
-            seen.append(report)
-    return tuple(outputs)
+    return Way.of(program, graph, tensors).run(graph, tensors)
 
 
-def _with_hollow(asked: EdgeProgram, made: Sequence[Tensor], route: _Route, graph: Graph,
-                 tensors: Mapping[str, Tensor]) -> list[Tensor]:
+def _with_hollow(way: Way, made: Sequence[Tensor], graph: Graph, tensors: Mapping[str, Tensor]) -> list[Tensor]:
     """All outputs that were asked for, from those that have features; with a gradient, of zeros, for what is read by
     values without features only.
     """
-    dtype, device = route.like or (torch.get_default_dtype(), graph.device)
+    dtype, device = way.like or (torch.get_default_dtype(), graph.device)
     waiting, outputs = iter(made), []
-    for output in asked.outputs:
+    for output in way.asked.outputs:
         rows = graph.num_edges if output.domain == Domain.EDGE else graph.num_dst
         outputs.append(next(waiting).contiguous() if output.value.numel else
                        torch.empty((rows, *output.value.shape), dtype=dtype, device=device))
-    given = [t for n in route.hollow if (t := tensors.get(n.name)) is not None and t.requires_grad]
+    given = [t for n in way.hollow if (t := tensors.get(n.name)) is not None and t.requires_grad]
     return list(_WithZeros.apply(len(outputs), *outputs, *given)) if given and torch.is_grad_enabled() else outputs
 
 
@@ -444,7 +406,7 @@ def _result(value: Node, env: Mapping[Node, Tensor], graph: Graph, like: Tensor)
 
 
 class _Kind(NamedTuple):
-    """What a route depends on of one tensor that was given, and the name of the first input that is the same."""
+    """What a :class:`Way` depends on of one tensor that was given, and the name of the first input that is the same."""
 
     dtype: torch.dtype
     device: torch.device
@@ -452,88 +414,173 @@ class _Kind(NamedTuple):
     first: str
 
 
-class _Route(NamedTuple):
-    """What :func:`run` finds out about its inputs, which holds for all tensors of the same kinds.
+_NONE: frozenset[Node] = frozenset()
+
+
+class Way:
+    """How a program runs on a graph of some size with tensors of some kinds: all that :func:`run` finds out first.
+
+    It holds for other tensors of these shapes and kinds, of which the same ones are the same, on other graphs of this
+    size, while gradients are on or off as they were.
 
     Attributes:
+        asked: The program as it was given.
         program: Where inputs that are one tensor are one input, without values of no features.
         hollow: Inputs that only such values read, and differentiably.
-        same: Inputs of destinations and of sources that are one tensor.
-        postpones: As of :func:`compile_program`.
+        is_whole: Whether there are no values without features.
+        is_plain: Whether all tensors are plain and no compiler is at work.
         like: Dtype and device of the results; None where only torch's default says.
     """
 
-    program: EdgeProgram
-    hollow: tuple[Node, ...]
-    same: tuple[tuple[Node, Node], ...]
-    postpones: bool
-    like: tuple[torch.dtype, torch.device] | None
+    def __init__(self, program: EdgeProgram, kinds: tuple[_Kind | None, ...], is_plain: bool, is_whole: bool,
+                 may_postpone: bool, has_grad: bool) -> None:
+        """See :meth:`of`.
 
+        Args:
+            program: What runs.
+            kinds: Of each of its inputs, None of what is not given.
+            is_plain: Whether all tensors are plain and no compiler is at work.
+            is_whole: Whether inputs of both sides may be taken for one.
+            may_postpone: Whether products may come after sums, if all vertices have gradients.
+            has_grad: Whether gradients are on.
+        """
+        given = {n: kind for n, kind in zip(program.inputs, kinds, strict=True) if kind is not None}
+        merged, same = _merge_inputs(program, given)
+        filled = hollow.filled(merged)
+        left: tuple[Node, ...] = ()
+        if filled is not merged:
+            left = tuple(n for n in merged.inputs if n not in filled.inputs)
+            same = tuple(pair for pair in same if not set(pair) & set(left))
+            left = tuple(n for n in left if n in hollow.differentiated(merged))
+        floating = {n: kind for n, kind in given.items() if kind.dtype.is_floating_point}
+        vertices = [kind for n, kind in floating.items() if n.domain in (Domain.SRC, Domain.DST)]
+        trains = not has_grad or all(kind.requires_grad for kind in vertices)
+        # Row inputs decide, parameters follow, then torch's default.
+        deciding = [kind for n, kind in floating.items() if n.is_row] or [*floating.values()]
+        self.asked, self.program, self.is_plain = program, filled, is_plain
+        self.hollow = left
+        self.is_whole = not left and len(filled.outputs) == len(program.outputs)
+        self.like = (functools.reduce(torch.promote_types, (kind.dtype for kind in deciding)), deciding[0].device) \
+            if deciding else None
+        self._scalar = scalar_of(*self.like) if is_plain and self.like is not None else None
+        self._same, self._postpones = same if is_whole else (), may_postpone and trains
+        self._compiled = self._compile(_NONE)
+        self._inputs = tuple((n, n.name) for n in filled.inputs if n is not ir.DEGREE and n is not ir.INV_DEGREE)
+        self._draws = any(n not in given for n, _ in self._inputs)
+        self._steady = tuple(n for n in filled.inputs
+                             if n.is_row and n in floating and not floating[n].requires_grad)
 
-def _bind(program: EdgeProgram, graph: Graph,
-          tensors: Mapping[str, Tensor]) -> tuple[_Route, dict[Node, Tensor], bool]:
-    """The route of these tensors, which have as many rows as the graph has; those of the inputs of its program; and
-    whether they are plain and no compiler is at work.
-    """
-    env: dict[Node, Tensor] = {}
-    kinds: list[_Kind | None] = []
-    first: dict[int, str] = {}
-    is_plain = not torch.compiler.is_compiling()
-    for node in program.inputs:
-        if node is ir.DEGREE or node is ir.INV_DEGREE:
-            kinds.append(None)
-            continue
-        tensor = tensors.get(node.name)
-        if tensor is None:
-            if node not in _seeds(program):
-                raise InputError(node.name, "among the inputs of the program", sorted(tensors))
-            kinds.append(None)
-            tensor = graph.draw_seed()
-        else:
+    def _compile(self, constant: frozenset[Node]) -> CompiledProgram:
+        return compile_program(self.program, constant, self._same, self._postpones)
+
+    @staticmethod
+    def of(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> Way:
+        """The way of these tensors, which have as many rows as the graph has.
+
+        Raises: InputError as :func:`run`.
+        """
+        kinds: list[_Kind | None] = []
+        first: dict[int, str] = {}
+        is_plain = not torch.compiler.is_compiling()
+        for node in program.inputs:
+            if node is ir.DEGREE or node is ir.INV_DEGREE:
+                kinds.append(None)
+                continue
+            tensor = tensors.get(node.name)
+            if tensor is None:
+                if node not in _seeds(program):
+                    raise InputError(node.name, "among the inputs of the program", sorted(tensors))
+                kinds.append(None)
+                continue
             kinds.append(_Kind(tensor.dtype, tensor.device, tensor.requires_grad,
                                first.setdefault(id(tensor), node.name)))
             is_plain = is_plain and type(tensor) in _PLAIN
-        rows, per = _rows_of(graph, node)
-        want = node.shape if rows is None else (rows, *node.shape)
-        if tensor.shape != want:
-            what = "a parameter" if rows is None else f"one row per {per}"
-            raise InputError(node.name, f"to have shape {list(want)}, {what}", list(tensor.shape))
-        env[node] = tensor
-    # Parts of a graph fetch rows on the way to a sweep, and a compiler adds up gradients by itself.
-    is_whole = is_plain and not graph.is_part
-    may_postpone = is_whole and has_long_rows(graph)
-    route = _route(program, tuple(kinds), is_whole, may_postpone, torch.is_grad_enabled())
-    return route, env if route.program is program else {n: env[n] for n in route.program.inputs if n in env}, is_plain
+            rows, per = _rows_of(graph, node)
+            want = node.shape if rows is None else (rows, *node.shape)
+            if tensor.shape != want:
+                what = "a parameter" if rows is None else f"one row per {per}"
+                raise InputError(node.name, f"to have shape {list(want)}, {what}", list(tensor.shape))
+        # Parts of a graph fetch rows on the way to a sweep, and a compiler adds up gradients by itself.
+        is_whole = is_plain and not graph.is_part
+        may_postpone = is_whole and has_long_rows(graph)
+        return _way(program, tuple(kinds), is_plain, is_whole, may_postpone, torch.is_grad_enabled())
+
+    def run(self, graph: Graph, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """Go it, with tensors that :func:`check_derivatives` has seen; see :func:`run`."""
+        taken(graph)
+        compiled, unchanged = self._compiled, _NONE
+        if self._draws:
+            env = {n: graph.draw_seed() if (t := tensors.get(name)) is None else t for n, name in self._inputs}
+        else:
+            env = {n: tensors[name] for n, name in self._inputs}
+        if self._steady:
+            unchanged = reuse.constant_inputs(self.program, graph, {n: env[n] for n in self._steady})
+            if unchanged:
+                compiled = self._compile(unchanged)
+        like = self._scalar
+        if like is None:
+            dtype, device = self.like or (None, graph.device)
+            like = torch.empty((), dtype=dtype, device=device)
+        # The operator is for compilers, which see no parts of graphs: those are tensors of no plain kind.
+        call = _call if self.is_plain or graph.is_part else call_operator
+        if compiled.sole is not None and self.is_whole and not _observers:  # in most calls
+            return tuple(call(compiled.sole, graph, like, [env[n] for n in compiled.sole.inputs]))
+        outputs = self._run_stages(compiled, call, graph, like, env)
+        if not self.is_whole:
+            outputs = _with_hollow(self, outputs, graph, tensors)
+        if _observers:
+            metas = tuple({n: (t.dtype, t.requires_grad, t.data_ptr() if self.is_plain else id(t))
+                           for n in p.inputs if (t := env.get(n)) is not None} for p in compiled.phases)
+            report = Run(self.asked, compiled, unchanged, graph, like.dtype, metas,
+                         any(t.requires_grad for t in outputs))
+            for seen in _observers:
+                seen.append(report)
+        return tuple(outputs)
+
+    def _run_stages(self, compiled: CompiledProgram, call: Callable[..., Sequence[Tensor]], graph: Graph, like: Tensor,
+                    env: dict[Node, Tensor]) -> list[Tensor]:
+        """The outputs of what runs; results of stages are put into ``env``."""
+        if compiled.uses_degree:
+            wide = compute_dtype(like.dtype)
+            env[ir.DEGREE] = graph.incoming.degree.to(wide)
+            env[ir.INV_DEGREE] = graph.incoming.inv_degree(wide)
+        given: set[Node] = set()  # results that somebody else holds as well
+        for stage, phase, constant in zip(compiled.split.stages, compiled.phases, compiled.constant, strict=True):
+            if constant is None:
+                made = _run_stage(stage, phase, call, graph, like, env, self.is_plain)
+            else:
+                run_stage = functools.partial(_run_stage, stage, phase, call, graph, like, env, self.is_plain)
+                held = [env[n] for n in constant]
+                made = reuse.kept(graph, (phase.key, like.dtype), held, functools.partial(_padded, run_stage))
+                given.update(stage.results)
+            env.update(zip(stage.results, made, strict=True))
+        outputs = []
+        for value in compiled.split.outputs:
+            result = _result(value, env, graph, like)
+            outputs.append(result.clone() if value in given else result)
+            given.add(value)
+        return outputs
 
 
-@lru_cache(maxsize=1024)
-def _route(program: EdgeProgram, kinds: tuple[_Kind | None, ...], is_whole: bool, may_postpone: bool,
-           has_grad: bool) -> _Route:
-    """See :func:`_bind`.
+_way = lru_cache(maxsize=1024)(Way)
 
-    Args:
-        program: What runs.
-        kinds: Of each of its inputs, None of what is not given.
-        is_whole: Whether inputs of both sides may be taken for one.
-        may_postpone: Whether products may come after sums, if all vertices have gradients.
-        has_grad: Whether gradients are on.
-    """
-    given = {n: kind for n, kind in zip(program.inputs, kinds, strict=True) if kind is not None}
-    merged, same = _merge_inputs(program, given)
-    filled = hollow.filled(merged)
-    left: tuple[Node, ...] = ()
-    if filled is not merged:
-        left = tuple(n for n in merged.inputs if n not in filled.inputs)
-        same = tuple(pair for pair in same if not set(pair) & set(left))
-        left = tuple(n for n in left if n in hollow.differentiated(merged))
-    floating = {n: kind for n, kind in given.items() if kind.dtype.is_floating_point}
-    vertices = [kind for n, kind in floating.items() if n.domain in (Domain.SRC, Domain.DST)]
-    trains = not has_grad or all(kind.requires_grad for kind in vertices)
-    # Row inputs decide, parameters follow, then torch's default.
-    deciding = [kind for n, kind in floating.items() if n.is_row] or [*floating.values()]
-    like = (functools.reduce(torch.promote_types, (kind.dtype for kind in deciding)), deciding[0].device) \
-        if deciding else None
-    return _Route(filled, left, same if is_whole else (), may_postpone and trains, like)
+
+class Ways:
+    """The ways of programs on graphs of one size, with plain tensors of one shape, dtype and device per input."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Way] = {}
+
+    def run(self, program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """As :func:`run`, where ``program`` is always given its inputs in the same order."""
+        given = tensors.values()
+        check_derivatives(given)
+        held = [*map(id, given)]
+        key = program, torch.is_grad_enabled(), tuple([t.requires_grad for t in given]), tuple(map(held.index, held))
+        way = self._known.get(key)
+        if way is None:
+            way = self._known[key] = Way.of(program, graph, tensors)
+        return way.run(graph, tensors)
 
 
 def _merge_inputs(program: EdgeProgram,

@@ -104,30 +104,31 @@ def run_plan(plan: Plan, incoming: Order, outgoing: Order | None, env: dict[Node
         env: Inputs. Each is taken from it when nothing reads it any more.
         like: A tensor whose dtype results take and whose device is used.
     """
-    stat_dtype = chunks.compute_dtype(like.dtype)
+    leaf = env.__getitem__
     for node in plan.degrees:
-        env[node] = incoming.inv_degree(stat_dtype) if node is ir.INV_DEGREE else incoming.degree.to(stat_dtype)
-    # Vertex expressions cancel (softmax gradients do): they are computed in the dtype of the arithmetic.
-    exact_like = chunks.as_dtype(like, stat_dtype)
+        wide = chunks.compute_dtype(like.dtype)
+        env[node] = incoming.inv_degree(wide) if node is ir.INV_DEGREE else incoming.degree.to(wide)
     # Parts of a graph exchange edge values between sweeps, in the order that all edge tensors have there.
-    chosen = incoming if plan.staging == Domain.DST else outgoing
+    chosen = incoming if plan.staging is Domain.DST else outgoing
     staging = chosen if isinstance(chosen, EdgeOrder) else None
     for step, done in plan.batches:
         if isinstance(step, Sweep):
-            order = incoming if step.rows == Domain.DST else outgoing
+            order = incoming if step.rows is Domain.DST else outgoing
             assert order is not None
-            way = "whole" if isinstance(order, EdgeOrder) else order.way.name
-            with events.sweep(step, way, like.device):
-                if isinstance(order, EdgeOrder):
-                    env.update(run_sweep(step, order, env.__getitem__, like, plan.exact, staging))
-                else:
-                    env.update(_finish_after(step, env.__getitem__, like, plan.exact, functools.partial(
-                        order.run_sweep, step.bare, env.__getitem__, like)))
+            if isinstance(order, EdgeOrder):
+                with events.sweep(step, "whole", like.device):
+                    env.update(run_sweep(step, order, leaf, like, plan.exact, staging))
+            else:
+                with events.sweep(step, order.way.name, like.device):
+                    env.update(_finish_after(step, leaf, like, plan.exact, functools.partial(
+                        order.run_sweep, step.bare, leaf, like)))
         else:
-            env.update(run_rows(step, env.__getitem__, exact_like, widen=True))
+            # Vertex expressions cancel (softmax gradients do): they are computed in the dtype of the arithmetic.
+            env.update(run_rows(step, leaf, chunks.as_dtype(like, chunks.compute_dtype(like.dtype)), widen=True))
         for node in done:
             del env[node]
-    env.update(run_rows(plan.last, env.__getitem__, like) if plan.last else ())
+    if plan.last:
+        env.update(run_rows(plan.last, leaf, like))
     return [env[r] for r in plan.results]
 
 
@@ -262,7 +263,7 @@ def run_sweep(sweep: Sweep, order: EdgeOrder, leaf: chunks.Leaf, like: Tensor, e
     if prepared is not None:  # in most calls
         try:
             with events.stage(0, like.device):
-                return _handed(sweep, _run_prepared(prepared, order, leaf, staging), staging)
+                return _handed(sweep, prepared.run(order, leaf, staging), staging)
         except OutOfResources:
             order._cache.pop(key, None)
     if not sweep.is_bare and not _finishes(sweep, order, like):
@@ -511,14 +512,8 @@ def _launch_in(shape: tune.Shape | None, sweep: Sweep, kernel: codegen.KernelSou
     prepared = order._cached(
         ("launches", kernel, shape, like.dtype, *[b.node in exact for b in kernel.outputs]),
         lambda: launches.Prepared(shape or _default_shape(kernel, order), sweep, kernel, order, [order], like, exact))
-    made = _run_prepared(prepared, order, leaf, staging)
+    made = prepared.run(order, leaf, staging)
     if shape is None:
         keep(order._cache, _run_key(sweep, like, exact), prepared)
     return made
 
-
-def _run_prepared(prepared: launches.Prepared, order: EdgeOrder, leaf: chunks.Leaf,
-                  staging: EdgeOrder | None) -> dict[Node, Tensor]:
-    run = launches.Run(prepared, [order], staging)
-    run.take(0, leaf)
-    return run.finish()

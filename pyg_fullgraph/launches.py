@@ -90,25 +90,33 @@ class _Site:
 
 
 class _Input(NamedTuple):
-    """An input: whether it is on its way from another sweep, whether its stride is passed, its buffer's ``run`` and
-    ``columns``, whether merging reads it as well, and its stride where rows of a contiguous tensor are taken as they
-    are, otherwise 0.
+    """An input: whether merging reads it as well, whether a contiguous tensor is taken as it is, and the stride that is
+    passed then, if one is, otherwise 0; what else there is to know is the buffer's.
     """
 
     node: Node
-    is_staged: bool
-    has_stride: bool
-    run: tuple[int, int]
-    columns: int
     is_end: bool
+    is_simple: bool
     stride: int
+    buffer: Buffer
 
     @staticmethod
     def of(buffer: Buffer, is_end: bool) -> _Input:
-        node, run, columns = buffer.node, buffer.run, buffer.columns
-        is_as_it_is = buffer.has_stride and run[0] == run[1] and not columns
-        return _Input(node, is_staged(node), buffer.has_stride, run, columns, is_end,
-                      max(node.numel, 1) if is_as_it_is else 0)
+        run, node = buffer.run, buffer.node
+        is_simple = run[0] == run[1] and not buffer.columns if buffer.has_stride else not is_staged(node)
+        return _Input(node, is_end, is_simple, max(node.numel, 1) if buffer.has_stride else 0, buffer)
+
+    def arranged(self, value: Any, staging: EdgeOrder | None) -> tuple[tuple[Any, ...], int]:
+        """``value`` as the kernel reads it, with its stride if that is passed, and how far its elements reach."""
+        node, columns = self.node, self.buffer.columns
+        if self.buffer.has_stride:
+            rows = _by_feature(value, node.numel // columns, columns) if columns else \
+                contiguous_rows(value, *self.buffer.run)
+            stride = rows.stride(0)
+            return (rows, stride), rows.shape[0] * max(stride, node.numel)
+        is_handed = is_staged(node)
+        whole = (chunks.in_order(value, staging) if is_handed else value).contiguous()
+        return (whole,), whole.numel() if is_handed else 0  # no edge has a parameter of its own
 
 
 class _Made(NamedTuple):
@@ -171,6 +179,12 @@ class Prepared:
         self.sites = [_Site(kernel, shape, tile, schedule, sweep.needs_ids, constants, made)
                       for tile, schedule in zip(tiles, schedules, strict=True)]
 
+    def run(self, order: EdgeOrder, leaf: chunks.Leaf, staging: EdgeOrder | None) -> dict[Node, Tensor]:
+        """The results of the sweep over all edges at once; see :class:`Run`."""
+        run = Run(self, [order], staging)
+        run.take(0, leaf)
+        return run.finish()
+
 
 def _schedules(kernel: codegen.KernelSource, shape: tune.Shape, rows: EdgeOrder,
                tiles: Sequence[EdgeOrder]) -> Sequence[segment.RowSchedule | None]:
@@ -220,39 +234,42 @@ class Run:
             has_places = places is not None
             args.append(order.ptr if places is None else places)
             looks.append(args[0])
-        for node, is_handed, has_stride, run, columns, is_end, stride in prepared.inputs:
-            value, extent = leaf(node), 0  # no edge has a parameter of its own
-            taken: tuple[Any, ...]
-            if stride and value.is_contiguous():  # in most cases; its stride is the same each time
-                taken, extent = (value, stride), value.numel()
+        for given in prepared.inputs:
+            node, is_end, is_simple, stride, _ = given
+            value = leaf(node)
+            if is_simple and value.is_contiguous():  # in most cases; its stride is the same each time
                 looks.append(value)
-            else:
-                if has_stride:
-                    value = _by_feature(value, node.numel // columns, columns) if columns else \
-                        contiguous_rows(value, *run)
-                    taken = value, value.stride(0)
-                    extent = value.shape[0] * max(taken[1], node.numel)
+                if stride:
+                    taken: tuple[Any, ...] = value, stride
+                    reach = max(reach, value.numel())
                 else:
-                    value = (chunks.in_order(value, self.staging) if is_handed else value).contiguous()
-                    taken, extent = (value,), value.numel() if is_handed else 0
+                    taken = (value,)
+            else:
+                taken, extent = given.arranged(value, self.staging)
                 looks += taken
+                reach = max(reach, extent)
             args += taken
             if is_end:
                 ends += taken
-            if extent > reach:
-                reach = extent
-        totals = {node: torch.empty((site.num_workers, *node.shape), dtype=dtype, device=prepared.device)
-                  for node, dtype in prepared.totals}
-        made = {**self.results, **totals} if totals else self.results
-        self.added, self.ends = [leaf(node).contiguous() for node in prepared.added], ends
-        copies = [self.workspace[n].clone() if k else self.workspace[n] for n in kernel.apart]
-        written = [made[node] for node in prepared.written]
-        site.launch(has_places, k > 0, reach >= _FAR).run(
-            [*args, *written, *self.added, *self.workspace, *copies], [*looks, *self.added])
+        made = self.results
+        if prepared.totals:
+            totals = {node: torch.empty((site.num_workers, *node.shape), dtype=dtype, device=prepared.device)
+                      for node, dtype in prepared.totals}
+            made = {**made, **totals}
+        args += [made[node] for node in prepared.written]
+        if prepared.added:
+            self.added = [leaf(node).contiguous() for node in prepared.added]
+            args += self.added
+            looks += self.added
+        args += self.workspace
+        if kernel.apart:
+            args += [self.workspace[n].clone() if k else self.workspace[n] for n in kernel.apart]
+        self.ends = ends
+        site.launch(has_places, k > 0, reach >= _FAR).run(args, looks)
         self.is_begun = True
         # A parameter's gradient leaves the kernel as one row per program.
-        for node, value in totals.items():
-            total = value.sum(0)
+        for node, _ in prepared.totals:
+            total = totals[node].sum(0)
             self.totals[node] = self.totals[node] + total if node in self.totals else total
 
     def finish(self) -> dict[Node, Tensor]:

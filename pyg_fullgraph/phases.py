@@ -231,6 +231,7 @@ class CompiledProgram:
         phases: The edge phase of each stage, shared with every program that has the same one.
         uses_degree: Whether degrees are read.
         constant: Per stage the inputs that it is made of, if all of them are constant; otherwise None.
+        sole: The one phase whose results are the outputs, if there is nothing else to do.
     """
 
     def __init__(self, program: EdgeProgram, constant: Container[Node] = (),
@@ -242,6 +243,14 @@ class CompiledProgram:
         self.constant = tuple(s.constant_inputs(constant) for s in self.split.stages)
         steps = [e for s in self.split.stages for e in (*s.hoisted.values(), *(o.value for o in s.core.outputs))]
         self.uses_degree = any(n is ir.DEGREE or n is ir.INV_DEGREE for n in ir.walk(*steps, *self.split.outputs))
+        self.sole = self.phases[0] if self._is_sole() else None
+
+    def _is_sole(self) -> bool:
+        if len(self.phases) != 1 or self.constant != (None,) or self.uses_degree or self.phases[0].is_exact:
+            return False
+        (stage,), outputs = self.split.stages, tuple(self.split.outputs)
+        return not (stage.hoisted or stage.dots) and outputs == tuple(stage.results) and \
+            len(set(outputs)) == len(outputs) and all(n.is_row for n in outputs)
 
 
 @lru_cache(maxsize=1024)

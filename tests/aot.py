@@ -223,12 +223,11 @@ def compile_dense(num_out: int, num_in: int) -> dict[str, dict[str, int]]:
     """The kernels of products of features ``[M, num_in]`` and a weight ``[num_out, num_in]``, as a launch has them."""
     taken: list[tuple[Any, Sequence[Any], Mapping[str, Any], int]] = []
 
-    def record(kernel: Any, programs: int, args: Sequence[Any], constants: Mapping[str, Any], num_warps: int,
-               device: Any) -> None:
-        taken.append((kernel, args, constants, num_warps))
+    def record(start: launch.Launch, args: Sequence[Any], looks: Any = None) -> None:
+        taken.append((start.kernel, [*start.fixed, *args, *start.last], start.constants, start.num_warps))
 
     for module in (None, dense_hopper):
-        with mock.patch.object(launch, "run", record), mock.patch.object(dense, "_gluon", return_value=module):
+        with mock.patch.object(launch.Launch, "run", record), mock.patch.object(dense, "_gluon", return_value=module):
             x, weight = torch.empty(1000, num_in), torch.empty(num_out, num_in)
             dense.product(x, weight, torch.empty(num_out))
             dense.product(x, weight, torch.empty(num_out), torch.empty(1000, num_out))

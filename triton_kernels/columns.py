@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
@@ -62,13 +63,21 @@ def column_sum(x: Tensor) -> Tensor:
     if num_rows == 0 or num_columns == 0:
         return x.new_zeros(num_columns)
     x = x if num_columns == 1 or x.stride(1) == 1 else x.contiguous()
+    start, num_workers, wide = _start(num_rows, num_columns, x.stride(0), x.dtype, x.device, MAX_WORKERS)
+    parts = torch.empty((num_workers, num_columns), dtype=wide, device=x.device)
+    start.run([x, parts], [x])
+    total = parts.sum(0)
+    return total if x.dtype is wide else total.to(x.dtype)
+
+
+@lru_cache(maxsize=1024)
+def _start(num_rows: int, num_columns: int, stride: int, dtype: torch.dtype, device: torch.device,
+           max_workers: int) -> tuple[launch.Launch, int, torch.dtype]:
+    """The launch of :func:`column_sum`, its programs per group of columns, and the dtype of what they leave."""
     tile = tile_of(num_columns)
     num_blocks, num_groups = -(-num_rows // tile.rows), -(-num_columns // tile.columns)
-    num_workers = min(num_blocks, max(MAX_WORKERS // num_groups, 1))
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    parts = torch.empty((num_workers, num_columns), dtype=wide, device=x.device)
-    launch.run(column_sum_kernel, num_workers * num_groups,
-               [x, parts, num_rows, num_blocks, num_workers, x.stride(0)],
-               {"COLUMNS": num_columns, "BLOCK_R": tile.rows, "BLOCK_C": tile.columns,
-                "FLOAT": tl.float64 if wide == torch.float64 else tl.float32}, NUM_WARPS, x.device)
-    return parts.sum(0).to(x.dtype)
+    num_workers = min(num_blocks, max(max_workers // num_groups, 1))
+    wide, kind = (torch.float64, tl.float64) if dtype == torch.float64 else (torch.float32, tl.float32)
+    constants = {"COLUMNS": num_columns, "BLOCK_R": tile.rows, "BLOCK_C": tile.columns, "FLOAT": kind}
+    return launch.Launch(column_sum_kernel, num_workers * num_groups, constants, NUM_WARPS, device, made=[wide],
+                         last=[num_rows, num_blocks, num_workers, stride]), num_workers, wide

@@ -269,8 +269,23 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, add: Tensor |
     if y.numel() == 0:
         return y
     x = x if num_in == 1 or x.stride(1) == 1 else x.contiguous()
-    x_align, y_align = _aligned(x), _aligned(y)
-    gluon = _gluon(x.device) if tile is None else None
+    split, multiply, shape = _product(num_rows, num_in, num_out, x.stride(0), _aligned(x), weight.stride(),
+                                      bias is not None, add is not None, tile,
+                                      _gluon(x.device) if tile is None else None, x.device)
+    parts = torch.empty(shape, dtype=torch.float16, device=x.device)
+    scale = torch.empty(shape[1], dtype=torch.float32, device=x.device)
+    split.run([weight, parts, scale], [weight])
+    bias, added = x if bias is None else bias, y if add is None else add.contiguous()
+    multiply.run([x, parts, scale, weight, bias, added, y], [x, weight, bias, added])
+    return y
+
+
+@lru_cache(maxsize=1024)
+def _product(num_rows: int, num_in: int, num_out: int, x_stride: int, x_align: int, strides: tuple[int, ...],
+             has_bias: bool, has_add: bool, tile: Tile | None, gluon: ModuleType | None,
+             device: torch.device) -> tuple[launch.Launch, launch.Launch, tuple[int, int, int]]:
+    """The launches of :func:`product` that split a weight and that multiply, and the shape of the parts."""
+    y_align = math.gcd(num_out, 4)  # it is new
     block_n = 0
     if gluon is not None:
         pitch = _ceil(num_in, gluon.BLOCK_K)
@@ -279,27 +294,26 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, add: Tensor |
         tile = tile or product_tile(num_out)
         pitch, block_n = _ceil(num_in, tile.block_k), tile.block_n
     height = _ceil(num_out, block_n)
-    parts = torch.empty((2, height, pitch), dtype=torch.float16, device=x.device)
-    scale = torch.empty(height, dtype=torch.float32, device=x.device)
-    strides = weight.stride()
-    launch.run(split_kernel, height // 16,
-               [weight, parts, scale, num_out, num_in, *strides, pitch, height * pitch],
-               {"IS_PAIRED": tile is None, "BLOCK_N": 16, "BLOCK_K": 64 if tile is None else tile.block_k}, 4, x.device)
-
-    args = [x, parts, scale, weight, x if bias is None else bias, y if add is None else add.contiguous(), y, num_rows,
-            num_out // y_align, num_in // x_align, x.stride(0) // x_align, *strides]
-    constants = {"HAS_BIAS": bias is not None, "HAS_ADD": add is not None, "X_ALIGN": x_align, "Y_ALIGN": y_align,
+    split = launch.Launch(
+        split_kernel, height // 16,
+        {"IS_PAIRED": tile is None, "BLOCK_N": 16, "BLOCK_K": 64 if tile is None else tile.block_k}, 4, device,
+        made=[torch.float16, torch.float32], last=[num_out, num_in, *strides, pitch, height * pitch])
+    last = [num_rows, num_out // y_align, num_in // x_align, x_stride // x_align, *strides]
+    constants = {"HAS_BIAS": has_bias, "HAS_ADD": has_add, "X_ALIGN": x_align, "Y_ALIGN": y_align,
                  "IS_EVEN": num_in == pitch}
+    made = [torch.float16, torch.float32, torch.float32]
     if tile is None:
         assert gluon is not None
         tiles = height // block_n
-        programs = min(max(_num_sms(x.device) // tiles, 1), -(-num_rows // gluon.BLOCK_M)) * tiles
-        launch.run(gluon.product_kernel, programs, [*args, height * pitch],
-                   {**constants, **gluon.product_constants(block_n, pitch, tiles)}, gluon.WARPS, x.device)
+        programs = min(max(_num_sms(device) // tiles, 1), -(-num_rows // gluon.BLOCK_M)) * tiles
+        constants |= gluon.product_constants(block_n, pitch, tiles)
+        multiply = launch.Launch(gluon.product_kernel, programs, constants, gluon.WARPS, device, made=made,
+                                 last=[*last, height * pitch])
     else:
-        launch.run(product_kernel, -(-num_rows // tile.block_m) * (height // block_n),
-                   [*args, pitch, height * pitch], {**constants, **_blocks(tile)}, tile.num_warps, x.device)
-    return y
+        multiply = launch.Launch(product_kernel, -(-num_rows // tile.block_m) * (height // block_n),
+                                 {**constants, **_blocks(tile)}, tile.num_warps, device, made=made,
+                                 last=[*last, pitch, height * pitch])
+    return split, multiply, (2, height, pitch)
 
 
 def weight_gradient(g: Tensor, x: Tensor, with_bias: bool = False,
@@ -322,16 +336,24 @@ def weight_gradient(g: Tensor, x: Tensor, with_bias: bool = False,
     if 0 in (num_rows, num_out, num_in):
         return g.new_zeros((num_out, num_in)), g.sum(0) if with_bias else None
     g, x = (t if t.shape[1] == 1 or t.stride(1) == 1 else t.contiguous() for t in (g, x))
-    g_align, x_align = _aligned(g), _aligned(x)
-    gluon = _gluon(g.device) if tile is None else None
-    tile = tile or (gradient_tile(num_out, num_in) if gluon is None else Tile(128, 128, gluon.BLOCK_R, gluon.WARPS))
-    tiles = -(-num_out // tile.block_m) * -(-num_in // tile.block_n)
-    most = max((_PROGRAMS_PER_SM if gluon is None else 1) * _num_sms(g.device) // tiles, 1)
-    part_rows = _ceil(max(-(-num_rows // most), _MIN_ROWS), tile.block_k)
-    num_parts = -(-num_rows // part_rows)
+    gradient, num_parts = _gradient(num_rows, num_out, num_in, g.stride(0), x.stride(0), _aligned(g), _aligned(x),
+                                    with_bias, tile, _gluon(g.device) if tile is None else None, g.device, _MIN_ROWS)
     out = torch.empty((num_parts, num_out, num_in), dtype=torch.float32, device=g.device)
     bias = torch.empty((num_parts, num_out), dtype=torch.float32, device=g.device) if with_bias else out
+    gradient.run([g, x, out, bias], [g, x])
+    return out.sum(0), bias.sum(0) if with_bias else None
 
+
+@lru_cache(maxsize=1024)
+def _gradient(num_rows: int, num_out: int, num_in: int, g_stride: int, x_stride: int, g_align: int, x_align: int,
+              with_bias: bool, tile: Tile | None, gluon: ModuleType | None, device: torch.device,
+              min_rows: int) -> tuple[launch.Launch, int]:
+    """The launch of :func:`weight_gradient`, and in how many parts of ``min_rows`` at least it takes the rows."""
+    tile = tile or (gradient_tile(num_out, num_in) if gluon is None else Tile(128, 128, gluon.BLOCK_R, gluon.WARPS))
+    tiles = -(-num_out // tile.block_m) * -(-num_in // tile.block_n)
+    most = max((_PROGRAMS_PER_SM if gluon is None else 1) * _num_sms(device) // tiles, 1)
+    part_rows = _ceil(max(-(-num_rows // most), min_rows), tile.block_k)
+    num_parts = -(-num_rows // part_rows)
     constants = {"HAS_BIAS": with_bias, "G_ALIGN": g_align, "X_ALIGN": x_align}
     if gluon is None:
         kernel = gradient_kernel
@@ -339,10 +361,9 @@ def weight_gradient(g: Tensor, x: Tensor, with_bias: bool = False,
     else:
         kernel = gluon.gradient_kernel
         constants |= gluon.gradient_constants()
-    launch.run(kernel, num_parts * tiles,
-               [g, x, out, bias, num_rows, num_out // g_align, num_in // x_align, g.stride(0) // g_align,
-                x.stride(0) // x_align, part_rows], constants, tile.num_warps, g.device)
-    return out.sum(0), bias.sum(0) if with_bias else None
+    return launch.Launch(kernel, num_parts * tiles, constants, tile.num_warps, device, made=[torch.float32] * 2,
+                         last=[num_rows, num_out // g_align, num_in // x_align, g_stride // g_align,
+                               x_stride // x_align, part_rows]), num_parts
 
 
 def _blocks(tile: Tile) -> dict[str, Any]:

@@ -99,12 +99,13 @@ class Launch:
         device: Where it runs, which need not be the current one; on ``meta`` see :func:`without_data`.
         fixed: Its first arguments: numbers, and tensors that stay in their memory.
         made: The dtypes of those of its other arguments that are new tensors each time.
+        last: Its last arguments, numbers.
     """
 
     def __init__(self, kernel: Any, programs: int, constants: Mapping[str, Any], num_warps: int, device: torch.device,
-                 fixed: Sequence[Any] = (), made: Sequence[torch.dtype] = ()) -> None:
+                 fixed: Sequence[Any] = (), made: Sequence[torch.dtype] = (), last: Sequence[int] = ()) -> None:
         self.kernel, self.programs, self.constants, self.num_warps = kernel, programs, constants, num_warps
-        self.device, self.fixed, self.made = device, tuple(fixed), tuple(made)
+        self.device, self.fixed, self.made, self.last = device, tuple(fixed), tuple(made), tuple(last)
         self._is_on_gpu = device.type == "cuda"
         # Of a tensor Triton asks the driver where it is.
         self._addresses = tuple(a.data_ptr() if isinstance(a, torch.Tensor) and self._is_on_gpu else a for a in fixed)
@@ -118,7 +119,7 @@ class Launch:
         return cls(kernel, programs, constants, num_warps, device, fixed, made)
 
     def run(self, args: Sequence[Any], looks: Sequence[Any] | None = None) -> None:
-        """Launch with ``args`` after those that are fixed.
+        """Launch with ``args`` between those that are fixed.
 
         ``looks`` are those of them whose kinds may differ from launch to launch, all without it. New tensors, of whose
         dtypes ``made`` told, are not among them: allocators start them at a multiple of 16 bytes.
@@ -127,17 +128,20 @@ class Launch:
             return
         if _pending:
             _wait_for(self.kernel)
+        looks = args if looks is None else looks
+        if self.last:
+            args = [*args, *self.last]
         if self._variants is None:
             _taker.get()(self.kernel, self.programs, [*self.fixed, *args], self.constants, self.num_warps)
         elif self._is_on_gpu and self.device.index != torch._C._cuda_getDevice():
             with torch.cuda.device(self.device):
-                self._launch(self._variants, args, args if looks is None else looks)
+                self._launch(self._variants, args, looks)
         else:
-            self._launch(self._variants, args, args if looks is None else looks)
+            self._launch(self._variants, args, looks)
 
     def _find_variants(self) -> _Variants:
         key = (id(self.kernel), self.num_warps, self.device.index, *self.constants.values(), _kinds(self.fixed),
-               self.made)
+               self.made, _kinds(self.last))
         return _variants.get(key) or _variants.setdefault(key, _Variants(self.kernel, {}))
 
     def _launch(self, variants: _Variants, args: Sequence[Any], looks: Sequence[Any]) -> None:

@@ -128,9 +128,10 @@ def _wrapped(forward: Any, original: Any, is_lazy: bool) -> Any:
     eager, has_chains = _with_sums(forward), order.has_chains
 
     def explained(self: Any, *args: Any, **kwargs: Any) -> Any:
-        is_open, given = order.is_open(self), (*args, *kwargs.values())
-        outer, running.layer = running.layer, self
+        outer = running.layer, running.may_wait
+        running.layer, running.may_wait = self, None
         try:
+            is_open, given = order.is_open(self), (*args, *kwargs.values())
             if is_open:
                 opened = [order.opened(a) for a in args], {k: order.opened(v) for k, v in kwargs.items()}
                 with derived.remembering(self), products(given, functools.partial(has_chains, self)):
@@ -144,7 +145,7 @@ def _wrapped(forward: Any, original: Any, is_lazy: bool) -> Any:
             _explain(self, original, args, kwargs, error)
             raise
         finally:
-            running.layer = outer
+            running.layer, running.may_wait = outer
 
     apart = torch.compiler.disable(explained, reason=compiled.REASON)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from pyg_fullgraph.autograd import check_derivatives
+from pyg_fullgraph.autograd import Ways, check_derivatives
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn.arguments import Call, inputs_of, is_same
 from pyg_fullgraph.nn.lazy import EdgeExpr
@@ -31,6 +31,8 @@ __all__ = ["find", "remember"]
 
 _TENSORS = (Tensor, torch.nn.Parameter)
 _NUMBERS = (int, float, bool, str, type(None))
+#: By what a graph keeps what is seen of it.
+_LOOK = "look"
 #: Calls of one layer that are known at once; mini-batches of other sizes push out the oldest.
 MAX_CALLS = 64
 #: Times that something on a layer had changed or could not be watched, after which that is not tried any more.
@@ -40,12 +42,15 @@ Source = Callable[[Mapping[str, Any]], Any]
 
 
 class Bound(NamedTuple):
-    """A call with its tensors: what runs, on which graph, with which inputs, and which edge values it leaves behind."""
+    """A call with its tensors: what runs, on which graph, with which inputs, which edge values it leaves behind, and
+    the ways of such calls.
+    """
 
     program: EdgeProgram
     graph: Graph
     tensors: dict[str, Tensor]
     side: Mapping[str, Node]
+    ways: Ways
 
     def leave_behind(self, conv: Any) -> None:
         """Set the attributes of the layer that its methods set."""
@@ -74,20 +79,21 @@ _layers: weakref.WeakKeyDictionary[Module, _Layer] = weakref.WeakKeyDictionary()
 def find(conv: Any, function: str, edge_index: Any, size: Any, kwargs: Mapping[str, Any]) -> Bound | None:
     """Program, graph and inputs of a call, if one that looks the same came before and the layer is as it was."""
     layer = _layers.get(conv)
-    if layer is None or not layer.calls or torch.jit.is_tracing():
+    if layer is None or not layer.calls or torch._C._is_tracing():
         return None
     look = _look(conv, function, edge_index, size, kwargs)
     found = layer.calls.get(look) if look is not None else None
-    if found is None or has_update(conv):
+    if found is None:
         return None
     if not found.watch.holds(conv):
         layer.num_changes += 1
         layer.calls.clear()
         return None
-    try:
-        layer.calls.move_to_end(look)
-    except KeyError:  # another thread found the layer changed
-        return None
+    if len(layer.calls) > 1:
+        try:
+            layer.calls.move_to_end(look)
+        except KeyError:  # another thread found the layer changed
+            return None
     return found.bind(edge_index, kwargs)
 
 
@@ -118,7 +124,7 @@ def remember(conv: Any, function: str, edge_index: Any, size: Any, kwargs: Mappi
             layer.num_changes += 1
             return
         layer.watches[mode] = watch
-    known = _Known.of(call, watch, kwargs)
+    known = _Known.of(call, watch, edge_index, kwargs)
     if known is not None:
         layer.calls[look] = known
         with contextlib.suppress(KeyError):
@@ -130,8 +136,10 @@ def _look(conv: Any, function: str, edge_index: Any, size: Any, kwargs: Mapping[
     """A hashable that is equal for calls that differ in the values of tensors only; None for unusual ones."""
     kind = type(edge_index)
     if kind is Graph:
-        edges: Any = (edge_index.num_src, edge_index.num_dst, edge_index.num_edges, is_derived(edge_index),
-                      edge_index.device)
+        edges: Any = edge_index.memo.get(_LOOK)
+        if edges is None:
+            edges = edge_index.memo[_LOOK] = (edge_index.num_src, edge_index.num_dst, edge_index.num_edges,
+                                              is_derived(edge_index), edge_index.device)
     elif kind is Tensor:
         edges = _look_of(edge_index, [])
     else:
@@ -161,7 +169,7 @@ def _look_of(value: Any, held: list[int]) -> Any:
         return kind, value
     if kind is EdgeExpr:
         held += map(id, value.tensors.values())
-        return value.node, *((n, t.shape, t.dtype, t.device) for n, t in value.tensors.items())
+        return value.node, *((n, type(t), t.shape, t.dtype, t.device) for n, t in value.tensors.items())
     if kind is tuple or kind is list:
         looks = tuple([_look_of(part, held) for part in value])
         return None if None in looks else (kind, looks)
@@ -173,22 +181,24 @@ class _Known:
 
     Attributes:
         watch: what it depends on beside its arguments.
-        program, side: as of :class:`Bound`.
+        program, side, ways: as of :class:`Bound`.
         sizes: sources and destinations of the edges before they are reversed, as :func:`prepared_graph` takes them.
+        is_as_it_is: whether these are those of the graph that is given.
         is_reversed: whether they are.
         sources: where each input comes from; None for seeds, which are drawn.
         expressions: arguments that are edge values.
         same: pairs of tensors that were, or were not, the same.
     """
 
-    def __init__(self, call: Call, watch: Watch, sources: dict[str, Source | None], expressions: list[Source],
-                 same: list[tuple[Source, Source, bool]]) -> None:
+    def __init__(self, call: Call, watch: Watch, edge_index: Any, sources: dict[str, Source | None],
+                 expressions: list[Source], same: list[tuple[Source, Source, bool]]) -> None:
         self.watch, self.program, self.side = watch, call.program, call.side
         self.sizes, self.is_reversed = call.wanted, call.is_reversed
-        self.sources, self.expressions, self.same = sources, expressions, same
+        self.is_as_it_is = type(edge_index) is Graph and prepared_graph(edge_index, call.wanted) is edge_index
+        self.sources, self.expressions, self.same, self.ways = sources, expressions, same, Ways()
 
     @staticmethod
-    def of(call: Call, watch: Watch, kwargs: Mapping[str, Any]) -> _Known | None:
+    def of(call: Call, watch: Watch, edge_index: Any, kwargs: Mapping[str, Any]) -> _Known | None:
         """None where an input is not a tensor that was given, or of the layer, as it is."""
         places = _places(kwargs)
         sources: dict[str, Source | None] = {}
@@ -209,11 +219,11 @@ class _Known:
             if id(a) not in places or id(b) not in places:
                 return None
             same.append((places[id(a)], places[id(b)], is_same(a, b)))
-        return _Known(call, watch, sources, expressions, same)
+        return _Known(call, watch, edge_index, sources, expressions, same)
 
     def bind(self, edge_index: Any, kwargs: Mapping[str, Any]) -> Bound | None:
         """The call with other tensors, which look the same; None if they are not the same where those were."""
-        graph = prepared_graph(edge_index, self.sizes)
+        graph = edge_index if self.is_as_it_is else prepared_graph(edge_index, self.sizes)
         if self.is_reversed:
             graph = graph.reverse()
         for expression in self.expressions:
@@ -227,7 +237,7 @@ class _Known:
         tensors = {name: graph.draw_seed() if source is None else source(kwargs)
                    for name, source in self.sources.items()}
         check_derivatives(tensors.values())
-        return Bound(self.program, graph, tensors, self.side)
+        return Bound(self.program, graph, tensors, self.side, self.ways)
 
 
 def _places(kwargs: Mapping[str, Any]) -> dict[int, Source]:

@@ -38,11 +38,14 @@ _BEYOND_VERSIONS = {
 }
 
 
-def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-    """:func:`pyg_fullgraph.autograd.run` in the dtype of the tensors, whatever autocast says."""
+def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor],
+        ways: autograd.Ways | None = None) -> tuple[Tensor, ...]:
+    """:func:`pyg_fullgraph.autograd.run` in the dtype of the tensors, whatever autocast says; by ``ways`` if there are
+    some.
+    """
     kind = graph.device.type
     with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext():
-        return autograd.run(program, graph, tensors)
+        return autograd.run(program, graph, tensors) if ways is None else ways.run(program, graph, tensors)
 
 
 class LazyTensor(Tensor):
@@ -50,9 +53,13 @@ class LazyTensor(Tensor):
 
     Attributes:
         is_followed: Whether somebody may have changed the plain tensor, or may follow it, without a trace.
+        known_shape, known_dtype, known_device: What torch would be asked for by way of ``__torch_function__``.
     """
 
     is_followed: bool
+    known_shape: tuple[int, ...]
+    known_dtype: torch.dtype
+    known_device: torch.device
     _value: Tensor | None
     _version_then: int
 
@@ -60,6 +67,7 @@ class LazyTensor(Tensor):
     def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *args: Any) -> Any:
         self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=False)
         self.is_followed, self._value = False, None
+        self.known_shape, self.known_dtype, self.known_device = tuple(shape), dtype, device
         return self
 
     def computed(self, value: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ from torch.nn.modules import module as modules
 from torch_geometric.nn.conv import MessagePassing as PyGMessagePassing
 
 from pyg_fullgraph import columns, debug, dense, reuse
+from pyg_fullgraph.autograd import Ways
 from pyg_fullgraph.execution import has_kernels
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn.lazy import DeferredTensor, LazyTensor, run
@@ -58,9 +59,10 @@ _VIEW = frozenset({Tensor.view, Tensor.reshape})
 
 
 class _Running(threading.local):
-    """The layer whose forward runs in this thread."""
+    """The layer whose forward runs in this thread, and what :func:`_may_wait` said of it, None if it was not asked."""
 
     layer: Any = None
+    may_wait: bool | None = None
 
 
 running = _Running()
@@ -92,8 +94,16 @@ def has_chains(layer: Any) -> bool:
 def _may_wait(layer: Any) -> bool:
     """Whether nobody sees what ``layer`` leaves for later in this call, or in which order it computes.
 
-    What is saved for backward has an order that a checkpoint compares with that of a later call.
+    What is saved for backward has an order that a checkpoint compares with that of a later call. Found once per call.
     """
+    if running.layer is not layer:
+        return _nobody_sees(layer)
+    if running.may_wait is None:
+        running.may_wait = _nobody_sees(layer)
+    return running.may_wait
+
+
+def _nobody_sees(layer: Any) -> bool:
     if layer.explain or torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
     if modules._global_backward_hooks or modules._global_backward_pre_hooks or \
@@ -139,9 +149,10 @@ def has_update(layer: Any) -> bool:
     return type(layer).update is not PyGMessagePassing.update or "update" in vars(layer)
 
 
-def sum_later(layer: Any, program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> Tensor | None:
+def sum_later(layer: Any, program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor],
+              ways: Ways | None = None) -> Tensor | None:
     """The result of a propagate, not computed yet, where a product after it could as well come before it, or where what
-    is added to it can be added by the kernel.
+    is added to it can be added by the kernel; ``ways`` are those of such calls.
     """
     if running.layer is not layer or not _is_pygs(layer):  # whose forward would make plain tensors of what it returns
         return None
@@ -151,7 +162,7 @@ def sum_later(layer: Any, program: EdgeProgram, graph: Graph, tensors: Mapping[s
     opens = SummedExpr.suits(program) and is_open(layer)
     if not (adds or opens) or layer._propagate_forward_hooks or has_update(layer):
         return None
-    return SummedExpr(layer, program, graph, tensors, opens, adds)
+    return SummedExpr(layer, program, graph, tensors, opens, adds, ways=ways)
 
 
 class _Open(DeferredTensor):
@@ -245,6 +256,7 @@ class SummedExpr(_Open):
 
     Attributes:
         summed: For one ``[N, H C]`` that with its heads in a dimension of their own; otherwise None.
+        ways: Of such calls, if there was one before.
     """
 
     program: EdgeProgram
@@ -254,15 +266,17 @@ class SummedExpr(_Open):
     opens: bool
     can_add: bool
     summed: SummedExpr | None
+    ways: Ways | None
     products: list[weakref.ref[SummedExpr | LinearOfSum | AddedExpr]]
 
     @staticmethod
     def __new__(cls, layer: Module, program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor],
-                opens: bool = True, can_add: bool = False, summed: SummedExpr | None = None) -> SummedExpr:
+                opens: bool = True, can_add: bool = False, summed: SummedExpr | None = None,
+                ways: Ways | None = None) -> SummedExpr:
         like = next(t for t in tensors.values() if t.is_floating_point())
         self = _Open._make(cls, like, (graph.num_dst, *program.outputs[0].value.shape))
         self.layer, self.program, self.graph, self.tensors = layer, program, graph, tensors
-        self.opens, self.can_add, self.summed = opens, can_add, summed
+        self.opens, self.can_add, self.summed, self.ways = opens, can_add, summed, ways
         self.products = []
         self.watch(*tensors.values())
         if summed is not None:
@@ -270,7 +284,8 @@ class SummedExpr(_Open):
         return self
 
     def __init__(self, layer: Module, program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor],
-                 opens: bool = True, can_add: bool = False, summed: SummedExpr | None = None) -> None:
+                 opens: bool = True, can_add: bool = False, summed: SummedExpr | None = None,
+                 ways: Ways | None = None) -> None:
         """See the class."""
 
     @staticmethod
@@ -309,24 +324,24 @@ class SummedExpr(_Open):
 
     def compute(self) -> Tensor:
         if self.summed is not None and _is_wanted(self):
-            return self.summed.materialize().view(self.shape)
-        return self.run(self.program, self.tensors)
+            return self.summed.materialize().view(self.known_shape)
+        return self.run(self.program, self.tensors, self.ways)
 
-    def run(self, program: EdgeProgram, tensors: Mapping[str, Tensor]) -> Tensor:
+    def run(self, program: EdgeProgram, tensors: Mapping[str, Tensor], ways: Ways | None) -> Tensor:
         """The result of ``program``, counted as a fused propagate of the layer."""
         debug.record(self.layer, "propagate", program, self.graph)
-        return run(program, self.graph, tensors)[0]
+        return run(program, self.graph, tensors, ways)[0]
 
     def with_heads_joined(self, sizes: tuple[Any, ...]) -> SummedExpr | None:
         """The same with heads and features in one dimension, if it is that which ``sizes`` ask for."""
-        can_wait = self.can_add and self.dim() == 3 and self._value is None
-        num_rows, num_heads, width = self.shape if can_wait else (0, 0, 0)
+        can_wait = self.can_add and len(self.known_shape) == 3 and self._value is None
+        num_rows, num_heads, width = self.known_shape if can_wait else (0, 0, 0)
         if not can_wait or sizes not in ((-1, num_heads * width), (num_rows, num_heads * width)):
             return None
-        return SummedExpr(self.layer, _joined(self.program), self.graph, self.tensors, False, True, self)
+        return SummedExpr(self.layer, _joined(self.program), self.graph, self.tensors, False, True, self, self.ways)
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> LinearOfSum | None:
-        narrows = weight.dtype == self.dtype and weight.shape[0] < weight.shape[1] == self.shape[1]
+        narrows = weight.dtype == self.known_dtype and weight.shape[0] < weight.shape[1] == self.known_shape[1]
         return LinearOfSum(self, weight, bias) if self.opens and narrows and self._value is None else None
 
     def plus(self, other: Tensor, factor: Tensor | None = None) -> AddedExpr | None:
@@ -336,12 +351,13 @@ class SummedExpr(_Open):
     def takes(self, other: Tensor, factor: Tensor | None = None) -> bool:
         """Whether ``other`` is a bias or features of the targets, or a factor times these, that the kernel can add."""
         given = (other,) if factor is None else (other, factor)
-        shapes: tuple[Any, ...] = (self.shape, self.shape[1:]) if factor is None else (self.shape,)
+        shape = self.known_shape
+        shapes: tuple[tuple[int, ...], ...] = (shape, shape[1:]) if factor is None else (shape,)
         if _has_softmax(self.program):  # features may be so much larger that the sum is lost in what backward reads
-            shapes = (self.shape[1:],) if factor is None else ()
-        return (self.dim() == 2 and other.shape in shapes
+            shapes = (shape[1:],) if factor is None else ()
+        return (len(shape) == 2 and other.shape in shapes
                 and (factor is None or (factor.numel() == 1 and factor.dim() < 2)) and all(
-                    type(t) in _PLAIN and t.dtype == self.dtype and t.device == self.device
+                    type(t) in _PLAIN and t.dtype == self.known_dtype and t.device == self.known_device
                     and t.layout == torch.strided for t in given)
                 and not columns.has_transform(given))
 
@@ -361,7 +377,7 @@ class AddedExpr(_Open):
 
     @staticmethod
     def __new__(cls, summed: SummedExpr, added: tuple[Addend, ...]) -> AddedExpr:
-        self = _Open._make(cls, added[0].value, tuple(summed.shape))
+        self = _Open._make(cls, added[0].value, summed.known_shape)
         self.summed, self.added = summed, added
         self.watch(*(t for addend in added for t in addend))
         summed.products.append(weakref.ref(self))
@@ -381,7 +397,7 @@ class AddedExpr(_Open):
             if factor is not None:
                 tensors[f"after.{k}.factor"] = factor
             kinds.append((value.dim() > 1, None if factor is None else tuple(factor.shape)))
-        return self.summed.run(_added(self.summed.program, tuple(kinds)), tensors)
+        return self.summed.run(_added(self.summed.program, tuple(kinds)), tensors, self.summed.ways)
 
     def plus(self, other: Tensor, factor: Tensor | None = None) -> AddedExpr | None:
         can_wait = self._value is None and self.summed._value is None and self.summed.takes(other, factor)
@@ -397,7 +413,7 @@ class LinearOfSum(_Open):
 
     @staticmethod
     def __new__(cls, summed: SummedExpr, weight: Tensor, bias: Tensor | None) -> LinearOfSum:
-        self = _Open._make(cls, weight, (summed.shape[0], weight.shape[0]))
+        self = _Open._make(cls, weight, (summed.known_shape[0], weight.shape[0]))
         self.summed, self.weight, self.bias = summed, weight, bias
         self.watch(weight, bias)
         summed.products.append(weakref.ref(self))
@@ -414,7 +430,8 @@ class LinearOfSum(_Open):
         (output,) = summed.program.outputs
         value = _product(ir.gather(output.kind, Domain.DST, output.value), self.weight, "after.weight")
         program = EdgeProgram((Output("vertex", value),))
-        out = summed.run(program, {**summed.tensors, "after.weight": self.weight})
+        # Of the weight nothing is known but its dtype.
+        out = summed.run(program, {**summed.tensors, "after.weight": self.weight}, None)
         return out if self.bias is None else columns.add(out, self.bias)
 
 

@@ -18,7 +18,7 @@ from torch_geometric import EdgeIndex
 from torch_geometric.nn import HANConv, aggr
 from torch_geometric.utils import is_sparse
 
-from pyg_fullgraph import autograd, debug
+from pyg_fullgraph import debug
 from pyg_fullgraph.errors import NotFusable, NotFusedError, ShardedGraphError
 from pyg_fullgraph.graph import is_part
 from pyg_fullgraph.nn import classes, compiled, derived, dots, known, order
@@ -126,12 +126,12 @@ class FusedMixin(_Layer):
         kwargs, _ = dots.computed(self, kwargs)
         bound = known.find(self, "propagate", edge_index, size, kwargs)
         if bound is not None:
-            later = None if bound.side else order.sum_later(self, bound.program, bound.graph, bound.tensors)
+            later = None if bound.side else order.sum_later(self, bound.program, bound.graph, bound.tensors, bound.ways)
             if later is not None:
                 return later
             debug.record(self, "propagate", bound.program, bound.graph)
             # What is remembered came without autocast, and is not found under it.
-            (out,) = autograd.run(bound.program, bound.graph, bound.tensors)
+            (out,) = bound.ways.run(bound.program, bound.graph, bound.tensors)
             bound.leave_behind(self)
             return out
         if isinstance(self, _OVER_ALL_NODES) and is_part(edge_index):

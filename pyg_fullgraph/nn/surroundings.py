@@ -17,7 +17,7 @@ import operator
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -377,18 +377,26 @@ class Watch:
 
     def __init__(self, conv: Module, methods: tuple[str, ...], fields: Mapping[str, Any]) -> None:
         """See :meth:`of`."""
-        self.kind, self.methods = type(conv), methods
-        self.found = reached(self.kind, methods)
-        self._ids = [id(getattr(self.kind, m, None)) for m in methods]
-        names = self.found.names
-        self._functions = [(f, f.__code__, f.__defaults__, f.__kwdefaults__, _cells(f))
-                           for ref in self.found.functions if (f := ref()) is not None]
-        for _, _, defaults, named, cells in self._functions:
-            _check(*(defaults or ()), *(named or {}).values(), *(c for c in cells if not isinstance(c, type)))
-        self._class = [(n, getattr(self.kind, n)) for n in self.found.attributes if n not in fields]
-        self._globals = [(f.__globals__, n, f.__globals__.get(n)) for i, n in self.found.reads
-                         if (f := self.found.functions[i]()) is not None]
-        _check(*(v for _, v in self._class), *(v for _, _, v in self._globals))
+        self.kind = type(conv)
+        found = reached(self.kind, methods)
+        functions, names = [f for ref in found.functions if (f := ref()) is not None], found.names
+        if len(functions) < len(found.functions):
+            raise _UnwatchedError()
+        on_class = [n for n in found.attributes if n not in fields]
+        spaces: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
+        for i, name in (*((i, name) for i, name, _ in (*found.links, *found.code)), *found.reads):
+            space = functions[i].__globals__
+            spaces.setdefault(id(space), (space, {}))[1][name] = None
+        _check(*(getattr(self.kind, n) for n in on_class),
+               *(functions[i].__globals__.get(n) for i, n in found.reads))
+        in_function = ("__code__", "__defaults__", "__kwdefaults__")
+        self._facts = [_fact(operator.attrgetter, self.kind, (*methods, "update", *on_class, *dict(found.members))),
+                       *(_fact(operator.attrgetter, function, in_function) for function in functions),
+                       *(_fact(operator.itemgetter, space, inside) for space, inside in spaces.values())]
+        self._cells = [(f, _cells(f)) for f in functions if f.__closure__]
+        for f in functions:
+            _check(*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values(),
+                   *(c for c in _cells(f) if not isinstance(c, type)))
         # Hooks of methods, which calls of them run; the layer itself must not be kept alive.
         hooks = tuple(n for n in fields if n.endswith("_hooks") and n not in _MODULE_FIELDS)
         self._views = [_View(conv, fields, names, hooks)]
@@ -422,11 +430,15 @@ class Watch:
 
     def holds(self, conv: Module) -> bool:
         """Whether everything is as it was."""
-        kind = self.kind
-        if type(conv) is not kind or [id(getattr(kind, m, None)) for m in self.methods] != self._ids or \
-                not self.found.is_current(kind):
+        if type(conv) is not self.kind:
             return False
         # Loops, as this is asked in every call of a layer, and generators take twice the time.
+        try:
+            for get, of, values in self._facts:
+                if not all(map(operator.is_, get(of), values)):
+                    return False
+        except (AttributeError, KeyError):  # what there was is gone
+            return False
         for view in self._views:
             if not view.holds(conv):
                 return False
@@ -434,14 +446,25 @@ class Watch:
             t = ref()
             if t is None or t.shape != shape or t.dtype is not dtype or t.device != device:
                 return False
-        for f, code, defaults, named, cells in self._functions:
-            if f.__code__ is not code or f.__defaults__ is not defaults or f.__kwdefaults__ is not named or \
-                    (cells and not all(map(operator.is_, _cells(f), cells))):
+        for function, cells in self._cells:
+            known = _cells(function)
+            if len(known) != len(cells) or not all(map(operator.is_, known, cells)):
                 return False
-        for name, value in self._class:
-            if getattr(kind, name, _ABSENT) is not value:
-                return False
-        return all(space.get(name) is value for space, name, value in self._globals)
+        return True
+
+
+#: How to get some things of an object, the object, and what they were.
+_Fact = tuple[Callable[[Any], tuple[Any, ...]], Any, tuple[Any, ...]]
+
+
+def _fact(getter: Any, of: Any, names: Iterable[str]) -> _Fact:
+    """What ``getter`` gets of ``of`` by ``names``, the first of which comes twice, for one alone would be no tuple."""
+    first, *rest = names
+    get = getter(first, first, *rest)
+    try:
+        return get, of, get(of)
+    except (AttributeError, KeyError) as error:
+        raise _UnwatchedError() from error
 
 
 class _View:
