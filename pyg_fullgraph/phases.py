@@ -173,6 +173,8 @@ class EdgePhase:
         count = len(self.results)
         dtype = compute_dtype(like.dtype) if self.is_exact else like.dtype
         results = [as_dtype(t, dtype) for t in made[:count]]
+        if len(made) == count:
+            return results, []
         # Somebody may write to a result: a sum that is kept and happens to be one is another tensor.
         return results, [t.clone() if any(t is r for r in results) else t for t in made[count:]]
 

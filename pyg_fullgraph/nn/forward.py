@@ -131,7 +131,9 @@ def _wrapped(forward: Any, original: Any, is_lazy: bool) -> Any:
         outer = running.layer, running.may_wait
         running.layer, running.may_wait = self, None
         try:
-            is_open, given = order.is_open(self), (*args, *kwargs.values())
+            is_open = order.is_open(self)
+            # A layer that has nothing but an aggregation multiplies with no weight.
+            given = (*args, *kwargs.values()) if self._parameters or len(self._modules) > 1 else ()
             if is_open:
                 opened = [order.opened(a) for a in args], {k: order.opened(v) for k, v in kwargs.items()}
                 with derived.remembering(self), products(given, functools.partial(has_chains, self)):

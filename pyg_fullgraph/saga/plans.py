@@ -238,6 +238,13 @@ class Plan:
         return tuple(batches)
 
     @cached_property
+    def sole(self) -> Sweep | None:
+        """The sweep whose results are the outputs, if there is nothing else to do."""
+        step = self.steps[0] if len(self.steps) == 1 else None
+        is_sole = isinstance(step, Sweep) and not self.degrees and all(r in step.results for r in self.results)
+        return step if isinstance(step, Sweep) and is_sole else None
+
+    @cached_property
     def results(self) -> tuple[Node, ...]:
         """The outputs: of a step or of :attr:`last`, or inputs."""
         return tuple(e if e.op == "input" else ir.input(f"%output{k}", e.domain, e.shape)
