@@ -45,7 +45,7 @@ CASE, PAIR = random_case(11, 11, 61), random_case(13, 9, 61)
 @pytest.fixture(autouse=True)
 def first(monkeypatch):
     """Every step is the first one."""
-    for known in (phases.compile_program, phases._phase_of, launch.load):
+    for known in (autograd._way, phases.compile_program, phases._phase_of, launch.load):
         known.cache_clear()
 
 
