@@ -203,6 +203,8 @@ def _launch_rows(steps: tuple[Step, ...], kernel: RowsSource, leaf: chunks.Leaf,
                  widen: bool) -> dict[Node, Tensor]:
     """The results of ``kernel``, or nothing where torch has to compute them."""
     args: list[Any] = []
+    tensors: list[Tensor] = []
+    strides: list[int] = []
     stored: list[torch.dtype] = []
     num_rows = 0
     for node in kernel.nodes:
@@ -211,14 +213,17 @@ def _launch_rows(steps: tuple[Step, ...], kernel: RowsSource, leaf: chunks.Leaf,
         if node.is_row:
             num_rows = value.shape[0]
             value = launches.contiguous_rows(value)
-            args += value, value.stride(0)
+            strides.append(value.stride(0))
+            args += value, strides[-1]
         else:
-            args.append(value.contiguous())
+            value = value.contiguous()
+            args.append(value)
+        tensors.append(value)
     start, dtypes = _rows_launch(steps, kernel, tuple(stored), num_rows, like.dtype, widen, like.device)
     results = {r: torch.empty((num_rows, *r.shape), dtype=dtype, device=like.device)
                for (r, _), dtype in zip(steps, dtypes, strict=True)}
     try:
-        start.run([*args, *results.values()], args)
+        start.run([*args, *results.values()], tensors, strides)
     except OutOfResources as error:
         _refuse(kernel, error, "by torch")
         return {}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -89,34 +91,66 @@ class _Site:
         return known
 
 
-class _Input(NamedTuple):
-    """An input: whether merging reads it as well, whether a contiguous tensor is taken as it is, and the stride that is
-    passed then, if one is, otherwise 0; what else there is to know is the buffer's.
+class _Inputs:
+    """The inputs of a kernel, as its arguments: rows with their strides, edge values on their way, parameters.
+
+    Args:
+        buffers: One for each.
+        ends: Those that the kernel which merges reads as well.
     """
 
-    node: Node
-    is_end: bool
-    is_simple: bool
-    stride: int
-    buffer: Buffer
+    def __init__(self, buffers: Sequence[Buffer], ends: Container[Node]) -> None:
+        self._buffers, self._nodes = buffers, [b.node for b in buffers]
+        self._staged = [k for k, n in enumerate(self._nodes) if is_staged(n)]
+        self._strides = [max(b.node.numel, 1) for b in buffers if b.has_stride]
+        # Rows that are taken as they are if they are contiguous; their strides are the same each time.
+        self._is_simple = all(b.run[0] == b.run[1] and not b.columns for b in buffers if b.has_stride)
+        strides = itertools.count(len(buffers))
+        places = [(k, next(strides)) if b.has_stride else (k,) for k, b in enumerate(buffers)]
+        self._order = _picker([p for pair in places for p in pair])
+        self._ends = _picker([p for n, pair in zip(self._nodes, places, strict=True) if n in ends for p in pair])
 
-    @staticmethod
-    def of(buffer: Buffer, is_end: bool) -> _Input:
-        run, node = buffer.run, buffer.node
-        is_simple = run[0] == run[1] and not buffer.columns if buffer.has_stride else not is_staged(node)
-        return _Input(node, is_end, is_simple, max(node.numel, 1) if buffer.has_stride else 0, buffer)
+    def take(self, leaf: chunks.Leaf, staging: EdgeOrder | None) -> _Taken:
+        """The inputs as ``leaf`` gives them; edge values are put in the order of ``staging``."""
+        values = [*map(leaf, self._nodes)]
+        for k in self._staged:
+            values[k] = chunks.in_order(values[k], staging)
+        if self._is_simple and all(map(Tensor.is_contiguous, values)):  # in most cases
+            pool = *values, *self._strides
+            return _Taken(self._order(pool), self._ends(pool), values, (), max(map(Tensor.numel, values), default=0))
+        strides: list[int] = []
+        reach = 0
+        for k, buffer in enumerate(self._buffers):
+            if not buffer.has_stride:
+                values[k] = values[k].contiguous()
+                reach = max(reach, values[k].numel())
+                continue
+            numel = buffer.node.numel
+            values[k] = _by_feature(values[k], numel // buffer.columns, buffer.columns) if buffer.columns else \
+                contiguous_rows(values[k], *buffer.run)
+            strides.append(values[k].stride(0))
+            reach = max(reach, values[k].shape[0] * max(strides[-1], numel))
+        pool = *values, *strides
+        return _Taken(self._order(pool), self._ends(pool), values, strides, reach)
 
-    def arranged(self, value: Any, staging: EdgeOrder | None) -> tuple[tuple[Any, ...], int]:
-        """``value`` as the kernel reads it, with its stride if that is passed, and how far its elements reach."""
-        node, columns = self.node, self.buffer.columns
-        if self.buffer.has_stride:
-            rows = _by_feature(value, node.numel // columns, columns) if columns else \
-                contiguous_rows(value, *self.buffer.run)
-            stride = rows.stride(0)
-            return (rows, stride), rows.shape[0] * max(stride, node.numel)
-        is_handed = is_staged(node)
-        whole = (chunks.in_order(value, staging) if is_handed else value).contiguous()
-        return (whole,), whole.numel() if is_handed else 0  # no edge has a parameter of its own
+
+class _Taken(NamedTuple):
+    """Inputs of one launch: all arguments, those of the kernel that merges, the tensors, strides that may differ from
+    launch to launch, and how far elements lie apart at most.
+    """
+
+    args: tuple[Any, ...]
+    ends: tuple[Any, ...]
+    tensors: list[Tensor]
+    strides: Sequence[int]
+    reach: int
+
+
+def _picker(places: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """A function that picks ``places`` of a tuple."""
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return lambda pool: tuple(pool[p] for p in places)
 
 
 class _Made(NamedTuple):
@@ -143,8 +177,7 @@ class Prepared:
         stat_dtype = chunks.compute_dtype(like.dtype)
         constants = _constants(stat_dtype, rows.id_dtype)
         schedules = _schedules(kernel, shape, rows, tiles)
-        ends = {b.node for b in kernel.ends}
-        self.inputs = [_Input.of(b, b.node in ends) for b in kernel.inputs]
+        self.inputs = _Inputs(kernel.inputs, {b.node for b in kernel.ends})
         self.added = [b.node for b in kernel.added]
         self.totals = [(b.node, rows.id_dtype if b.node.is_integer else stat_dtype) for b in kernel.totals]
         self.results = []
@@ -215,7 +248,7 @@ class Run:
         self.workspace = [none.new_empty(shape) if shape[0] else none for none, shape in prepared.workspace]
         self.totals: dict[Node, Tensor] = {}
         self.added: list[Tensor] = []
-        self.ends: list[Any] = []
+        self.ends: tuple[Any, ...] = ()
         self.is_begun = False
 
     def take(self, k: int, leaf: chunks.Leaf) -> None:
@@ -224,33 +257,14 @@ class Run:
         kernel, site = prepared.kernel, prepared.sites[k]
         if site.num_workers == 0 and len(self.tiles) > 1:
             return
-        args: list[Any] = []
-        looks: list[Any] = []
-        ends: list[Any] = []
-        has_places, reach = False, prepared.reach
+        taken = prepared.inputs.take(leaf, self.staging)
+        args, tensors, has_places = [*taken.args], taken.tensors, False
         if kernel.uses_places:
             order = self.tiles[k]
             places = order.eid if self.staging is None else order.places_in(self.staging)
             has_places = places is not None
-            args.append(order.ptr if places is None else places)
-            looks.append(args[0])
-        for given in prepared.inputs:
-            node, is_end, is_simple, stride, _ = given
-            value = leaf(node)
-            if is_simple and value.is_contiguous():  # in most cases; its stride is the same each time
-                looks.append(value)
-                if stride:
-                    taken: tuple[Any, ...] = value, stride
-                    reach = max(reach, value.numel())
-                else:
-                    taken = (value,)
-            else:
-                taken, extent = given.arranged(value, self.staging)
-                looks += taken
-                reach = max(reach, extent)
-            args += taken
-            if is_end:
-                ends += taken
+            args.insert(0, order.ptr if places is None else places)
+            tensors.append(args[0])
         made = self.results
         if prepared.totals:
             totals = {node: torch.empty((site.num_workers, *node.shape), dtype=dtype, device=prepared.device)
@@ -260,12 +274,12 @@ class Run:
         if prepared.added:
             self.added = [leaf(node).contiguous() for node in prepared.added]
             args += self.added
-            looks += self.added
+            tensors += self.added
         args += self.workspace
         if kernel.apart:
             args += [self.workspace[n].clone() if k else self.workspace[n] for n in kernel.apart]
-        self.ends = ends
-        site.launch(has_places, k > 0, reach >= _FAR).run(args, looks)
+        self.ends = taken.ends
+        site.launch(has_places, k > 0, max(taken.reach, prepared.reach) >= _FAR).run(args, tensors, taken.strides)
         self.is_begun = True
         # A parameter's gradient leaves the kernel as one row per program.
         for node, _ in prepared.totals:
@@ -278,7 +292,8 @@ class Run:
         if prepared.merge is not None:
             merged = [self.results[node] for node in prepared.merged]
             known = [*self.added, *self.ends]
-            prepared.merge.run([*merged, *known, *self.workspace], known)
+            prepared.merge.run([*merged, *known, *self.workspace], [t for t in known if type(t) is not int],
+                               [n for n in known if type(n) is int])
         for node, _ in prepared.totals:
             total = self.totals.get(node)
             self.results[node] = torch.zeros(node.shape, dtype=prepared.dtype, device=prepared.device) \

@@ -223,7 +223,7 @@ def compile_dense(num_out: int, num_in: int) -> dict[str, dict[str, int]]:
     """The kernels of products of features ``[M, num_in]`` and a weight ``[num_out, num_in]``, as a launch has them."""
     taken: list[tuple[Any, Sequence[Any], Mapping[str, Any], int]] = []
 
-    def record(start: launch.Launch, args: Sequence[Any], looks: Any = None) -> None:
+    def record(start: launch.Launch, args: Sequence[Any], *kinds: Any) -> None:
         taken.append((start.kernel, [*start.fixed, *args, *start.last], start.constants, start.num_warps))
 
     for module in (None, dense_hopper):

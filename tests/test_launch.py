@@ -43,6 +43,17 @@ def test_what_is_alike_is_so_to_triton(args):
         assert found.setdefault(launch._kinds([arg]), seen(arg)) == seen(arg)
 
 
+#: Kinds of launches -> what Triton looks at in the first of them.
+SEEN: dict[object, object] = {}
+
+
+@given(st.lists(tensors(), max_size=4), st.lists(INTEGERS, max_size=4))
+def test_tensors_and_numbers_are_told_apart_as_before(given_tensors, numbers):
+    """Launches with equal kinds are alike to Triton, also where only some tensors are at multiples of 16 bytes."""
+    looks = tuple(map(seen, (*given_tensors, *numbers)))
+    assert SEEN.setdefault((len(given_tensors), launch._kinds_of(given_tensors, numbers)), looks) == looks
+
+
 class Compiled:
     """Stands for what Triton compiled."""
 
@@ -124,7 +135,7 @@ def test_new_tensors_are_not_looked_at(log):
     """But their dtypes tell launches apart."""
     kernel, x, constants = Kernel(log), torch.ones(64), {"BLOCK": 32, "IS_EVEN": True}
     for dtype in (torch.float32, torch.float16, torch.float32):
-        launch.Launch(kernel, 3, constants, 4, torch.device("cpu"), (), [dtype]).run([x.to(dtype), 48], [48])
+        launch.Launch(kernel, 3, constants, 4, torch.device("cpu"), (), [dtype]).run([x.to(dtype), 48], [], [48])
     assert [entry[0] for entry in log] == ["first", "first", "known"]
 
 

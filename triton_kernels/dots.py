@@ -130,8 +130,9 @@ def row_dots(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     """
     x, weights = _rows(x), [w.contiguous() for w in weights]
     made = [torch.empty(x.shape[:2], dtype=x.dtype, device=x.device) for _ in weights]
-    given = [x, x.stride(0), weights[0], weights[-1]]
-    _forward(x.shape, x.dtype, x.device, len(weights) == 2, FORWARD_VALUES).run([*given, made[0], made[-1]], given)
+    stride = x.stride(0)
+    _forward(x.shape, x.dtype, x.device, len(weights) == 2, FORWARD_VALUES).run(
+        [x, stride, weights[0], weights[-1], made[0], made[-1]], [x, weights[0], weights[-1]], [stride])
     return made
 
 
@@ -171,8 +172,9 @@ def row_dots_backward(x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tens
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_x else x
     parts = torch.empty((num_workers, len(weights), 1, *x.shape[1:]), dtype=wide, device=x.device) \
         if needs_weight else x
-    given = [x, x.stride(0), weights[0], weights[-1], grads[0], grads[-1], g, g.stride(0)]
-    start.run([*given, out, parts], given)
+    strides = x.stride(0), g.stride(0)
+    given = [weights[0], weights[-1], grads[0], grads[-1], g]
+    start.run([x, strides[0], *given, strides[1], out, parts], [x, *given], strides)
     totals = parts.sum(0).to(x.dtype).unbind(0) if needs_weight else ()
     # Not views: each is a gradient of its own.
     return out if needs_x else None, [torch.ops.aten._unsafe_view(t, t.shape) for t in totals]

@@ -18,9 +18,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import logging
+import operator
 import os
 import py_compile
 import tempfile
@@ -118,35 +120,36 @@ class Launch:
         kernel = getattr(load(source), name) if programs > 0 else None
         return cls(kernel, programs, constants, num_warps, device, fixed, made)
 
-    def run(self, args: Sequence[Any], looks: Sequence[Any] | None = None) -> None:
+    def run(self, args: Sequence[Any], tensors: Sequence[torch.Tensor] | None = None,
+            numbers: Sequence[int] = ()) -> None:
         """Launch with ``args`` between those that are fixed.
 
-        ``looks`` are those of them whose kinds may differ from launch to launch, all without it. New tensors, of whose
-        dtypes ``made`` told, are not among them: allocators start them at a multiple of 16 bytes.
+        ``tensors`` and ``numbers`` are those of them whose kinds may differ from launch to launch, all without them.
+        New tensors, of whose dtypes ``made`` told, are not among them: allocators start them at a multiple of 16 bytes.
         """
         if self.programs <= 0:
             return
         if _pending:
             _wait_for(self.kernel)
-        looks = args if looks is None else looks
+        if self._variants is None:
+            _taker.get()(self.kernel, self.programs, [*self.fixed, *args, *self.last], self.constants, self.num_warps)
+            return
+        kinds = _kinds(args) if tensors is None else _kinds_of(tensors, numbers)
         if self.last:
             args = [*args, *self.last]
-        if self._variants is None:
-            _taker.get()(self.kernel, self.programs, [*self.fixed, *args], self.constants, self.num_warps)
-        elif self._is_on_gpu and self.device.index != torch._C._cuda_getDevice():
+        if self._is_on_gpu and self.device.index != torch._C._cuda_getDevice():
             with torch.cuda.device(self.device):
-                self._launch(self._variants, args, looks)
+                self._launch(self._variants, args, kinds)
         else:
-            self._launch(self._variants, args, looks)
+            self._launch(self._variants, args, kinds)
 
     def _find_variants(self) -> _Variants:
         key = (id(self.kernel), self.num_warps, self.device.index, *self.constants.values(), _kinds(self.fixed),
                self.made, _kinds(self.last))
         return _variants.get(key) or _variants.setdefault(key, _Variants(self.kernel, {}))
 
-    def _launch(self, variants: _Variants, args: Sequence[Any], looks: Sequence[Any]) -> None:
+    def _launch(self, variants: _Variants, args: Sequence[Any], kinds: tuple[object, ...]) -> None:
         """Launch by Triton, or what it compiled for a launch like this one."""
-        kinds = _kinds(looks)
         known = variants.known.get(kinds)
         if known is not None:
             known.launch(self.programs, self.fixed, self._addresses, args, self.device.index)
@@ -170,12 +173,13 @@ class _Variants(NamedTuple):
 _variants: dict[tuple[Any, ...], _Variants] = {}
 
 
-class _Known(NamedTuple):
+class _Known:
     """What Triton compiled for a launch, what it takes after the arguments, and who knows the stream of a device."""
 
-    compiled: CompiledKernel
-    rest: tuple[Any, ...]
-    stream_of: Callable[[int | None], int]
+    def __init__(self, compiled: CompiledKernel, rest: tuple[Any, ...],
+                 stream_of: Callable[[int | None], int]) -> None:
+        self._compiled, self._rest, self._stream_of = compiled, rest, stream_of
+        self._run, self._function, self._metadata = compiled.run, compiled.function, compiled.packed_metadata
 
     def launch(self, programs: int, fixed: tuple[Any, ...], addresses: tuple[Any, ...], args: Sequence[Any],
                device: int | None) -> None:
@@ -183,20 +187,23 @@ class _Known(NamedTuple):
         hooks are left out where nobody has set one, in two thirds of the time, and that ``addresses`` stand for
         ``fixed`` then: the same with numbers in the place of tensors.
         """
-        compiled, stream, runtime = self.compiled, self.stream_of(device), triton.knobs.runtime
-        enter, leave = _hook(runtime.launch_enter_hook), _hook(runtime.launch_exit_hook)
+        stream, runtime = self._stream_of(device), _runtime
+        enter: Any = runtime.launch_enter_hook
+        leave: Any = runtime.launch_exit_hook
+        if type(enter) is HookChain and not enter.calls:  # a chain of none
+            enter = None
+        if type(leave) is HookChain and not leave.calls:
+            leave = None
         if enter is None and leave is None:
-            compiled.run(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
-                         *addresses, *args, *self.rest)
+            self._run(programs, 1, 1, stream, self._function, self._metadata, None, None, None, *addresses, *args,
+                      *self._rest)
         else:
-            told = compiled.launch_metadata((programs, 1, 1), stream, *fixed, *args, *self.rest)
-            compiled.run(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, told, enter, leave,
-                         *fixed, *args, *self.rest)
+            told = self._compiled.launch_metadata((programs, 1, 1), stream, *fixed, *args, *self._rest)
+            self._run(programs, 1, 1, stream, self._function, self._metadata, told, enter, leave, *fixed, *args,
+                      *self._rest)
 
 
-def _hook(hook: Any) -> Any:
-    """``hook``, None for a chain of none."""
-    return None if type(hook) is HookChain and not hook.calls else hook
+_runtime: Any = triton.knobs.runtime
 
 
 def _kinds(args: Sequence[Any]) -> tuple[object, ...]:
@@ -204,6 +211,16 @@ def _kinds(args: Sequence[Any]) -> tuple[object, ...]:
     multiple of 16 bytes; else see :func:`_kind`.
     """
     return tuple([(a.dtype, a.data_ptr() % 16 == 0) if isinstance(a, torch.Tensor) else _kind(a) for a in args])
+
+
+_dtype_of: Callable[[torch.Tensor], torch.dtype] = operator.attrgetter("dtype")
+
+
+def _kinds_of(tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> tuple[object, ...]:
+    """The same of tensors and numbers, as a tuple that is shorter where all tensors start at multiples of 16 bytes."""
+    if functools.reduce(operator.or_, map(torch.Tensor.data_ptr, tensors), 0) % 16:
+        return _kinds((*tensors, *numbers))
+    return (*map(_dtype_of, tensors), *map(_kind, numbers))
 
 
 @lru_cache(maxsize=4096, typed=True)

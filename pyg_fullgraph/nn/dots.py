@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from pyg_fullgraph import dots
-from pyg_fullgraph.nn.lazy import DeferredTensor, EdgeExpr, Returned
+from pyg_fullgraph.nn.lazy import DeferredTensor, EdgeExpr, Returned, unseen
 from pyg_fullgraph.nn.rewriting import Rewriter, rewritten
 
 __all__ = ["NAME", "code_with_dots", "computed", "dot"]
@@ -49,7 +49,10 @@ class DotExpr(DeferredTensor):
 
 def dot(a: Any, b: Any) -> Any:
     """``(a * b).sum(dim=-1)``, not computed yet where it is features times a weight per head."""
-    return DotExpr(a, b) if dots.can_take(a, b) else (a * b).sum(dim=-1)
+    with unseen():
+        if dots.can_take(a, b):
+            return DotExpr(a, b)
+    return (a * b).sum(dim=-1)
 
 
 def computed(conv: Any, kwargs: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[Returned, ...]]:

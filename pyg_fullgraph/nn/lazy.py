@@ -20,7 +20,7 @@ from pyg_fullgraph.errors import InputError
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.saga.ir import EdgeProgram, Node, Output
 
-__all__ = ["DeferredTensor", "EdgeExpr", "LazyTensor", "Returned", "as_plain", "run"]
+__all__ = ["DeferredTensor", "EdgeExpr", "LazyTensor", "Returned", "as_plain", "run", "unseen"]
 
 # Questions that the wrapper answers without computing the values.
 _METADATA = {
@@ -36,6 +36,10 @@ _BEYOND_VERSIONS = {
     torch.detach_, Tensor.numpy, Tensor.__array__, Tensor.untyped_storage, Tensor.storage, Tensor.data_ptr,
     Tensor.__dlpack__, Tensor.share_memory_, Tensor.apply_, Tensor.map_,
 }
+
+
+#: A context in which what is asked of plain tensors, such as their shapes, does not go through the modes of a forward.
+unseen = torch._C.DisableTorchFunction
 
 
 def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor],
@@ -134,13 +138,15 @@ class DeferredTensor(LazyTensor):
 
     @staticmethod
     def _make(cls: type, like: Tensor, shape: tuple[int, ...]) -> Any:
-        self = LazyTensor.__new__(cls, shape, like.dtype, like.device)
+        with unseen():
+            self = LazyTensor.__new__(cls, shape, like.dtype, like.device)
         self._has_grad_mode, self._versions = torch.is_grad_enabled(), []
         return self
 
     def watch(self, *tensors: Tensor | None) -> None:
         """Note tensors that must be unchanged when the value is computed."""
-        self._versions = [(t, t._version) for t in tensors if t is not None and not t.is_inference()]
+        with unseen():
+            self._versions = [(t, t._version) for t in tensors if t is not None and not t.is_inference()]
 
     def check_unchanged(self) -> None:
         """Raise if one of them was written to meanwhile."""
@@ -200,12 +206,13 @@ class EdgeExpr(LazyTensor):
     @staticmethod
     def __new__(cls, node: Node, tensors: Mapping[str, Tensor], graph: Graph,
                 features: tuple[Returned, ...] = ()) -> EdgeExpr:
-        dtype = next(t.dtype for t in tensors.values() if t.is_floating_point())
-        self = LazyTensor.__new__(cls, (graph.num_edges, *node.shape), dtype, graph.device)
-        keep = torch.is_grad_enabled()
-        self.node, self.graph, self.features = node, graph, features
-        self.tensors = {k: t if keep or not t.requires_grad else t.detach() for k, t in tensors.items()}
-        self._versions = {k: t._version for k, t in self.tensors.items() if not t.is_inference()}
+        with unseen():
+            dtype = next(t.dtype for t in tensors.values() if t.is_floating_point())
+            self = LazyTensor.__new__(cls, (graph.num_edges, *node.shape), dtype, graph.device)
+            keep = torch.is_grad_enabled()
+            self.node, self.graph, self.features = node, graph, features
+            self.tensors = {k: t if keep or not t.requires_grad else t.detach() for k, t in tensors.items()}
+            self._versions = {k: t._version for k, t in self.tensors.items() if not t.is_inference()}
         return self
 
     @property

@@ -37,7 +37,7 @@ from pyg_fullgraph import columns, debug, dense, reuse
 from pyg_fullgraph.autograd import Ways
 from pyg_fullgraph.execution import has_kernels
 from pyg_fullgraph.graph import Graph
-from pyg_fullgraph.nn.lazy import DeferredTensor, LazyTensor, run
+from pyg_fullgraph.nn.lazy import DeferredTensor, LazyTensor, run, unseen
 from pyg_fullgraph.nn.rewriting import Rewriter, rewritten
 from pyg_fullgraph.nn.surroundings import submodules
 from pyg_fullgraph.saga import ir
@@ -49,6 +49,7 @@ __all__ = ["NAME", "LinearExpr", "SummedExpr", "code_with_sums", "has_chains", "
 #: Name of :func:`plus` in the globals of rewritten forwards.
 NAME = "_fullgraph_plus"
 _PLAIN = (Tensor, torch.nn.Parameter)
+_PLAIN_SET = frozenset(_PLAIN)
 #: Layers where keeping linear maps open was of use, and the number of calls of those where it was not so far.
 _useful: weakref.WeakSet[Module] = weakref.WeakSet()
 _tries: weakref.WeakKeyDictionary[Module, int] = weakref.WeakKeyDictionary()
@@ -355,11 +356,13 @@ class SummedExpr(_Open):
         shapes: tuple[tuple[int, ...], ...] = (shape, shape[1:]) if factor is None else (shape,)
         if _has_softmax(self.program):  # features may be so much larger that the sum is lost in what backward reads
             shapes = (shape[1:],) if factor is None else ()
-        return (len(shape) == 2 and other.shape in shapes
-                and (factor is None or (factor.numel() == 1 and factor.dim() < 2)) and all(
-                    type(t) in _PLAIN and t.dtype == self.known_dtype and t.device == self.known_device
-                    and t.layout == torch.strided for t in given)
-                and not columns.has_transform(given))
+        if len(shape) != 2 or not _PLAIN_SET.issuperset(map(type, given)):
+            return False
+        with unseen():
+            return (other.shape in shapes and (factor is None or (factor.numel() == 1 and factor.dim() < 2))
+                    and all(t.dtype == self.known_dtype and t.device == self.known_device
+                            and t.layout == torch.strided for t in given)
+                    and not columns.has_transform(given))
 
 
 class Addend(NamedTuple):
@@ -486,11 +489,16 @@ def plus(total: Any, a: Any, b: Any) -> Any:
     """``total + a * b``, not computed yet where that is a sum and features of the targets with a factor."""
     if isinstance(total, (SummedExpr, AddedExpr)):
         for value, factor in ((a, b), (b, a)):
-            if isinstance(value, Tensor) and type(factor) in _PLAIN and value.shape == total.shape:
+            if isinstance(value, Tensor) and type(factor) in _PLAIN and _shape(value) == total.known_shape:
                 made = total.plus(value.materialize() if isinstance(value, LazyTensor) else value, factor)
                 if made is not None:
                     return made
     return total + a * b
+
+
+def _shape(value: Tensor) -> tuple[int, ...]:
+    with unseen():
+        return value.shape
 
 
 def code_with_sums(function: types.FunctionType) -> types.CodeType | None:

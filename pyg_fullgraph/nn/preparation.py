@@ -29,7 +29,7 @@ from pyg_fullgraph.errors import DeviceError, DtypeError, IndexRangeError, RowCo
 from pyg_fullgraph.graph import Graph, graph_of, is_part, remembered
 from pyg_fullgraph.memo import Memo, is_unchanged, keep, state_of, taken
 from pyg_fullgraph.nn.ends import EdgeValues, Ends
-from pyg_fullgraph.nn.lazy import EdgeExpr, LazyTensor, run
+from pyg_fullgraph.nn.lazy import EdgeExpr, LazyTensor, run, unseen
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
 from pyg_fullgraph.saga.trace import rebind
@@ -222,10 +222,11 @@ def _is_known(edge_index: Any, edge_attr: Any = None) -> bool:
         return False
     if type(edge_index) is Graph:
         return edge_attr is None or isinstance(edge_attr, Tensor)
-    if edge_index.layout == torch.strided and edge_index.is_floating_point():
-        raise DtypeError("edge_index", "an integer dtype", edge_index.dtype)
-    is_index = edge_index.layout == torch.strided and edge_index.dtype in _INTEGERS and edge_index.dim() == 2
-    return is_index and edge_index.size(0) == 2 and (edge_attr is None or isinstance(edge_attr, Tensor))
+    with unseen():
+        if edge_index.layout == torch.strided and edge_index.is_floating_point():
+            raise DtypeError("edge_index", "an integer dtype", edge_index.dtype)
+        is_index = edge_index.layout == torch.strided and edge_index.dtype in _INTEGERS and edge_index.dim() == 2
+        return is_index and edge_index.size(0) == 2 and (edge_attr is None or isinstance(edge_attr, Tensor))
 
 
 def check_edge_rows(name: str, value: Tensor, edge_index: Tensor) -> None:
