@@ -66,6 +66,18 @@ def of_heads():
     return EdgeProgram((Output("sum", ir.pointwise("mul", x, score)),))
 
 
+def of_one_number(columns=1):
+    """A number per edge, times a matrix, times a row."""
+    factor = ir.mm(ir.view(ir.input("w", EDGE, ()), (1,)), ir.input("A", PARAM, (1, columns)))
+    return EdgeProgram((Output("sum", ir.pointwise("mul", ir.input("x", SRC, (columns,)), factor)),))
+
+
+def summed_up():
+    """A matrix over an edge's one feature, whose result is summed up: the gradient of that is one number."""
+    factor = ir.reduce_features("sum", ir.mm(ir.input("w", EDGE, (1,)), ir.input("A", PARAM, (1, 6))), (0,), True)
+    return EdgeProgram((Output("sum", ir.pointwise("mul", ir.input("x", SRC, (6,)), factor)),))
+
+
 def two_products():
     """Two gradients of matrices and one of a bias, all sums over edges."""
     w, v = ir.input("w", EDGE, (8,)), ir.input("v", EDGE, (3,))
@@ -88,7 +100,8 @@ PROGRAMS = {**{f"rows-{k}": (lambda k=k: by_rows(k)) for k in (1, 2, 5, MAX_SUMS
                 "A", PARAM, (3, 24))), "max"),
             "pieces": of_pieces, "of-rows": of_rows, "columns": by_columns,
             "columns-in-two": lambda: by_columns(columns=4, shape=(2, 2)), "one-column": lambda: by_columns(columns=1),
-            "columns-by-warps": lambda: by_columns(1, 256, 2), "heads": of_heads, "two": two_products}
+            "columns-by-warps": lambda: by_columns(1, 256, 2), "heads": of_heads, "two": two_products,
+            "one-number": of_one_number, "one-number-by-six": lambda: of_one_number(6), "summed-up": summed_up}
 WITHOUT_MATRICES = [n for n in PROGRAMS if n not in ("columns", "columns-in-two", "columns-by-warps", "heads")]
 
 

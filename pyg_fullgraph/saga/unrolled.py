@@ -137,7 +137,7 @@ def _total(terms: Sequence[Node]) -> Node:
 
 def _by_warps(x: Node, warp_features: int) -> Node:
     """``x`` in the shape that it has before it is flattened, or such that a warp has the last dimension."""
-    while x.op == "view":
+    while x.op == "view" and x.args[0].shape:
         x = x.args[0]
     size = x.shape[-1]
     is_cut = len(x.shape) == 1 and size > warp_features and size % warp_features == 0
