@@ -30,8 +30,8 @@ __all__ = ["Kind", "Phase", "Step", "begin", "run_without_data"]
 
 _logger = logging.getLogger(__name__)
 
-#: What tells steps of a phase apart: who runs them, which inputs have gradients, and dtype and device of results.
-Kind = tuple[Target, tuple[bool, ...], torch.dtype, torch.device]
+#: What tells steps of a phase apart: which inputs have gradients, and dtype and device of results.
+Kind = tuple[tuple[bool, ...], torch.dtype, torch.device]
 #: What the backward of a step reads of inputs, results and statistics, in this order: its names and their places.
 Step = tuple[tuple[Node, ...], tuple[int, ...]]
 

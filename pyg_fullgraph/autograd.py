@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,9 +26,10 @@ from pyg_fullgraph.chunks import as_dtype, compute_dtype, scalar_of
 from pyg_fullgraph.edge_order import EdgeOrder
 from pyg_fullgraph.errors import DoubleBackwardError, ForwardModeError, FunctionTransformError, InputError
 from pyg_fullgraph.execution import target_of
+from pyg_fullgraph.functions import applying
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.memo import taken
-from pyg_fullgraph.phases import CompiledProgram, EdgePhase, Orders, compile_program, has_long_rows, stores_half
+from pyg_fullgraph.phases import CompiledProgram, EdgePhase, Orders, compile_program, has_long_rows, own, stores_half
 from pyg_fullgraph.saga import hollow, interpret, ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node
 from pyg_fullgraph.saga.passes import Stage
@@ -40,11 +42,9 @@ class _EdgePhaseFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, phase: EdgePhase, graph: Graph, like: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        needs = ctx.needs_input_grad[3:]
-        kind = target_of(like.device), needs, like.dtype, like.device
+        kind = ctx.needs_input_grad[3:], like.dtype, like.device
         ctx.kept, places = phase.steps.get(kind) or _begin(phase, graph, like, tensors, kind)
         results, statistics = phase.forward(graph, tensors, like, True)
-        results = _own(results, tensors)
         ctx.phase, ctx.graph, ctx.like = phase, graph, like
         ctx.meta = [(t.dtype, t.shape) for t in tensors]
         pool = [*tensors, *results, *statistics]
@@ -70,8 +70,8 @@ class _EdgePhaseFunction(torch.autograd.Function):
 
 def _begin(phase: EdgePhase, graph: Graph, like: Tensor, tensors: Sequence[Tensor], kind: ahead.Kind) -> ahead.Step:
     """What a step keeps, of its kind the first one, whose kernels are compiled from now on."""
-    target, needs, dtype, _ = kind
-    kept = phase.steps[kind] = phase.kept(target, needs, stores_half(dtype))
+    needs, dtype, device = kind
+    kept = phase.steps[kind] = phase.kept(target_of(device), needs, stores_half(dtype))
     ahead.begin(phase, graph, like, tensors, needs, kept)
     return kept
 
@@ -100,6 +100,9 @@ def _computed_again(ctx: Any, env: Mapping[Node, Tensor]) -> dict[Node, Tensor]:
     results, statistics = ctx.phase.forward(ctx.graph, [env[n] for n in ctx.phase.inputs], ctx.like, save)
     stand_ins = zip(ctx.phase.stand_ins(is_half), [*results, *statistics], strict=False)
     return {n: t for n, t in stand_ins if n in env}
+
+
+_apply_phase = applying(_EdgePhaseFunction)
 
 
 class _OnlyOnce(torch.autograd.Function):
@@ -161,22 +164,7 @@ def edge_phase(key: str, graph: Sequence[Tensor], sizes: Sequence[int], tensors:
     phase = _PHASES[key]
     like = torch.empty((), dtype=dtype, device=graph[0].device)
     results, statistics = phase.forward(_orders(graph, sizes), tensors, like, save)
-    return _own([*results, *statistics], tensors)
-
-
-def _own(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """``results`` in memory of their own: operators may not return (views of) their inputs, nor one tensor twice.
-
-    Nor views of what they made themselves, because the caller may write into a result.
-    """
-    taken = {t.untyped_storage().data_ptr() for t in inputs}
-    out = []
-    for result in results:
-        fresh = result.clone() if result.untyped_storage().data_ptr() in taken else result
-        fresh = fresh.contiguous()
-        out.append(torch.ops.aten._unsafe_view(fresh, fresh.shape) if fresh._is_view() else fresh)
-        taken.add(out[-1].untyped_storage().data_ptr())
-    return out
+    return [*results, *statistics]
 
 
 @edge_phase.register_fake
@@ -202,8 +190,8 @@ def edge_phase_backward(key: str, graph: Sequence[Tensor], sizes: Sequence[int],
     stand_ins = phase.stand_ins(stores_half(like.dtype))
     env.update({n: t for n, t in zip(stand_ins, results, strict=True) if n is not None})
     made = phase.backward(_orders(graph, sizes), env, grads, like, tuple(needs))
-    return _own([torch.zeros_like(t) if g is None else g.to(t.dtype).expand(t.shape)
-                 for g, t, need in zip(made, tensors, needs, strict=True) if need], [*tensors, *grads])
+    return own([torch.zeros_like(t) if g is None else g.to(t.dtype).expand(t.shape)
+                for g, t, need in zip(made, tensors, needs, strict=True) if need], [*tensors, *grads])
 
 
 @edge_phase_backward.register_fake
@@ -374,11 +362,15 @@ def _run_stage(stage: Stage, phase: EdgePhase, call: Callable[..., Sequence[Tens
 
 def _call(phase: EdgePhase, graph: Graph, like: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        return _EdgePhaseFunction.apply(phase, graph, like, *tensors)
+        return _apply_phase(phase, graph, like, *tensors)
+    return _infer(phase, graph, like, tensors)
+
+
+def _infer(phase: EdgePhase, graph: Graph, like: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     if (like.dtype, like.device) not in phase.forwards:
         phase.forwards.add((like.dtype, like.device))
         ahead.begin(phase, graph, like, tensors)
-    return _own(phase.forward(graph, tensors, like, False)[0], tensors)
+    return phase.forward(graph, tensors, like, False)[0]
 
 
 def _vertex(expression: Node, env: Mapping[Node, Tensor], like: Tensor) -> Tensor:
@@ -467,6 +459,9 @@ class Way:
         self._compiled = self._compile(_NONE)
         self._inputs = tuple((n, n.name) for n in filled.inputs if n is not ir.DEGREE and n is not ir.INV_DEGREE)
         self._draws = any(n not in given for n, _ in self._inputs)
+        sole = self._compiled.sole if self.is_whole and self._scalar is not None and not self._draws else None
+        self._sole = None if sole is None else (sole, tuple(n.name for n in sole.inputs))
+        self._trains = sole is not None and has_grad and any(given[n].requires_grad for n in sole.inputs)
         self._steady = tuple(n for n in filled.inputs
                              if n.is_row and n in floating and not floating[n].requires_grad)
 
@@ -508,6 +503,12 @@ class Way:
     def run(self, graph: Graph, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Go it, with tensors that :func:`check_derivatives` has seen; see :func:`run`."""
         taken(graph)
+        if self._sole is not None and not (_observers or (self._steady and reuse.is_on())):  # in most calls
+            phase, names = self._sole
+            values = [tensors[name] for name in names]
+            if self._trains:
+                return _apply_phase(phase, graph, self._scalar, *values)
+            return tuple(_infer(phase, graph, self._scalar, values))
         compiled, unchanged = self._compiled, _NONE
         if self._draws:
             env = {n: graph.draw_seed() if (t := tensors.get(name)) is None else t for n, name in self._inputs}
@@ -523,8 +524,6 @@ class Way:
             like = torch.empty((), dtype=dtype, device=device)
         # The operator is for compilers, which see no parts of graphs: those are tensors of no plain kind.
         call = _call if self.is_plain or graph.is_part else call_operator
-        if compiled.sole is not None and self.is_whole and not _observers:  # in most calls
-            return tuple(call(compiled.sole, graph, like, [env[n] for n in compiled.sole.inputs]))
         outputs = self._run_stages(compiled, call, graph, like, env)
         if not self.is_whole:
             outputs = _with_hollow(self, outputs, graph, tensors)
@@ -565,22 +564,26 @@ class Way:
 _way = lru_cache(maxsize=1024)(Way)
 
 
+_needs_grad = operator.attrgetter("requires_grad")
+
+
 class Ways:
     """The ways of programs on graphs of one size, with plain tensors of one shape, dtype and device per input."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, Way] = {}
+        self._known: dict[Any, tuple[Way, EdgeProgram]] = {}  # programs are kept for their ids
 
     def run(self, program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """As :func:`run`, where ``program`` is always given its inputs in the same order."""
+        """As :func:`run`, where ``program`` is always given its inputs in the same order, tensors that
+        :func:`check_derivatives` has seen.
+        """
         given = tensors.values()
-        check_derivatives(given)
         held = [*map(id, given)]
-        key = program, torch.is_grad_enabled(), tuple([t.requires_grad for t in given]), tuple(map(held.index, held))
-        way = self._known.get(key)
-        if way is None:
-            way = self._known[key] = Way.of(program, graph, tensors)
-        return way.run(graph, tensors)
+        key = id(program), torch.is_grad_enabled(), *map(_needs_grad, given), *map(held.index, held)
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = Way.of(program, graph, tensors), program
+        return known[0].run(graph, tensors)
 
 
 def _merge_inputs(program: EdgeProgram,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from pyg_fullgraph.functions import applying
 from triton_kernels import columns as kernels
 from triton_kernels import dense, reference
 
@@ -53,7 +54,10 @@ def takes(bias: Any, shape: tuple[int, ...], *others: Any) -> bool:
 
 def has_transform(tensors: tuple[Tensor, ...]) -> bool:
     """Whether forward mode or a transform of ``torch.func`` is at work, which torch's operations know."""
-    return forward_ad._current_level >= 0 or any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors)
+    return forward_ad._current_level >= 0 or any(map(_is_of_transform, tensors))
+
+
+_is_of_transform = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def add(x: Tensor, y: Tensor) -> Tensor:
@@ -61,7 +65,7 @@ def add(x: Tensor, y: Tensor) -> Tensor:
     if torch.is_grad_enabled() and x.dim() != y.dim():
         bias, rows = (x, y) if x.dim() < y.dim() else (y, x)
         if takes(bias, tuple(rows.shape), rows):
-            made: Tensor = _Add.apply(rows, bias)
+            made: Tensor = _apply_add(rows, bias)
             return made
     return x + y
 
@@ -91,3 +95,6 @@ class _Add(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor]:
         return g if ctx.needs_input_grad[0] else None, column_sum(g)
+
+
+_apply_add = applying(_Add)

@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pyg_fullgraph import columns
+from pyg_fullgraph.functions import applying
 from triton_kernels import dense
 
 __all__ = ["Products", "call", "in_layer", "linear", "matmul", "padded", "use_tensor_cores"]
@@ -167,10 +168,10 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, is_ours: bool) -> Te
     if is_ours and torch.compiler.is_compiling():
         y = linear_operator(_rows(x), weight, bias)
     elif is_ours and (forward := _running.mode) is not None and forward.has_chains and _is_chained(x, weight):
-        y, stand_in = _Linear.apply(forward.stand_in(x), weight, bias, True, True)
+        y, stand_in = _apply_linear(forward.stand_in(x), weight, bias, True, True)
         forward.returned(x, stand_in)
     else:
-        y = _Linear.apply(_rows(x), weight, bias, is_ours, False)
+        y = _apply_linear(_rows(x), weight, bias, is_ours, False)
     return y.view(*x.shape[:-1], weight.shape[0]) if x.dim() != 2 else y
 
 
@@ -228,6 +229,9 @@ class _Linear(torch.autograd.Function):
         (x, weight), needs = ctx.saved_tensors, ctx.needs_input_grad
         # Gradients may be differentiated themselves, by torch.
         return *_gradients(g, x, weight, needs[:3], ctx.is_ours and not torch.is_grad_enabled(), add), None, None
+
+
+_apply_linear = applying(_Linear)
 
 
 # --- operators --------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from pyg_fullgraph.execution import interpreted
+from pyg_fullgraph.functions import applying
 from triton_kernels import dots as kernels
 from triton_kernels import reference
 
@@ -52,7 +53,7 @@ def row_dots(x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]
     """
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in (x, *weights)):
         return x, _module(x).row_dots(x, weights)
-    made = list(_RowDots.apply(x, *weights))
+    made = list(_apply_dots(x, *weights))
     return made.pop(0) if x.requires_grad else x, made
 
 
@@ -107,3 +108,6 @@ class _RowDots(torch.autograd.Function):
                                                 any(needs[k] for k in used))
         found = dict(zip(used, made, strict=False))  # none where no weight needs one
         return (grad_x, *(found.get(k) if needs[k] else None for k in range(len(weights))))
+
+
+_apply_dots = applying(_RowDots)

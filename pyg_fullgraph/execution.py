@@ -104,13 +104,10 @@ def run_plan(plan: Plan, incoming: Order, outgoing: Order | None, env: dict[Node
         env: Inputs. Each is taken from it when nothing reads it any more.
         like: A tensor whose dtype results take and whose device is used.
     """
+    made = run_again(plan, incoming, outgoing, env, like)
+    if made is not None:
+        return made
     leaf = env.__getitem__
-    sole = plan.sole
-    if sole is not None and not events.is_recording():  # in most forwards
-        order = incoming if sole.rows is Domain.DST else outgoing
-        if isinstance(order, EdgeOrder):
-            made = run_sweep(sole, order, leaf, like, plan.exact)
-            return [made[r] for r in plan.results]
     for node in plan.degrees:
         wide = chunks.compute_dtype(like.dtype)
         env[node] = incoming.inv_degree(wide) if node is ir.INV_DEGREE else incoming.degree.to(wide)
@@ -136,6 +133,29 @@ def run_plan(plan: Plan, incoming: Order, outgoing: Order | None, env: dict[Node
     if plan.last:
         env.update(run_rows(plan.last, leaf, like))
     return [env[r] for r in plan.results]
+
+
+def run_again(plan: Plan, incoming: Order, outgoing: Order | None, env: Mapping[Node, Tensor],
+              like: Tensor) -> list[Tensor] | None:
+    """As :func:`run_plan` a plan that is one sweep which ran on these edges before by a kernel: each result is a new
+    tensor. None if it is not, and where sweeps are recorded or tuned.
+    """
+    sweep = plan.sole
+    if sweep is None or events.is_recording() or tune.is_enabled(like.device):
+        return None
+    order = incoming if sweep.rows is Domain.DST else outgoing
+    if not isinstance(order, EdgeOrder):
+        return None
+    key = _run_key(sweep, like, plan.exact)
+    prepared = order._cache.get(key)
+    if prepared is None:
+        return None
+    try:
+        made = prepared.run(order, env.__getitem__, None)
+    except OutOfResources:
+        order._cache.pop(key, None)
+        return None
+    return [made[r] for r in plan.results]
 
 
 # --- vertex steps ---------------------------------------------------------------------------------------------------
@@ -269,14 +289,14 @@ def run_sweep(sweep: Sweep, order: EdgeOrder, leaf: chunks.Leaf, like: Tensor, e
         sweep, order, leaf, like, exact: As for :func:`chunks.run_sweep`, whose results are returned.
         staging: The order that a kernel puts the edge values in which it hands to other sweeps; the user's without one.
     """
-    key = _run_key(sweep, like, exact)
-    prepared = None if tune.is_enabled(like.device) else order._cache.get(key)
-    if prepared is not None:  # in most calls
-        try:
-            with events.stage(0, like.device):
+    if not (events.is_recording() or tune.is_enabled(like.device)):  # in most calls
+        key = _run_key(sweep, like, exact)
+        prepared = order._cache.get(key)
+        if prepared is not None:
+            try:
                 return _handed(sweep, prepared.run(order, leaf, staging), staging)
-        except OutOfResources:
-            order._cache.pop(key, None)
+            except OutOfResources:
+                order._cache.pop(key, None)
     if not sweep.is_bare and not _finishes(sweep, order, like):
         return _finish_after(sweep, leaf, like, exact, lambda known: run_sweep(sweep.bare, order, leaf, like, known))
     while (kernel := _kernel_for(sweep, like, order)) is not None:

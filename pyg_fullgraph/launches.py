@@ -111,13 +111,17 @@ class _Inputs:
         self._ends = _picker([p for n, pair in zip(self._nodes, places, strict=True) if n in ends for p in pair])
 
     def take(self, leaf: chunks.Leaf, staging: EdgeOrder | None) -> _Taken:
-        """The inputs as ``leaf`` gives them; edge values are put in the order of ``staging``."""
+        """The inputs as ``leaf`` gives them; edge values are put in the order of ``staging``.
+
+        Returns: all arguments, those of the kernel that merges, the tensors, strides that may differ from launch to
+        launch, and how far elements lie apart at most.
+        """
         values = [*map(leaf, self._nodes)]
         for k in self._staged:
             values[k] = chunks.in_order(values[k], staging)
         if self._is_simple and all(map(Tensor.is_contiguous, values)):  # in most cases
             pool = *values, *self._strides
-            return _Taken(self._order(pool), self._ends(pool), values, (), max(map(Tensor.numel, values), default=0))
+            return self._order(pool), self._ends(pool), values, (), max(map(Tensor.numel, values), default=0)
         strides: list[int] = []
         reach = 0
         for k, buffer in enumerate(self._buffers):
@@ -131,19 +135,11 @@ class _Inputs:
             strides.append(values[k].stride(0))
             reach = max(reach, values[k].shape[0] * max(strides[-1], numel))
         pool = *values, *strides
-        return _Taken(self._order(pool), self._ends(pool), values, strides, reach)
+        return self._order(pool), self._ends(pool), values, strides, reach
 
 
-class _Taken(NamedTuple):
-    """Inputs of one launch: all arguments, those of the kernel that merges, the tensors, strides that may differ from
-    launch to launch, and how far elements lie apart at most.
-    """
-
-    args: tuple[Any, ...]
-    ends: tuple[Any, ...]
-    tensors: list[Tensor]
-    strides: Sequence[int]
-    reach: int
+#: What :meth:`_Inputs.take` returns; a tuple, as one of names takes ten times as long to make.
+_Taken = tuple[tuple[Any, ...], tuple[Any, ...], list[Tensor], Sequence[int], int]
 
 
 def _picker(places: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
@@ -154,15 +150,19 @@ def _picker(places: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...
 
 
 class _Made(NamedTuple):
-    """A result: its tensor, and what rows have in it that no program writes; None where all are written."""
+    """A result: its shape and dtype, and what makes its tensor of which arguments."""
 
     node: Node
     shape: tuple[int, ...]
-    like: Tensor
-    fill: int | None
+    dtype: torch.dtype
+    make: Callable[..., Tensor]
+    args: tuple[Any, ...]
 
-    def empty(self) -> Tensor:
-        return self.like.new_empty(self.shape) if self.fill is None else self.like.new_full(self.shape, self.fill)
+    @staticmethod
+    def of(node: Node, shape: tuple[int, ...], like: Tensor, fill: int | None) -> _Made:
+        """``fill`` is what rows have that no program writes; None where all are written."""
+        make, args = (like.new_empty, (shape,)) if fill is None else (like.new_full, (shape, fill))
+        return _Made(node, shape, like.dtype, make, args)
 
 
 class Prepared:
@@ -186,37 +186,48 @@ class Prepared:
             is_exact = kind == "lse" or node in exact
             # No block has the rows without edges.
             fill = {"argmax": -1, "mul": 1}.get(kind, 0) if kernel.takes_blocks and kind is not None else None
-            self.results.append(_Made(
+            self.results.append(_Made.of(
                 node, (rows.num_edges if node.domain == Domain.EDGE else rows.num_rows, *node.shape),
                 chunks.scalar_of(rows.id_dtype if node.is_integer else stat_dtype if is_exact else like.dtype,
                                  like.device), fill))
         self.written = [b.node for b in kernel.outputs]
         self.reach = max((math.prod(made.shape) for made in self.results if made.node.domain == Domain.EDGE), default=0)
         self.merged = [b.node for b in kernel.rows]
-        # No rows, and the shape of those that a run takes.
-        self.workspace: list[tuple[Tensor, tuple[int, int]]] = []
+        # What makes the rows that a run takes, and their shape.
+        self.workspace: list[tuple[Callable[..., Tensor], tuple[int, int]]] = []
+        space: list[torch.dtype] = []
         self.merge: launch.Launch | None = None
-        dtypes = {**{made.node: made.like.dtype for made in self.results}, **dict(self.totals)}
+        dtypes = {**{made.node: made.dtype for made in self.results}, **dict(self.totals)}
         schedule = schedules[0]
         if kernel.has_merge:
             assert schedule is not None
-            self.workspace = [(chunks.scalar_of(rows.id_dtype if is_id else stat_dtype, like.device)
-                               .new_empty((0, features)), (schedule.num_slots, features))
-                              for features, is_id in kernel.carries]
+            space = [rows.id_dtype if is_id else stat_dtype for _, is_id in kernel.carries]
+            self.workspace = [(_workspace(dtype, like.device, schedule.num_slots, features),
+                               (schedule.num_slots, features))
+                              for dtype, (features, _) in zip(space, kernel.carries, strict=True)]
             if schedule.num_split > 0:
                 self.merge = launch.Launch.of(
                     kernel.source, kernel.merge_name, schedule.num_split * kernel.num_tiles, constants, shape.num_warps,
                     like.device, [schedule.split_row, schedule.split_ptr, rows.ptr, schedule.num_split],
-                    [*(dtypes[node] for node in self.merged), *(none.dtype for none, _ in self.workspace)])
-        made = [*(dtypes[node] for node in self.written), *(none.dtype for none, _ in self.workspace)]
+                    [*(dtypes[node] for node in self.merged), *space])
+        made = [*(dtypes[node] for node in self.written), *space]
         self.sites = [_Site(kernel, shape, tile, schedule, sweep.needs_ids, constants, made)
                       for tile, schedule in zip(tiles, schedules, strict=True)]
 
     def run(self, order: EdgeOrder, leaf: chunks.Leaf, staging: EdgeOrder | None) -> dict[Node, Tensor]:
         """The results of the sweep over all edges at once; see :class:`Run`."""
-        run = Run(self, [order], staging)
+        run = Run(self, (order,), staging)
         run.take(0, leaf)
         return run.finish()
+
+
+def _workspace(dtype: torch.dtype, device: torch.device, num_rows: int, features: int) -> Callable[..., Tensor]:
+    """What makes a tensor of a shape; without rows always the same one."""
+    scalar = chunks.scalar_of(dtype, device)
+    if num_rows:
+        return scalar.new_empty
+    none = scalar.new_empty((0, features))
+    return lambda shape: none
 
 
 def _schedules(kernel: codegen.KernelSource, shape: tune.Shape, rows: EdgeOrder,
@@ -244,8 +255,8 @@ class Run:
 
     def __init__(self, prepared: Prepared, tiles: Sequence[EdgeOrder], staging: EdgeOrder | None = None) -> None:
         self.prepared, self.tiles, self.staging = prepared, tiles, staging
-        self.results = {made.node: made.empty() for made in prepared.results}
-        self.workspace = [none.new_empty(shape) if shape[0] else none for none, shape in prepared.workspace]
+        self.results = {node: make(*args) for node, _, _, make, args in prepared.results}
+        self.workspace = [make(shape) for make, shape in prepared.workspace]
         self.totals: dict[Node, Tensor] = {}
         self.added: list[Tensor] = []
         self.ends: tuple[Any, ...] = ()
@@ -257,8 +268,8 @@ class Run:
         kernel, site = prepared.kernel, prepared.sites[k]
         if site.num_workers == 0 and len(self.tiles) > 1:
             return
-        taken = prepared.inputs.take(leaf, self.staging)
-        args, tensors, has_places = [*taken.args], taken.tensors, False
+        inputs, self.ends, tensors, strides, reach = prepared.inputs.take(leaf, self.staging)
+        args, has_places = [*inputs], False
         if kernel.uses_places:
             order = self.tiles[k]
             places = order.eid if self.staging is None else order.places_in(self.staging)
@@ -270,7 +281,7 @@ class Run:
             totals = {node: torch.empty((site.num_workers, *node.shape), dtype=dtype, device=prepared.device)
                       for node, dtype in prepared.totals}
             made = {**made, **totals}
-        args += [made[node] for node in prepared.written]
+        args += map(made.__getitem__, prepared.written)
         if prepared.added:
             self.added = [leaf(node).contiguous() for node in prepared.added]
             args += self.added
@@ -278,8 +289,7 @@ class Run:
         args += self.workspace
         if kernel.apart:
             args += [self.workspace[n].clone() if k else self.workspace[n] for n in kernel.apart]
-        self.ends = taken.ends
-        site.launch(has_places, k > 0, max(taken.reach, prepared.reach) >= _FAR).run(args, tensors, taken.strides)
+        site.launch(has_places, k > 0, reach >= _FAR or prepared.reach >= _FAR).run(args, tensors, strides)
         self.is_begun = True
         # A parameter's gradient leaves the kernel as one row per program.
         for node, _ in prepared.totals:
@@ -290,10 +300,12 @@ class Run:
         """Merge, and give the results."""
         prepared = self.prepared
         if prepared.merge is not None:
-            merged = [self.results[node] for node in prepared.merged]
             known = [*self.added, *self.ends]
-            prepared.merge.run([*merged, *known, *self.workspace], [t for t in known if type(t) is not int],
-                               [n for n in known if type(n) is int])
+            args = [*map(self.results.__getitem__, prepared.merged), *known, *self.workspace]
+            if known:
+                prepared.merge.run(args, [t for t in known if type(t) is not int], [n for n in known if type(n) is int])
+            else:
+                prepared.merge.run(args, ())
         for node, _ in prepared.totals:
             total = self.totals.get(node)
             self.results[node] = torch.zeros(node.shape, dtype=prepared.dtype, device=prepared.device) \

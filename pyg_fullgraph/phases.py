@@ -12,7 +12,7 @@ from torch import Tensor
 from pyg_fullgraph import ahead, columns
 from pyg_fullgraph.chunks import as_dtype, compute_dtype
 from pyg_fullgraph.edge_order import EdgeOrder
-from pyg_fullgraph.execution import run_plan, target_of
+from pyg_fullgraph.execution import run_again, run_plan, target_of
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.adjoint import Adjoint, grad_input
@@ -22,7 +22,8 @@ from pyg_fullgraph.saga.plans import Plan, Target, addend
 from pyg_fullgraph.saga.postpone import postpone_products
 from pyg_fullgraph.saga.stored import adjoint_of
 
-__all__ = ["CompiledProgram", "EdgePhase", "Needs", "Orders", "compile_program", "has_long_rows", "stores_half"]
+__all__ = ["CompiledProgram", "EdgePhase", "Needs", "Orders", "compile_program", "has_long_rows", "own",
+           "stores_half"]
 
 Needs = tuple[bool, ...]
 #: Mean degree from which on products are postponed in backward. Measured on an H200: of 490 edges GAT takes 0.86 of the
@@ -70,6 +71,7 @@ class EdgePhase:
         self.steps: dict[ahead.Kind, ahead.Step] = {}
         self.forwards: set[tuple[torch.dtype, torch.device]] = set()
         self._plans: dict[object, Plan] = {}
+        self._chosen: dict[object, Plan] = {}  # of forward, by what tells them apart at once
         self._kept: dict[object, ahead.Step] = {}
 
     @cached_property
@@ -167,16 +169,20 @@ class EdgePhase:
 
     def forward(self, graph: Graph | Orders, tensors: Sequence[Tensor], like: Tensor,
                 save: bool) -> tuple[list[Tensor], list[Tensor]]:
-        """Results, and :meth:`statistics`."""
-        chosen = self.forward_plan(target_of(like.device), save, stores_half(like.dtype))
-        made = run_plan(chosen, graph.incoming, None, dict(zip(self.inputs, tensors, strict=True)), like)
+        """Results, and :meth:`statistics`, each in memory of its own."""
+        key = like.dtype, like.device, save
+        chosen = self._chosen.get(key)
+        if chosen is None:
+            chosen = self._chosen[key] = self.forward_plan(target_of(like.device), save, stores_half(like.dtype))
+        env = dict(zip(self.inputs, tensors, strict=True))
         count = len(self.results)
+        made = run_again(chosen, graph.incoming, None, env, like)
+        if made is not None:
+            return made[:count], made[count:]
         dtype = compute_dtype(like.dtype) if self.is_exact else like.dtype
-        results = [as_dtype(t, dtype) for t in made[:count]]
-        if len(made) == count:
-            return results, []
-        # Somebody may write to a result: a sum that is kept and happens to be one is another tensor.
-        return results, [t.clone() if any(t is r for r in results) else t for t in made[count:]]
+        made = run_plan(chosen, graph.incoming, None, env, like)
+        made = own([*(as_dtype(t, dtype) for t in made[:count]), *made[count:]], tensors)
+        return made[:count], made[count:]
 
     def backward(self, graph: Graph | Orders, env: dict[Node, Tensor], grads: Sequence[Tensor], like: Tensor,
                  needs: Needs) -> list[Tensor | None]:
@@ -283,6 +289,21 @@ def compile_program(program: EdgeProgram, constant: frozenset[Node] = frozenset(
 def has_long_rows(graph: Graph) -> bool:
     """Whether vertices have so many edges that an array more for each side costs less than numbers per edge."""
     return graph.num_edges >= LONG_ROWS * max(graph.num_src, graph.num_dst)
+
+
+def own(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """``results`` in memory of their own: operators may not return (views of) their inputs, nor one tensor twice.
+
+    Nor views of what they made themselves, because the caller may write into a result.
+    """
+    taken = {t.untyped_storage().data_ptr() for t in inputs}
+    out = []
+    for result in results:
+        fresh = result.clone() if result.untyped_storage().data_ptr() in taken else result
+        fresh = fresh.contiguous()
+        out.append(torch.ops.aten._unsafe_view(fresh, fresh.shape) if fresh._is_view() else fresh)
+        taken.add(out[-1].untyped_storage().data_ptr())
+    return out
 
 
 def stores_half(dtype: torch.dtype) -> bool:

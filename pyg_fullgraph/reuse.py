@@ -32,6 +32,11 @@ def reuse_constants(enabled: bool) -> None:
     _enabled = bool(enabled)
 
 
+def is_on() -> bool:
+    """Whether constants are reused."""
+    return _enabled
+
+
 class _Kept:
     """Something that holds while some tensors live unchanged."""
 

@@ -228,6 +228,8 @@ def compile_dense(num_out: int, num_in: int) -> dict[str, dict[str, int]]:
 
     for module in (None, dense_hopper):
         with mock.patch.object(launch.Launch, "run", record), mock.patch.object(dense, "_gluon", return_value=module):
+            dense._product.cache_clear()
+            dense._gradient.cache_clear()
             x, weight = torch.empty(1000, num_in), torch.empty(num_out, num_in)
             dense.product(x, weight, torch.empty(num_out))
             dense.product(x, weight, torch.empty(num_out), torch.empty(1000, num_out))

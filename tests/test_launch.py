@@ -155,7 +155,7 @@ def compiled(monkeypatch):
 @pytest.mark.parametrize("hooks", ["chains", "none", "functions", "hooked chains", "exit alone"])
 def test_known_launches_are_those_of_triton(compiled, hooks):
     """In what the kernel is given, and in what hooks are told; tensors that stay are given by their addresses."""
-    args, rest = (torch.ones(3), 4), (32, True)
+    args, rest = (torch.ones(3), 4, 6), (32, True)
     with knobs.runtime.scope():
         if hooks == "none":
             knobs.runtime.launch_enter_hook = knobs.runtime.launch_exit_hook = None
@@ -167,8 +167,9 @@ def test_known_launches_are_those_of_triton(compiled, hooks):
                 knobs.runtime.launch_enter_hook.add(print)
             knobs.runtime.launch_exit_hook.add(repr)
         compiled[5, 1, 1](*args, *rest)
-        known = launch._Known(compiled, rest, driver.active.get_current_stream)
-        known.launch(5, args[:1], (args[0].data_ptr(),), args[1:], 1)
+        like = SimpleNamespace(device=torch.device("cuda", 1), programs=5, fixed=args[:1], last=args[2:],
+                               addresses=(args[0].data_ptr(),))
+        launch._Known(compiled, rest, driver.active.get_current_stream).launch(like, args[1:2])
     want, got = map(list, compiled.calls)
     if hooks in ("chains", "none"):  # nobody sees an address in the place of a tensor
         want = [args[0].data_ptr() if value is args[0] else value for value in want]
@@ -194,7 +195,7 @@ def test_known_launches_have_the_results_of_the_first():
             found = [column_sum(x) for _ in range(3)]
             torch.testing.assert_close(found[0], x.sum(0), rtol=1e-4, atol=1e-4)
             assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
-    assert any(v.known for v in launch._variants.values())
+    assert any(known for _, known in launch._variants.values())
 
 
 @pytest.mark.gpu

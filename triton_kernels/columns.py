@@ -64,7 +64,7 @@ def column_sum(x: Tensor) -> Tensor:
         return x.new_zeros(num_columns)
     x = x if num_columns == 1 or x.stride(1) == 1 else x.contiguous()
     start, num_workers, wide = _start(num_rows, num_columns, x.stride(0), x.dtype, x.device, MAX_WORKERS)
-    parts = torch.empty((num_workers, num_columns), dtype=wide, device=x.device)
+    parts = x.new_empty((num_workers, num_columns), dtype=wide)
     start.run([x, parts], [x])
     total = parts.sum(0)
     return total if x.dtype is wide else total.to(x.dtype)

@@ -264,16 +264,14 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, add: Tensor |
         the weight Gluon's kernel reads ``N K`` numbers in parts once per multiprocessor and block of N, Triton's per
         block of rows. Reads ``add`` once.
     """
-    (num_rows, num_in), num_out = x.shape, weight.shape[0]
-    y = torch.empty((num_rows, num_out), dtype=torch.float32, device=x.device)
+    if x.shape[1] > 1 and x.stride(1) != 1:
+        x = x.contiguous()
+    y = x.new_empty((x.shape[0], weight.shape[0]))
     if y.numel() == 0:
         return y
-    x = x if num_in == 1 or x.stride(1) == 1 else x.contiguous()
-    split, multiply, shape = _product(num_rows, num_in, num_out, x.stride(0), _aligned(x), weight.stride(),
-                                      bias is not None, add is not None, tile,
-                                      _gluon(x.device) if tile is None else None, x.device)
-    parts = torch.empty(shape, dtype=torch.float16, device=x.device)
-    scale = torch.empty(shape[1], dtype=torch.float32, device=x.device)
+    split, multiply, shape = _product(x.shape, x.stride(), x.data_ptr() % 16, weight.shape, weight.stride(),
+                                      bias is not None, add is not None, tile, x.device)
+    parts, scale = x.new_empty(shape, dtype=torch.float16), x.new_empty(shape[1])
     split.run([weight, parts, scale], [weight])
     bias, added = x if bias is None else bias, y if add is None else add.contiguous()
     multiply.run([x, parts, scale, weight, bias, added, y], [x, weight, bias, added])
@@ -281,10 +279,15 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, add: Tensor |
 
 
 @lru_cache(maxsize=1024)
-def _product(num_rows: int, num_in: int, num_out: int, x_stride: int, x_align: int, strides: tuple[int, ...],
-             has_bias: bool, has_add: bool, tile: Tile | None, gluon: ModuleType | None,
+def _product(x_shape: torch.Size, x_strides: tuple[int, ...], x_place: int, shape: torch.Size, strides: tuple[int, ...],
+             has_bias: bool, has_add: bool, tile: Tile | None,
              device: torch.device) -> tuple[launch.Launch, launch.Launch, tuple[int, int, int]]:
-    """The launches of :func:`product` that split a weight and that multiply, and the shape of the parts."""
+    """The launches of :func:`product` that split a weight of ``shape`` and that multiply, and the shape of the parts.
+
+    ``x_place`` is where ``x`` starts, in bytes modulo 16.
+    """
+    (num_rows, num_in), num_out, x_stride = x_shape, shape[0], x_strides[0]
+    x_align, gluon = _alignment(x_place, x_stride, num_in), _gluon(device) if tile is None else None
     y_align = math.gcd(num_out, 4)  # it is new
     block_n = 0
     if gluon is not None:
@@ -335,20 +338,26 @@ def weight_gradient(g: Tensor, x: Tensor, with_bias: bool = False,
     (num_rows, num_out), num_in = g.shape, x.shape[1]
     if 0 in (num_rows, num_out, num_in):
         return g.new_zeros((num_out, num_in)), g.sum(0) if with_bias else None
-    g, x = (t if t.shape[1] == 1 or t.stride(1) == 1 else t.contiguous() for t in (g, x))
-    gradient, num_parts = _gradient(num_rows, num_out, num_in, g.stride(0), x.stride(0), _aligned(g), _aligned(x),
-                                    with_bias, tile, _gluon(g.device) if tile is None else None, g.device, _MIN_ROWS)
-    out = torch.empty((num_parts, num_out, num_in), dtype=torch.float32, device=g.device)
-    bias = torch.empty((num_parts, num_out), dtype=torch.float32, device=g.device) if with_bias else out
+    if num_out > 1 and g.stride(1) != 1:
+        g = g.contiguous()
+    if num_in > 1 and x.stride(1) != 1:
+        x = x.contiguous()
+    gradient, num_parts = _gradient(num_rows, num_out, num_in, g.stride(0), x.stride(0), g.data_ptr() % 16,
+                                    x.data_ptr() % 16, with_bias, tile, g.device, _MIN_ROWS)
+    out = g.new_empty((num_parts, num_out, num_in))
+    bias = g.new_empty((num_parts, num_out)) if with_bias else out
     gradient.run([g, x, out, bias], [g, x])
     return out.sum(0), bias.sum(0) if with_bias else None
 
 
 @lru_cache(maxsize=1024)
-def _gradient(num_rows: int, num_out: int, num_in: int, g_stride: int, x_stride: int, g_align: int, x_align: int,
-              with_bias: bool, tile: Tile | None, gluon: ModuleType | None, device: torch.device,
-              min_rows: int) -> tuple[launch.Launch, int]:
-    """The launch of :func:`weight_gradient`, and in how many parts of ``min_rows`` at least it takes the rows."""
+def _gradient(num_rows: int, num_out: int, num_in: int, g_stride: int, x_stride: int, g_place: int, x_place: int,
+              with_bias: bool, tile: Tile | None, device: torch.device, min_rows: int) -> tuple[launch.Launch, int]:
+    """The launch of :func:`weight_gradient`, and in how many parts of ``min_rows`` at least it takes the rows; places
+    as for :func:`_product`.
+    """
+    g_align, x_align = _alignment(g_place, g_stride, num_out), _alignment(x_place, x_stride, num_in)
+    gluon = _gluon(device) if tile is None else None
     tile = tile or (gradient_tile(num_out, num_in) if gluon is None else Tile(128, 128, gluon.BLOCK_R, gluon.WARPS))
     tiles = -(-num_out // tile.block_m) * -(-num_in // tile.block_n)
     most = max((_PROGRAMS_PER_SM if gluon is None else 1) * _num_sms(device) // tiles, 1)
@@ -387,9 +396,11 @@ def _gluon(device: torch.device) -> ModuleType | None:
         return None
 
 
-def _aligned(x: Tensor) -> int:
-    """How many numbers of every row lie together where a copy of 4, 8 or 16 bytes may start."""
-    return math.gcd(x.data_ptr() // 4, x.stride(0), x.shape[1], 4)
+def _alignment(place: int, stride: int, num_columns: int) -> int:
+    """How many numbers of every row, of a matrix that starts at ``place``, lie together where a copy of 4, 8 or 16
+    bytes may start.
+    """
+    return math.gcd(place // 4, stride, num_columns, 4)
 
 
 def _ceil(count: int, block: int) -> int:

@@ -32,7 +32,7 @@ from contextvars import ContextVar
 from functools import cache, lru_cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -108,10 +108,11 @@ class Launch:
                  fixed: Sequence[Any] = (), made: Sequence[torch.dtype] = (), last: Sequence[int] = ()) -> None:
         self.kernel, self.programs, self.constants, self.num_warps = kernel, programs, constants, num_warps
         self.device, self.fixed, self.made, self.last = device, tuple(fixed), tuple(made), tuple(last)
-        self._is_on_gpu = device.type == "cuda"
+        self._index = device.index if device.type == "cuda" else None
         # Of a tensor Triton asks the driver where it is.
-        self._addresses = tuple(a.data_ptr() if isinstance(a, torch.Tensor) and self._is_on_gpu else a for a in fixed)
-        self._variants = self._find_variants() if device.type != "meta" else None
+        self.addresses = tuple(a.data_ptr() if isinstance(a, torch.Tensor) and device.type == "cuda" else a
+                                for a in fixed)
+        self._known = self._find_known() if device.type != "meta" else None
 
     @classmethod
     def of(cls, source: str, name: str, programs: int, constants: Mapping[str, Any], num_warps: int,
@@ -131,46 +132,39 @@ class Launch:
             return
         if _pending:
             _wait_for(self.kernel)
-        if self._variants is None:
+        if self._known is None:
             _taker.get()(self.kernel, self.programs, [*self.fixed, *args, *self.last], self.constants, self.num_warps)
             return
         kinds = _kinds(args) if tensors is None else _kinds_of(tensors, numbers)
-        if self.last:
-            args = [*args, *self.last]
-        if self._is_on_gpu and self.device.index != torch._C._cuda_getDevice():
-            with torch.cuda.device(self.device):
-                self._launch(self._variants, args, kinds)
+        if self._index is not None and self._index != torch._C._cuda_getDevice():
+            with torch.cuda.device(self._index):
+                self._launch(self._known, args, kinds)
         else:
-            self._launch(self._variants, args, kinds)
+            self._launch(self._known, args, kinds)
 
-    def _find_variants(self) -> _Variants:
+    def _find_known(self) -> _Compiled:
         key = (id(self.kernel), self.num_warps, self.device.index, *self.constants.values(), _kinds(self.fixed),
                self.made, _kinds(self.last))
-        return _variants.get(key) or _variants.setdefault(key, _Variants(self.kernel, {}))
+        found = _variants.get(key) or _variants.setdefault(key, (self.kernel, {}))
+        return found[1]
 
-    def _launch(self, variants: _Variants, args: Sequence[Any], kinds: tuple[object, ...]) -> None:
+    def _launch(self, known: _Compiled, args: Sequence[Any], kinds: tuple[object, ...]) -> None:
         """Launch by Triton, or what it compiled for a launch like this one."""
-        known = variants.known.get(kinds)
-        if known is not None:
-            known.launch(self.programs, self.fixed, self._addresses, args, self.device.index)
+        found = known.get(kinds)
+        if found is not None:
+            found.launch(self, args)
             return
-        compiled = self.kernel[self.programs,](*self.fixed, *args, **self.constants, num_warps=self.num_warps,
-                                               **OPTIONS)
+        given = (*self.fixed, *args, *self.last)
+        compiled = self.kernel[self.programs,](*given, **self.constants, num_warps=self.num_warps, **OPTIONS)
         if type(compiled) is CompiledKernel:  # nothing comes back from Triton's interpreter
-            rest = self.kernel.arg_names[len(self.fixed) + len(args):]
-            variants.known[kinds] = _Known(compiled, tuple(self.constants[name] for name in rest),
-                                           driver.active.get_current_stream)
+            rest = self.kernel.arg_names[len(given):]
+            known[kinds] = _Known(compiled, tuple(self.constants[name] for name in rest),
+                                  driver.active.get_current_stream)
 
 
-class _Variants(NamedTuple):
-    """What Triton compiled for launches that differ in the kinds of some arguments only, by these."""
-
-    kernel: Any
-    known: dict[tuple[object, ...], _Known]
-
-
-# Triton asks of each argument in each launch, by name, what a kernel depends on: half of the time of a launch.
-_variants: dict[tuple[Any, ...], _Variants] = {}
+# Triton asks of each argument in each launch, by name, what a kernel depends on: half of the time of a launch. What it
+# compiled for launches that differ in the kinds of some arguments only is kept by these; a kernel is kept with its id.
+_variants: dict[tuple[Any, ...], tuple[Any, _Compiled]] = {}
 
 
 class _Known:
@@ -181,13 +175,12 @@ class _Known:
         self._compiled, self._rest, self._stream_of = compiled, rest, stream_of
         self._run, self._function, self._metadata = compiled.run, compiled.function, compiled.packed_metadata
 
-    def launch(self, programs: int, fixed: tuple[Any, ...], addresses: tuple[Any, ...], args: Sequence[Any],
-               device: int | None) -> None:
-        """What ``compiled[programs, 1, 1](*fixed, *args, *rest)`` does, as PyTorch's compiler does it as well, but that
-        hooks are left out where nobody has set one, in two thirds of the time, and that ``addresses`` stand for
-        ``fixed`` then: the same with numbers in the place of tensors.
+    def launch(self, like: Launch, args: Sequence[Any]) -> None:
+        """What ``compiled[programs, 1, 1](*fixed, *args, *last, *rest)`` does for a launch ``like`` that it was
+        compiled for, as PyTorch's compiler does it as well, but that hooks are left out where nobody has set one, in
+        two thirds of the time, and that addresses stand for what is fixed then: numbers in the place of tensors.
         """
-        stream, runtime = self._stream_of(device), _runtime
+        stream, runtime = self._stream_of(like.device.index), _runtime
         enter: Any = runtime.launch_enter_hook
         leave: Any = runtime.launch_exit_hook
         if type(enter) is HookChain and not enter.calls:  # a chain of none
@@ -195,14 +188,16 @@ class _Known:
         if type(leave) is HookChain and not leave.calls:
             leave = None
         if enter is None and leave is None:
-            self._run(programs, 1, 1, stream, self._function, self._metadata, None, None, None, *addresses, *args,
-                      *self._rest)
+            self._run(like.programs, 1, 1, stream, self._function, self._metadata, None, None, None,
+                      *like.addresses, *args, *like.last, *self._rest)
         else:
-            told = self._compiled.launch_metadata((programs, 1, 1), stream, *fixed, *args, *self._rest)
-            self._run(programs, 1, 1, stream, self._function, self._metadata, told, enter, leave, *fixed, *args,
-                      *self._rest)
+            given = (*like.fixed, *args, *like.last, *self._rest)
+            told = self._compiled.launch_metadata((like.programs, 1, 1), stream, *given)
+            self._run(like.programs, 1, 1, stream, self._function, self._metadata, told, enter, leave, *given)
 
 
+#: What was compiled, by the kinds of some arguments.
+_Compiled = dict[tuple[object, ...], _Known]
 _runtime: Any = triton.knobs.runtime
 
 
@@ -214,13 +209,14 @@ def _kinds(args: Sequence[Any]) -> tuple[object, ...]:
 
 
 _dtype_of: Callable[[torch.Tensor], torch.dtype] = operator.attrgetter("dtype")
+_address_of = torch.Tensor.data_ptr
 
 
 def _kinds_of(tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> tuple[object, ...]:
     """The same of tensors and numbers, as a tuple that is shorter where all tensors start at multiples of 16 bytes."""
-    if functools.reduce(operator.or_, map(torch.Tensor.data_ptr, tensors), 0) % 16:
+    if functools.reduce(operator.or_, map(_address_of, tensors), 0) % 16:
         return _kinds((*tensors, *numbers))
-    return (*map(_dtype_of, tensors), *map(_kind, numbers))
+    return (*map(_dtype_of, tensors), *map(_kind, numbers)) if numbers else tuple(map(_dtype_of, tensors))
 
 
 @lru_cache(maxsize=4096, typed=True)

