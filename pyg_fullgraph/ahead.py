@@ -23,7 +23,6 @@ from pyg_fullgraph import events
 from pyg_fullgraph.execution import interpreted
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.saga.ir import Node
-from pyg_fullgraph.saga.plans import Target
 from triton_kernels import launch, tune
 
 __all__ = ["Kind", "Phase", "Step", "begin", "run_without_data"]

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -459,8 +459,9 @@ class Way:
         self._compiled = self._compile(_NONE)
         self._inputs = tuple((n, n.name) for n in filled.inputs if n is not ir.DEGREE and n is not ir.INV_DEGREE)
         self._draws = any(n not in given for n, _ in self._inputs)
-        sole = self._compiled.sole if self.is_whole and self._scalar is not None and not self._draws else None
-        self._sole = None if sole is None else (sole, tuple(n.name for n in sole.inputs))
+        sole = self._compiled.sole if self.is_whole and not self._draws else None
+        self._sole = None if sole is None or self._scalar is None else \
+            (sole, self._scalar, tuple(n.name for n in sole.inputs))
         self._trains = sole is not None and has_grad and any(given[n].requires_grad for n in sole.inputs)
         self._steady = tuple(n for n in filled.inputs
                              if n.is_row and n in floating and not floating[n].requires_grad)
@@ -504,11 +505,11 @@ class Way:
         """Go it, with tensors that :func:`check_derivatives` has seen; see :func:`run`."""
         taken(graph)
         if self._sole is not None and not (_observers or (self._steady and reuse.is_on())):  # in most calls
-            phase, names = self._sole
+            phase, scalar, names = self._sole
             values = [tensors[name] for name in names]
             if self._trains:
-                return _apply_phase(phase, graph, self._scalar, *values)
-            return tuple(_infer(phase, graph, self._scalar, values))
+                return cast("tuple[Tensor, ...]", _apply_phase(phase, graph, scalar, *values))
+            return tuple(_infer(phase, graph, scalar, values))
         compiled, unchanged = self._compiled, _NONE
         if self._draws:
             env = {n: graph.draw_seed() if (t := tensors.get(name)) is None else t for n, name in self._inputs}

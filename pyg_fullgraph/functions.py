@@ -15,7 +15,8 @@ def applying(function: type[Function]) -> Callable[..., Any]:
     """``function.apply`` in three quarters of the time: torch looks at each argument for a transform of ``torch.func``
     that has ended, and at the function for what such transforms need. Where one is at work it is asked as ever.
     """
-    apply, has_transforms = super(Function, function).apply, torch._C._are_functorch_transforms_active
+    apply: Any = super(Function, function).apply  # type: ignore[misc]
+    has_transforms = torch._C._are_functorch_transforms_active
 
     def run(*args: Any) -> Any:
         return function.apply(*args) if has_transforms() else apply(*args)
