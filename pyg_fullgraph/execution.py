@@ -240,7 +240,7 @@ def _launch_rows(steps: tuple[Step, ...], kernel: RowsSource, leaf: chunks.Leaf,
             args.append(value)
         tensors.append(value)
     start, dtypes = _rows_launch(steps, kernel, tuple(stored), num_rows, like.dtype, widen, like.device)
-    results = {r: torch.empty((num_rows, *r.shape), dtype=dtype, device=like.device)
+    results = {r: chunks.scalar_of(dtype, like.device).new_empty((num_rows, *r.shape))
                for (r, _), dtype in zip(steps, dtypes, strict=True)}
     try:
         start.run([*args, *results.values()], tensors, strides)

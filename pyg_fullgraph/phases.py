@@ -71,7 +71,7 @@ class EdgePhase:
         self.steps: dict[ahead.Kind, ahead.Step] = {}
         self.forwards: set[tuple[torch.dtype, torch.device]] = set()
         self._plans: dict[object, Plan] = {}
-        self._chosen: dict[object, Plan] = {}  # of forward, by what tells them apart at once
+        self._chosen: dict[object, Plan] = {}  # forward and backward, by what tells them apart at once
         self._kept: dict[object, ahead.Step] = {}
 
     @cached_property
@@ -195,10 +195,14 @@ class EdgePhase:
             like: A tensor whose dtype results have and whose device is used.
             needs: Which inputs.
         """
-        chosen = self.backward_plan(target_of(like.device), needs, stores_half(like.dtype))
+        key = like.dtype, like.device, needs
+        chosen = self._chosen.get(key)
+        if chosen is None:
+            chosen = self._chosen[key] = self.backward_plan(target_of(like.device), needs, stores_half(like.dtype))
         given = dict(zip(self._grad_inputs, grads, strict=True))
         env.update(given)
-        env.update((n, given[g]) for g, n in self._across.items())
+        if self.same:
+            env.update((n, given[g]) for g, n in self._across.items())
         outgoing = graph.outgoing if chosen.walks_sources else None
         made = dict(zip(chosen.outputs, run_plan(chosen, graph.incoming, outgoing, env, like), strict=True))
         for node, need in zip(self._added_inputs, needs[len(self.core.inputs):], strict=True):

@@ -129,9 +129,9 @@ def row_dots(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     Cost: reads ``x`` once.
     """
     x, weights = _rows(x), [w.contiguous() for w in weights]
-    made = [torch.empty(x.shape[:2], dtype=x.dtype, device=x.device) for _ in weights]
-    stride = x.stride(0)
-    _forward(x.shape, x.dtype, x.device, len(weights) == 2, FORWARD_VALUES).run(
+    shape, stride = x.shape, x.stride(0)
+    made = [x.new_empty(shape[:2]) for _ in weights]
+    _forward(shape, x.dtype, x.device, len(weights) == 2, FORWARD_VALUES).run(
         [x, stride, weights[0], weights[-1], made[0], made[-1]], [x, weights[0], weights[-1]], [stride])
     return made
 
@@ -169,15 +169,17 @@ def row_dots_backward(x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tens
     start, num_workers = _backward(x.shape, x.dtype, x.device, len(weights) == 2, g is not x, needs_x, needs_weight,
                                    BACKWARD_VALUES, MAX_WORKERS)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_x else x
-    parts = torch.empty((num_workers, len(weights), 1, *x.shape[1:]), dtype=wide, device=x.device) \
-        if needs_weight else x
+    out = x.new_empty(x.shape) if needs_x else x
+    parts = x.new_empty((num_workers, len(weights), 1, *x.shape[1:]), dtype=wide) if needs_weight else x
     strides = x.stride(0), g.stride(0)
     given = [weights[0], weights[-1], grads[0], grads[-1], g]
     start.run([x, strides[0], *given, strides[1], out, parts], [x, *given], strides)
-    totals = parts.sum(0).to(x.dtype).unbind(0) if needs_weight else ()
+    if not needs_weight:
+        return out if needs_x else None, []
+    total = parts.sum(0)
+    total = total if total.dtype is x.dtype else total.to(x.dtype)
     # Not views: each is a gradient of its own.
-    return out if needs_x else None, [torch.ops.aten._unsafe_view(t, t.shape) for t in totals]
+    return out if needs_x else None, [t.data for t in total.unbind(0)]
 
 
 @lru_cache(maxsize=1024)
