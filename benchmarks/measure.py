@@ -21,8 +21,9 @@ from torch.profiler import ProfilerActivity, profile
 
 Step = Callable[[], Any]
 ROOT = Path(__file__).resolve().parents[1]
-#: Calls that are timed together on a GPU, at least: the first finds it idle, as none in a loop does.
-MIN_QUEUED = 4
+#: Milliseconds of calls that are timed together on a GPU, and their least number: the first finds it idle, as none in a
+#: loop does.
+QUEUED_MS, MIN_QUEUED = 30.0, 2
 
 
 def synchronize(device: str) -> None:
@@ -41,7 +42,7 @@ def first_call_ms(step: Step, device: str) -> float:
 
 
 def time_steps(steps: Mapping[str, Step], device: str, budget_s: float = 2.0, least: int = 5, most: int = 200,
-               queued_ms: float = 4.0) -> dict[str, list[tuple[float, float]]]:
+               queued_ms: float = QUEUED_MS) -> dict[str, list[tuple[float, float]]]:
     """Milliseconds per call of each step, and milliseconds of CPU time of all threads.
 
     The steps are called in turn, so that a busy moment of the machine hits all of them.

@@ -109,7 +109,10 @@ WITHOUT_MATRICES = [n for n in PROGRAMS if n not in ("columns", "columns-in-two"
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_values_and_gradients(name, dtype, device, launched):  # noqa: F811
-    check(PROGRAMS[name](), graph_for(device), dtype, device, slack=3)
+    # The sum is kept in half precision, and 40,000 products of it cancel to the one number of the matrix's gradient:
+    # their norm is 197, their sum 17.
+    cancels = name == "one-number" and dtype == torch.bfloat16
+    check(PROGRAMS[name](), graph_for(device), dtype, device, slack=3, tolerance=0.1 if cancels else None)
     assert launched  # float64 has no matrix products in kernels, and does not need any here
     assert name not in WITHOUT_MATRICES or not any("outer" in n for n in launched)
 
