@@ -54,6 +54,7 @@ class Workload:
     Attributes:
         graph: What the layers get: an ``edge_index`` or a prepared graph.
         net: The module, not wrapped.
+        leaves: The tensors that have gradients.
         captured: The step as a CUDA graph, of a provider that replays it.
     """
 
@@ -67,6 +68,7 @@ class Workload:
         self.inputs = [t.detach().requires_grad_(is_trained and case.needs_grad_x)
                        for t in (problem.x, *problem.node_data)]
         self.inputs += [t.detach().requires_grad_(is_trained and case.needs_grad_edges) for t in problem.edge_data]
+        self.leaves = [*self.inputs, *self.net.parameters()]
         self.optimizer = None
         if case.is_model:
             self.rows = problem.mask.nonzero().view(-1)  # an index that nobody has to wait for
@@ -85,9 +87,8 @@ class Workload:
 
     def backward(self) -> Tensor:
         """Forward and backward; the loss of a model, else the layer's output."""
-        for tensor in self.inputs:
+        for tensor in self.leaves:
             tensor.grad = None
-        self.net.zero_grad(set_to_none=True)
         out, problem = self.forward(), self.problem
         if problem.case.is_model:
             # The gradient of `out[rows]` sorts the rows, nine kernels in place of two.

@@ -6,6 +6,9 @@ partial results, so the loop needs no communication, and are merged once at the 
 are written). A piece that is a whole row writes the result, a piece of a cut row writes its carry to a workspace slot.
 Where edges come in tiles, all pieces do, and from the second tile on (``ADDS``) they merge with what is in the slot.
 
+Programs of one part of the features run side by side, as gathered rows of few features stay in cache; where edges have
+wide values of their own, which are read or written once, programs of one piece do.
+
 ``ONE_PIECE`` is a kernel with one program per piece. ``WORKERS`` has programs that take several: one each of the first
 pieces, as these may be long, and then up to ``ROUNDS - 1`` consecutive ones at a time, until there are none. Programs
 that run at the same time so read rows that lie close together, as long as there are few pieces per program. They hold
@@ -49,7 +52,7 @@ ONE_PIECE = '''
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=TABLES)
 def {name}({params}):
     pid = tl.program_id(0).to(tl.int64)
-    piece = pid % num_pieces
+    piece = {program}
 {tiles}
 {once}
 {piece}
@@ -60,7 +63,7 @@ WORKERS = '''
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=TABLES)
 def {name}({params}):
     pid = tl.program_id(0).to(tl.int64)
-    worker = pid % num_workers
+    worker = {program}
 {tiles}
 {once}
     rest = tl.maximum(num_pieces - num_workers, 0)
@@ -77,7 +80,7 @@ BLOCKS = '''
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=TABLES)
 def {name}({params}):
     pid = tl.program_id(0).to(tl.int64)
-    worker = pid % num_workers
+    worker = {program}
 {tiles}
 {once}
 {loop}

@@ -100,7 +100,7 @@ class LazyTensor(Tensor):
         first = args[0] if args and isinstance(args[0], LazyTensor) else None
         if first is not None and func in _BEYOND_VERSIONS:
             first.is_followed = True
-        args, kwargs = pytree.tree_map(_plain, (args, kwargs or {}))
+        args, kwargs = _without_lazy(args), _without_lazy(kwargs or {})
         made = dense.call(func, args, kwargs)
         if first is not None and made is first._value:  # as ``contiguous`` gives it, to whoever
             first.is_followed = True
@@ -113,7 +113,7 @@ class LazyTensor(Tensor):
         # What no torch function tells of, as ``set_``; down here no versions are counted.
         if func._schema.is_mutable and isinstance(args[0], LazyTensor):
             args[0].is_followed = True
-        args, kwargs = pytree.tree_map(_plain, (args, kwargs or {}))
+        args, kwargs = _without_lazy(args), _without_lazy(kwargs or {})
         return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -274,6 +274,23 @@ def _nothing() -> None:
 
 def _version_of(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
+
+
+def _without_lazy(value: Any) -> Any:
+    """``value``, arguments of a torch function or one of them, with plain tensors in place of lazy ones."""
+    kind = type(value)
+    if isinstance(value, LazyTensor):
+        return value.materialize()
+    if kind in _WITHOUT_PARTS:
+        return value
+    if kind is tuple or kind is list:
+        return kind([_without_lazy(v) for v in value])
+    if kind is dict:
+        return {k: _without_lazy(v) for k, v in value.items()}
+    return pytree.tree_map(_plain, value)  # of other containers, at fifty times the time
+
+
+_WITHOUT_PARTS = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, type(None), torch.dtype, torch.device})
 
 
 def _plain(value: Any) -> Any:

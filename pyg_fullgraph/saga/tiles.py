@@ -326,9 +326,13 @@ class Tile:
 
     # --- text -------------------------------------------------------------------------------------------------------
 
-    def lines(self, programs: str) -> list[str]:
-        """Lines that find this program's part of each axis, where ``programs`` share a part."""
-        lines = [f"tile = pid // {programs}"] if self.split else []
+    def lines(self, programs: str, is_first: bool = False) -> list[str]:
+        """Lines that find this program's part of each axis, where ``programs`` share a part.
+
+        ``is_first`` says that the parts come first, and so run side by side.
+        """
+        tile = f"pid % {self.num_programs}" if is_first else f"pid // {programs}"
+        lines = [f"tile = {tile}"] if self.split else []
         for axis in self.split:
             lines += [f"{self._part(axis)} = (tile % {self._num_blocks(axis)}).to(tl.int32)",
                       f"tile = tile // {self._num_blocks(axis)}"]
