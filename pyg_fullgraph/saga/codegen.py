@@ -300,8 +300,8 @@ class _Generator:
         starts = self._starts(self.reducers, is_merged=False)
         piece = _fill(skeletons.PIECE, before=_indent(self.emitter.row_lines + starts + ahead, 0))
         # Next to sums over all edges few programs fit on a multiprocessor: the blocks to come are read ahead, into
-        # shared memory. Loops without such sums are slower for it, and those that write edge values hold too much. Where
-        # edges have wide values to read, which come from memory and no cache, it takes 0.92 to 0.95 of the time.
+        # shared memory. Loops without such sums are slower for it, and those that write edge values hold too much. But
+        # where edges have wide values to read, which come from memory and no cache, it takes 0.92 to 0.95 of the time.
         for_totals = bool(self.totals) and not self.edges
         is_ahead = not self.tile.has_products and (for_totals or self._reads_wide_edges)
         how = ("tl.range", f", num_stages={STAGES}") if is_ahead else ("range", "")
