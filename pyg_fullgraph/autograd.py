@@ -572,7 +572,7 @@ class Ways:
     """The ways of programs on graphs of one size, with plain tensors of one shape, dtype and device per input."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, tuple[Way, EdgeProgram]] = {}  # programs are kept for their ids
+        self._known: dict[Any, Way] = {}
 
     def run(self, program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """As :func:`run`, where ``program`` is always given its inputs in the same order, tensors that
@@ -580,11 +580,11 @@ class Ways:
         """
         given = tensors.values()
         held = [*map(id, given)]
-        key = id(program), torch.is_grad_enabled(), *map(_needs_grad, given), *map(held.index, held)
-        known = self._known.get(key)
-        if known is None:
-            known = self._known[key] = Way.of(program, graph, tensors), program
-        return known[0].run(graph, tensors)
+        key = program.digest, torch.is_grad_enabled(), *map(_needs_grad, given), *map(held.index, held)
+        way = self._known.get(key)
+        if way is None:
+            way = self._known[key] = Way.of(program, graph, tensors)
+        return way.run(graph, tensors)
 
 
 def _merge_inputs(program: EdgeProgram,

@@ -407,7 +407,7 @@ class Watch:
                 _check(*map(type, modules))  # what other code reads is not followed here
                 self._views += [_View(m, vars(m), None, _MODULE_HOOKS) for m in modules]
         # Nothing that a layer lets go of is kept alive here.
-        self._looks = [(weakref.ref(t), t.shape, t.dtype, t.device) for _, t in initialized(conv, names)]
+        self._looks = [(weakref.ref(t), _look_of(t)) for _, t in initialized(conv, names)]
         if any(is_lazy(t) for _, m in submodules(conv) for t in (*m._parameters.values(), *m._buffers.values())):
             raise _UnwatchedError()
 
@@ -426,7 +426,7 @@ class Watch:
 
     def has(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is a parameter or buffer that is watched."""
-        return any(ref() is tensor for ref, *_ in self._looks)
+        return any(ref() is tensor for ref, _ in self._looks)
 
     def holds(self, conv: Module) -> bool:
         """Whether everything is as it was."""
@@ -442,9 +442,9 @@ class Watch:
         for view in self._views:
             if not view.holds(conv):
                 return False
-        for ref, shape, dtype, device in self._looks:
+        for ref, look in self._looks:
             t = ref()
-            if t is None or t.shape != shape or t.dtype is not dtype or t.device != device:
+            if t is None or _look_of(t) != look:
                 return False
         for function, cells in self._cells:
             known = _cells(function)
@@ -453,6 +453,7 @@ class Watch:
         return True
 
 
+_look_of: Callable[[Tensor], tuple[Any, ...]] = operator.attrgetter("shape", "dtype", "device")
 #: How to get some things of an object, the object, and what they were.
 _Fact = tuple[Callable[[Any], tuple[Any, ...]], Any, tuple[Any, ...]]
 
