@@ -360,13 +360,12 @@ def _run_stage(stage: Stage, phase: EdgePhase, call: Callable[..., Sequence[Tens
     return call(phase, graph, like, [env[n] for n in phase.inputs])
 
 
+_needs_grad: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
+
+
 def _call(phase: EdgePhase, graph: Graph, like: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        return _apply_phase(phase, graph, like, *tensors)
-    return _infer(phase, graph, like, tensors)
-
-
-def _infer(phase: EdgePhase, graph: Graph, like: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    if torch.is_grad_enabled() and any(map(_needs_grad, tensors)):
+        return cast("tuple[Tensor, ...]", _apply_phase(phase, graph, like, *tensors))
     if (like.dtype, like.device) not in phase.forwards:
         phase.forwards.add((like.dtype, like.device))
         ahead.begin(phase, graph, like, tensors)
@@ -462,7 +461,6 @@ class Way:
         sole = self._compiled.sole if self.is_whole and not self._draws else None
         self._sole = None if sole is None or self._scalar is None else \
             (sole, self._scalar, tuple(n.name for n in sole.inputs))
-        self._trains = sole is not None and has_grad and any(given[n].requires_grad for n in sole.inputs)
         self._steady = tuple(n for n in filled.inputs
                              if n.is_row and n in floating and not floating[n].requires_grad)
 
@@ -506,10 +504,7 @@ class Way:
         taken(graph)
         if self._sole is not None and not (_observers or (self._steady and reuse.is_on())):  # in most calls
             phase, scalar, names = self._sole
-            values = [tensors[name] for name in names]
-            if self._trains:
-                return cast("tuple[Tensor, ...]", _apply_phase(phase, graph, scalar, *values))
-            return tuple(_infer(phase, graph, scalar, values))
+            return tuple(_call(phase, graph, scalar, [tensors[name] for name in names]))
         compiled, unchanged = self._compiled, _NONE
         if self._draws:
             env = {n: graph.draw_seed() if (t := tensors.get(name)) is None else t for n, name in self._inputs}
@@ -563,9 +558,6 @@ class Way:
 
 
 _way = lru_cache(maxsize=1024)(Way)
-
-
-_needs_grad = operator.attrgetter("requires_grad")
 
 
 class Ways:

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,22 +63,23 @@ def test_interpreted(part):
     assert " passed" in done.stdout, done.stdout[-2000:]
 
 
-class PoisonedTorch:
-    """torch, but `empty` is full of NaN, and of ids that are nowhere valid."""
+def _poisoning(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`make`, whose tensors are full of NaN, or of ids that are nowhere valid."""
+    def made(*args: Any, **options: Any) -> torch.Tensor:
+        tensor = make(*args, **options)
+        if tensor.is_floating_point() or tensor.dtype in (torch.int32, torch.int64):
+            tensor.fill_(float("nan") if tensor.is_floating_point() else -77)
+        return tensor
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-    @staticmethod
-    def empty(*args: Any, **options: Any) -> torch.Tensor:
-        made = torch.empty(*args, **options)
-        return made.fill_(float("nan") if made.is_floating_point() else -77)
+    return made
 
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
     """Every element of every result is written: what is not stays NaN."""
-    monkeypatch.setattr(execution, "torch", PoisonedTorch())
+    monkeypatch.setattr(torch, "empty", _poisoning(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", _poisoning(torch.empty_like))
+    monkeypatch.setattr(torch.Tensor, "new_empty", _poisoning(torch.Tensor.new_empty), raising=False)
 
 
 @pytest.fixture

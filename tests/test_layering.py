@@ -26,6 +26,7 @@ LAYERS = (
     "triton_kernels",
     "pyg_fullgraph._version",
     "pyg_fullgraph.errors",
+    "pyg_fullgraph.functions",
     "pyg_fullgraph.columns",
     "pyg_fullgraph.dense",
     "pyg_fullgraph.memo",

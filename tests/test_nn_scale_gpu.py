@@ -87,7 +87,9 @@ def test_conv(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_fused()
     off = {k: error(v, want[k]) for k, v in first.items()}
     assert set(off) >= set(want)
-    wrong = {k: (e, eager[k]) for k, e in off.items() if e > max(1e-5, 2 * eager.get(k, 0))}
+    # Which of two edges has a maximum float32 may decide otherwise: how often it does is chance, for eager PyG as well.
+    factor = 4 if getattr(fused, "aggr", None) == "max" else 2
+    wrong = {k: (e, eager[k]) for k, e in off.items() if e > max(1e-5, factor * eager.get(k, 0))}
     assert not wrong, wrong
 
     torch.cuda.memory._record_memory_history(enabled="all", context=None, max_entries=1_000_000)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_kernels import GPU, INTERPRETER, PoisonedTorch
+from test_kernels import GPU, INTERPRETER, poisoned  # noqa: F401
 from test_segment import check_schedule
 
 import pyg_fullgraph as pfg
@@ -30,16 +30,9 @@ def check(degree, max_piece, device, dtype=torch.int32):
         assert (torch.equal(a, b) and a.dtype == b.dtype) if isinstance(b, torch.Tensor) else a == b, name
 
 
-@pytest.fixture
-def poisoned(monkeypatch):
-    """Every number of every result is written: what is not stays an id that is nowhere valid."""
-    monkeypatch.setattr(pieces, "torch", PoisonedTorch())
-    monkeypatch.setattr(segment, "torch", PoisonedTorch())
-
-
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
 @pytest.mark.parametrize("max_piece", [1, 2, 4, 1000, 2**31 - 1])
-def test_kernels_are_their_twin(max_piece, device, poisoned):
+def test_kernels_are_their_twin(max_piece, device):
     for degree in DEGREES:
         for dtype in (torch.int32, torch.int64):
             check(degree, max_piece, device, dtype)

@@ -29,6 +29,15 @@ def eager(monkeypatch):
     target_of = execution.target_of
     for module in (autograd, phases):
         monkeypatch.setattr(module, "target_of", lambda device: EAGER if target_of(device) is KERNELS else CHUNKS)
+    _forget()
+    yield
+    _forget()
+
+
+def _forget():
+    """Phases keep the plans of their devices, and programs their phases."""
+    for cached in (phases._phase_of, phases.compile_program, autograd._way):
+        cached.cache_clear()
 
 
 def backward_plan(name):
