@@ -116,6 +116,16 @@ def weighted_edges() -> EdgeProgram:
     return EdgeProgram((Output("sum", ir.pointwise("mul", weight, value)),))
 
 
+def wide_edges(heads: int, features: int) -> EdgeProgram:
+    """Attention by dot products over sources and values of edges, which are as wide."""
+    shape = (heads, features)
+    query, key, value = ir.input("query", DST, shape), ir.input("key", SRC, shape), ir.input("value", SRC, shape)
+    edges = ir.input("edges", EDGE, shape)
+    score = ir.reduce_features("sum", ir.pointwise("mul", query, ir.pointwise("add", key, edges)), (1,), True)
+    weight = ir.softmax(ir.pointwise("mul", score, ir.const(features ** -0.5, (1, 1))))
+    return EdgeProgram((Output("sum", ir.pointwise("mul", weight, ir.pointwise("add", value, edges))),))
+
+
 def one_sided() -> EdgeProgram:
     """Values that need no edge, reduced and written as if they did."""
     x, y, w = ir.input("x", SRC, (WIDTH,)), ir.input("y", DST, (WIDTH,)), ir.input("w", Domain.PARAM, (WIDTH,))
@@ -303,6 +313,7 @@ WIDE_CASES: dict[str, Callable[[], EdgeProgram]] = {
                                                        "edge_attr": spec(EDGE, 64)}),
     "gatv2-edge-128": gatv2(128, 2, edge_dim=3),
     "transformer-edge-32": weighted_edges,
+    "wide-edges": lambda: wide_edges(8, 64),
     "nn-16": Layer(lambda: pyg.NNConv(16, 16, nn.Linear(1, 256)), "sum", {"x_j": spec(SRC, 16),
                                                                          "edge_attr": spec(EDGE, 1)}),
 }

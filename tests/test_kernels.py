@@ -22,7 +22,7 @@ from tiled import TiledOrder, run_in_tiles, ties
 
 import zoo
 from oracle import check, gradients, program_of, random_case
-from programs import CASES, DST, EDGE, MORE_CASES, SRC, make_tensors
+from programs import CASES, DST, EDGE, MORE_CASES, SRC, make_tensors, wide_edges
 from pyg_fullgraph import chunks, execution, launches, phases
 from pyg_fullgraph.autograd import run
 from pyg_fullgraph.edge_order import schedule_tiles
@@ -113,6 +113,20 @@ def test_results_and_gradients(name, variant, device, monkeypatch, only_kernels)
     if is_long:
         monkeypatch.setattr(segment, "INT32_MAX", -1)
     check(program_of(name), graph_for(device), dtype, device)
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@pytest.mark.parametrize("max_piece", [4, 512])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
+def test_wide_values_of_edges(dtype, max_piece, device, monkeypatch, only_kernels):
+    """Parts of their features side by side, and the blocks to come read ahead; slices as wide as a program holds."""
+    monkeypatch.setattr(execution, "MAX_PIECE", max_piece)
+    sources, load = [], launch.load
+    monkeypatch.setattr(launch, "load", lambda source: sources.append(source) or load(source))
+    check(wide_edges(8, 64), graph_for(device), dtype, device)
+    split = [s for s in sources if "tile = pid" in s]
+    assert split and all("piece = pid // " in s for s in split)
+    assert any("num_stages=" in s for s in split)
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
