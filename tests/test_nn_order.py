@@ -178,3 +178,12 @@ def test_a_hook_may_keep_what_it_sees():
         torch.optim.SGD(layer.parameters(), lr=0.1).step()
         kept.append(seen[0].mean())
     torch.testing.assert_close(*kept)
+
+
+def test_a_traced_module_in_a_layer():
+    """Its class has no forward; it may do anything to a tensor, so that nothing waits."""
+    traced = torch.jit.trace(torch.nn.Linear(6, 4), torch.randn(3, 6))
+    plain, fused = pyg_nn.GINConv(traced), fused_nn.GINConv(traced)
+    x, edge_index = torch.randn(20, 6), torch.randint(0, 20, (2, 60))
+    for _ in range(5):
+        torch.testing.assert_close(fused(x, edge_index), plain(x, edge_index))

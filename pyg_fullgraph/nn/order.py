@@ -131,7 +131,7 @@ def _asks_torch(module: Module) -> bool:
     """
     fields = vars(module)
     return not (any(_hooks_of(fields)) or "forward" in fields) and module._compiled_call_impl is None and \
-        _is_library(type(module).forward)
+        _is_library(getattr(type(module), "forward", None))  # a traced module's is on the instance alone
 
 
 _hooks_of = operator.itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
