@@ -26,7 +26,7 @@ from pyg_fullgraph.chunks import as_dtype, compute_dtype, scalar_of
 from pyg_fullgraph.edge_order import EdgeOrder
 from pyg_fullgraph.errors import DoubleBackwardError, ForwardModeError, FunctionTransformError, InputError
 from pyg_fullgraph.execution import target_of
-from pyg_fullgraph.functions import applying
+from pyg_fullgraph.functions import applying, is_of_transform
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.memo import taken
 from pyg_fullgraph.phases import CompiledProgram, EdgePhase, Orders, compile_program, has_long_rows, own, stores_half
@@ -277,9 +277,6 @@ def observing() -> Iterator[list[Run]]:
         _observers[:] = [s for s in _observers if s is not seen]
 
 
-_is_of_transform = torch._C._functorch.is_functorch_wrapped_tensor
-
-
 def check_derivatives(tensors: Iterable[Tensor]) -> None:
     """Refuse tensors of derivatives that there are none of here.
 
@@ -289,7 +286,7 @@ def check_derivatives(tensors: Iterable[Tensor]) -> None:
     """
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise ForwardModeError()
-    if any(map(_is_of_transform, tensors)):
+    if any(map(is_of_transform, tensors)):
         raise FunctionTransformError()
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from pyg_fullgraph.functions import applying
+from pyg_fullgraph.functions import applying, is_of_transform
 from triton_kernels import columns as kernels
 from triton_kernels import dense, reference
 
@@ -54,10 +54,7 @@ def takes(bias: Any, shape: tuple[int, ...], *others: Any) -> bool:
 
 def has_transform(tensors: tuple[Tensor, ...]) -> bool:
     """Whether forward mode or a transform of ``torch.func`` is at work, which torch's operations know."""
-    return forward_ad._current_level >= 0 or any(map(_is_of_transform, tensors))
-
-
-_is_of_transform = torch._C._functorch.is_functorch_wrapped_tensor
+    return forward_ad._current_level >= 0 or any(map(is_of_transform, tensors))
 
 
 def add(x: Tensor, y: Tensor) -> Tensor:

@@ -146,16 +146,8 @@ def run_again(plan: Plan, incoming: Order, outgoing: Order | None, env: Mapping[
     order = incoming if sweep.rows is Domain.DST else outgoing
     if not isinstance(order, EdgeOrder):
         return None
-    key = _run_key(sweep, like, plan.exact)
-    prepared = order._cache.get(key)
-    if prepared is None:
-        return None
-    try:
-        made = prepared.run(order, env.__getitem__, None)
-    except OutOfResources:
-        order._cache.pop(key, None)
-        return None
-    return [made[r] for r in plan.results]
+    made = _run_prepared(sweep, order, env.__getitem__, like, plan.exact)
+    return None if made is None else [made[r] for r in plan.results]
 
 
 # --- vertex steps ---------------------------------------------------------------------------------------------------
@@ -290,13 +282,9 @@ def run_sweep(sweep: Sweep, order: EdgeOrder, leaf: chunks.Leaf, like: Tensor, e
         staging: The order that a kernel puts the edge values in which it hands to other sweeps; the user's without one.
     """
     if not (events.is_recording() or tune.is_enabled(like.device)):  # in most calls
-        key = _run_key(sweep, like, exact)
-        prepared = order._cache.get(key)
-        if prepared is not None:
-            try:
-                return _handed(sweep, prepared.run(order, leaf, staging), staging)
-            except OutOfResources:
-                order._cache.pop(key, None)
+        made = _run_prepared(sweep, order, leaf, like, exact, staging)
+        if made is not None:
+            return _handed(sweep, made, staging)
     if not sweep.is_bare and not _finishes(sweep, order, like):
         return _finish_after(sweep, leaf, like, exact, lambda known: run_sweep(sweep.bare, order, leaf, like, known))
     while (kernel := _kernel_for(sweep, like, order)) is not None:
@@ -308,6 +296,21 @@ def run_sweep(sweep: Sweep, order: EdgeOrder, leaf: chunks.Leaf, like: Tensor, e
             if not sweep.is_bare:
                 return run_sweep(sweep, order, leaf, like, exact)
     return chunks.run_sweep(sweep, order, leaf, like, exact)
+
+
+def _run_prepared(sweep: Sweep, order: EdgeOrder, leaf: chunks.Leaf, like: Tensor, exact: frozenset[Node],
+                  staging: EdgeOrder | None = None) -> dict[Node, Tensor] | None:
+    """The results of what ran ``sweep`` on these edges before; None without such a kernel, or if it fits no more."""
+    key = _run_key(sweep, like, exact)
+    prepared = order._cache.get(key)
+    if prepared is None:
+        return None
+    try:
+        made: dict[Node, Tensor] = prepared.run(order, leaf, staging)
+        return made
+    except OutOfResources:
+        order._cache.pop(key, None)
+        return None
 
 
 def _run_key(sweep: Sweep, like: Tensor, exact: frozenset[Node]) -> object:

@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-__all__ = ["applying"]
+__all__ = ["applying", "is_of_transform"]
+
+#: Whether a tensor is one of a transform of ``torch.func``.
+is_of_transform: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def applying(function: type[Function]) -> Callable[..., Any]:

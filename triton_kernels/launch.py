@@ -111,7 +111,7 @@ class Launch:
         self._index = device.index if device.type == "cuda" else None
         # Of a tensor Triton asks the driver where it is.
         self.addresses = tuple(a.data_ptr() if isinstance(a, torch.Tensor) and device.type == "cuda" else a
-                                for a in fixed)
+                               for a in fixed)
         self._known = self._find_known() if device.type != "meta" else None
 
     @classmethod
