@@ -30,7 +30,8 @@ from pyg_fullgraph import columns
 from pyg_fullgraph.functions import applying
 from triton_kernels import dense
 
-__all__ = ["Products", "call", "in_layer", "linear", "matmul", "padded", "use_tensor_cores"]
+__all__ = ["Products", "added", "call", "in_layer", "linear", "matmul", "padded", "takes",
+           "use_tensor_cores"]
 
 #: Multiplications (rows x widths) from which a product is taken: torch needs about 0.1 ms for as many on an H200, twice
 #: what two launches from Python take longer than its one.
@@ -67,9 +68,25 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         weight: ``[N, K]``, of any strides.
         bias: ``[N]``.
     """
-    if _is_on and _is_taken(x, weight, bias):
+    if takes(x, weight, bias):
         return _linear(x, weight, bias, True)
     return _linear(x, weight, bias, False) if _is_summed(x, weight, bias) else F.linear(x, weight, bias)
+
+
+def added(total: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+    """``total + x weight^T + bias`` by one kernel, differentiable; None where product or sum are none for our kernels.
+
+    Args:
+        total: ``[..., N]``.
+        x: ``[..., K]``.
+        weight: ``[N, K]``, of any strides.
+        bias: ``[N]``.
+    """
+    if not (takes(x, weight, bias) and type(total) in _PLAIN and not torch.compiler.is_compiling()):
+        return None
+    fits = total.dtype == torch.float32 and total.device == x.device and total.is_contiguous() and \
+        total.shape == (*x.shape[:-1], weight.shape[0]) and not columns.has_transform((total,))
+    return _linear(x, weight, bias, True, total) if fits else None
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -80,7 +97,7 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             x, weight = wide, F.pad(weight, (0, 0, 0, wide.shape[1] - weight.shape[0]))
         if bias is not None:
             return linear(x, weight.t(), bias)
-        if _is_on and _is_taken(x, weight.t(), None):
+        if takes(x, weight.t(), None):
             return _linear(x, weight.t(), None, True)
     y = x @ weight
     return y if bias is None else y + bias
@@ -137,9 +154,9 @@ def _is_wanted(device: torch.device) -> bool:
         not torch.is_autocast_enabled(device.type)
 
 
-def _is_taken(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether a product is one for our kernels; cheap questions first."""
-    if not (type(x) in _PLAIN and type(weight) in _PLAIN and x.dim() >= 2 and weight.dim() == 2):
+def takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether a product as of :func:`linear` is one for our kernels; cheap questions first."""
+    if not (_is_on and type(x) in _PLAIN and type(weight) in _PLAIN and x.dim() >= 2 and weight.dim() == 2):
         return False
     num_out, num_in = weight.shape
     given = (x, weight) if bias is None else (x, weight, bias)
@@ -163,15 +180,18 @@ def _has_kernels(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, is_ours: bool) -> Tensor:
-    """By our kernels; or by torch, but for the gradient of the bias, and then no compiler is at work."""
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, is_ours: bool, total: Tensor | None = None) -> Tensor:
+    """By our kernels, with ``total`` added; or by torch, but for the gradient of the bias, and then no compiler is at
+    work.
+    """
+    total = total if total is None else _rows(total)
     if is_ours and torch.compiler.is_compiling():
         y = linear_operator(_rows(x), weight, bias)
     elif is_ours and (forward := _running.mode) is not None and forward.has_chains and _is_chained(x, weight):
-        y, stand_in = _apply_linear(forward.stand_in(x), weight, bias, True, True)
+        y, stand_in = _apply_linear(forward.stand_in(x), weight, bias, total, True, True)
         forward.returned(x, stand_in)
     else:
-        y = _apply_linear(_rows(x), weight, bias, is_ours, False)
+        y = _apply_linear(_rows(x), weight, bias, total, is_ours, False)
     return y.view(*x.shape[:-1], weight.shape[0]) if x.dim() != 2 else y
 
 
@@ -210,25 +230,26 @@ def _gradients(g: Tensor, x: Tensor | None, weight: Tensor | None, needs: Sequen
 
 
 class _Linear(torch.autograd.Function):
-    """The product of plain tensors; the operator below costs several times its overhead."""
+    """The product of plain tensors, and what is added to it; the operator below costs several times its overhead."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, is_ours: bool,
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor | None, is_ours: bool,
                 is_chained: bool) -> Tensor | tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         # As torch does: what is not read may be written to, or freed, before backward.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
         ctx.is_ours = is_ours
-        y = dense.product(x, weight, bias) if is_ours else F.linear(x, weight, bias)
+        y = dense.product(x, weight, bias, total) if is_ours else F.linear(x, weight, bias)
         return (y, x) if is_chained else y
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None, add: Tensor | None = None) -> tuple[Tensor | None, ...]:
         if g is None:  # only later products are asked for, and what is saved may be gone
-            return add, None, None, None, None
+            return add, None, None, None, None, None
         (x, weight), needs = ctx.saved_tensors, ctx.needs_input_grad
         # Gradients may be differentiated themselves, by torch.
-        return *_gradients(g, x, weight, needs[:3], ctx.is_ours and not torch.is_grad_enabled(), add), None, None
+        made = _gradients(g, x, weight, needs[:3], ctx.is_ours and not torch.is_grad_enabled(), add)
+        return *made, g if needs[3] else None, None, None
 
 
 _apply_linear = applying(_Linear)
@@ -297,7 +318,7 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x, weight, bias = args[1], args[2].t(), args[0]
     else:
         return func(*args, **kwargs)
-    if _is_on and _is_taken(x, weight, bias):
+    if takes(x, weight, bias):
         return _linear(x, weight, bias, True)
     return _linear(x, weight, bias, False) if _is_summed(x, weight, bias) else func(*args, **kwargs)
 

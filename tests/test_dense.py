@@ -301,11 +301,38 @@ def test_layers(name, device, taken):
         assert max(error(g, w) for g, w in zip(got, want, strict=True)) < 1e-5
         kinds = [kind for kind, *_ in taken]
         num_linear = {"sage": 2, "sage_wide": 2, "transformer": 4, "gatv2": 3, "res_gated": 4, "gat_res": 2}
-        # All but one of the gradients of the same features; the wide layer sums first.
+        # One result in layers with several maps, and all but one of the gradients of the same features; the wide layer
+        # sums first.
         num_added = num_linear.get(name, 1) - 1 if name != "sage_wide" else 0
+        num_added += name in num_linear
         assert kinds.count("gradient") == num_linear.get(name, 1)
         assert kinds.count("added") == num_added
         assert kinds.count("product") == 2 * num_linear.get(name, 1) - num_added
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@pytest.mark.parametrize("is_large", [False, True], ids=["small", "large"])
+@pytest.mark.parametrize("name", ["sage", "sage_wide", "transformer", "gatv2", "gat_res", "res_gated", "beta"])
+def test_a_map_that_is_added_is_one_kernel(name, is_large, device, taken, monkeypatch):
+    """Where no sweep adds it, and nobody else asks for it or looks at it."""
+    if is_large:  # enough numbers for sums that wait for what is added to them
+        monkeypatch.setattr(columns, "MIN_NUMBERS", 1)
+    monkeypatch.setitem(LAYERS, "beta", lambda: pfg.nn.TransformerConv(12, 4, heads=2, beta=True))
+    layer, x, edge_index = layer_case(name, device)
+    wide, wide_x, _ = layer_case(name, device)
+    with torch.no_grad():
+        want = wide.double()(wide_x.detach().double(), edge_index)
+        for _ in range(5):
+            taken.clear()
+            assert error(layer(x, edge_index), want) < 1e-5
+            kinds = [kind for kind, *_ in taken]
+            assert kinds.count("added") == (0 if name == "beta" or (name == "res_gated" and is_large) else 1)
+        names = {"sage": "lin_r", "sage_wide": "lin_r", "gatv2": "res", "gat_res": "res"}
+        seen = []
+        getattr(layer, names.get(name, "lin_skip")).register_forward_hook(lambda module, args, out: seen.append(out))
+        taken.clear()
+        assert error(layer(x, edge_index), want) < 1e-5
+    assert [type(out) for out in seen] == [torch.Tensor] and "added" not in [kind for kind, *_ in taken]
 
 
 PER_EDGE = {

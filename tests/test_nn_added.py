@@ -388,13 +388,15 @@ def test_factors_in_rows_without_edges_and_cut_rows(count, device):
 def test_forwards_that_have_sums():
     classes = [getattr(pyg_nn.conv, name) for name in pyg_nn.conv.__all__]
     found = {c.__name__ for c in classes if "forward" in vars(c) and order.code_with_sums(c.forward) is not None}
-    assert {"GINConv", "GINEConv"} <= found
+    assert {"GINConv", "GINEConv", "SAGEConv", "GraphConv", "TransformerConv", "GATConv"} <= found
     total, a, b = normal(3, 2), normal(1, seed=1), normal(3, 2, seed=2)
     assert (order.plus(total, a, b) == total + a * b).all()
-    plain = pyg_nn.GINConv.forward.__code__
-    code = order.code_with_sums(pyg_nn.GINConv.forward)
-    assert (code.co_filename, code.co_firstlineno, code.co_name) == \
-        (plain.co_filename, plain.co_firstlineno, plain.co_name) and order.NAME in code.co_names
+    for cls, calls in ((pyg_nn.GINConv, {"_fullgraph_plus"}), (pyg_nn.SAGEConv, {"_fullgraph_plus_map"}),
+                       (pyg_nn.TransformerConv, {"_fullgraph_plus", "_fullgraph_later"})):
+        plain, code = cls.forward.__code__, order.code_with_sums(cls.forward)
+        assert (code.co_filename, code.co_firstlineno, code.co_name) == \
+            (plain.co_filename, plain.co_firstlineno, plain.co_name)
+        assert calls == order.CALLS.keys() & set(code.co_names)
 
 
 class Given(torch.nn.Module):

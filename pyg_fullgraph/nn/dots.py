@@ -21,7 +21,7 @@ from pyg_fullgraph import dots
 from pyg_fullgraph.nn.lazy import DeferredTensor, EdgeExpr, Returned, unseen
 from pyg_fullgraph.nn.rewriting import Rewriter, rewritten
 
-__all__ = ["NAME", "code_with_dots", "computed", "dot"]
+__all__ = ["NAME", "Scores", "code_with_dots", "computed", "dot"]
 
 #: Name of :func:`dot` in the globals of rewritten forwards.
 NAME = "_fullgraph_dot"
@@ -98,10 +98,10 @@ def _replaced(value: Any, made: Mapping[int, Tensor]) -> Any:
 
 def code_with_dots(function: types.FunctionType) -> types.CodeType | None:
     """The code of a ``forward`` written in PyG with calls of :func:`dot`, None without any (see :func:`rewritten`)."""
-    return rewritten(function, _Products()) if "sum" in function.__code__.co_names else None
+    return rewritten(function, Scores()) if "sum" in function.__code__.co_names else None
 
 
-class _Products(Rewriter):
+class Scores(Rewriter):
     """Puts ``dot(a, b)`` in the place of ``(a * b).sum(dim=-1)``."""
 
     def visit_Call(self, node: ast.Call) -> ast.AST:

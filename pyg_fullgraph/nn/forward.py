@@ -89,14 +89,14 @@ def _over_ours(function: types.FunctionType) -> Any:
     return made
 
 
-def _with_sums(forward: Any) -> Any:
-    """``forward``, or a copy of it with calls of :func:`order.plus`."""
-    code = order.code_with_sums(forward) if isinstance(forward, types.FunctionType) else None
+def _with_sums(forward: Any, original: Any) -> Any:
+    """``forward``, which is ``original`` or made of it, or a copy of it with calls of :data:`order.CALLS`."""
+    code = order.code_with_sums(original, dots.Scores()) if isinstance(original, types.FunctionType) else None
     if code is None:
         return forward
     made: Any = rebind(forward, {})
     made.__code__ = code
-    made.__globals__[order.NAME] = order.plus
+    made.__globals__.update({**order.CALLS, dots.NAME: dots.dot})
     return made
 
 
@@ -125,7 +125,7 @@ def _wrapped(forward: Any, original: Any, is_lazy: bool) -> Any:
     # The globals of what is returned are PyG's, so what it names of ours is bound here.
     is_compiling, takes, can_fuse, as_operator, products, running = torch.compiler.is_compiling, compiled.takes, \
         compiled.can_fuse, compiled.call, dense.in_layer, order.running
-    eager, has_chains = _with_sums(forward), order.has_chains
+    eager, has_chains = _with_sums(forward, original), order.has_chains
 
     def explained(self: Any, *args: Any, **kwargs: Any) -> Any:
         outer = running.layer, running.may_wait

@@ -8,7 +8,8 @@ where nothing came of it in its first calls is left alone from then on.
 
 A bias, and features of the targets, that are added to a large sum or mean are added where kernels write it; to a sum of
 softmax weights a bias, after its heads became one dimension. In copies of forwards that add features times a factor, as
-GINConv does, both operations are one call of :func:`plus`.
+GINConv does, both operations are one call of :func:`plus`; in those that add a linear map, as SAGEConv and
+TransformerConv do, the kernel of the product adds it (:func:`plus_map`, :func:`later`).
 
 Only forwards written in PyG are treated so: they write to nothing between the calls.
 """
@@ -24,14 +25,15 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules import module as modules
+from torch_geometric.nn import Linear as PyGLinear
 from torch_geometric.nn.conv import MessagePassing as PyGMessagePassing
 
 from pyg_fullgraph import columns, debug, dense, reuse
@@ -43,11 +45,9 @@ from pyg_fullgraph.nn.rewriting import Rewriter, rewritten
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output
 
-__all__ = ["NAME", "LinearExpr", "SummedExpr", "code_with_sums", "has_chains", "has_update", "is_closed", "is_open",
-           "opened", "plus", "running", "settle", "sum_later"]
+__all__ = ["CALLS", "LinearExpr", "SummedExpr", "code_with_sums", "has_chains", "has_update", "is_closed", "is_open",
+           "later", "opened", "plus", "plus_map", "running", "settle", "sum_later"]
 
-#: Name of :func:`plus` in the globals of rewritten forwards.
-NAME = "_fullgraph_plus"
 _PLAIN = (Tensor, torch.nn.Parameter)
 _PLAIN_SET = frozenset(_PLAIN)
 #: Layers where keeping linear maps open was of use, and the number of calls of those where it was not so far.
@@ -193,11 +193,20 @@ class _Open(DeferredTensor):
                 return made
         if func in _ADD and len(args) == 2 and not kwargs:
             for total, other in (args, args[::-1]):
-                if isinstance(total, (SummedExpr, AddedExpr)) and isinstance(other, Tensor):
-                    made = total.plus(other.materialize() if isinstance(other, LazyTensor) else other)
-                    if made is not None:
-                        return made
+                made = _sum(total, other)
+                if made is not None:
+                    return made
         return super().__torch_function__(func, types, args, kwargs)
+
+
+def _sum(total: Any, other: Any) -> Tensor | None:
+    """The sum of both, if the kernel that makes one of them can add the other."""
+    if isinstance(total, (SummedExpr, AddedExpr)) and total.waits and isinstance(other, Tensor) and \
+            (total.takes_rows or type(other) is not LinearExpr):
+        return total.plus(other.materialize() if isinstance(other, LazyTensor) else other)
+    if type(other) is LinearExpr and other.is_open and (type(total) in _PLAIN or isinstance(total, _Open)):
+        return other.added_to(total.materialize() if isinstance(total, _Open) else total)
+    return None
 
 
 class Features(_Open):
@@ -238,6 +247,11 @@ class LinearExpr(_Open):
 
     def compute(self) -> Tensor:
         return dense.linear(self.x, self.weight, self.bias)
+
+    def added_to(self, total: Tensor) -> Tensor | None:
+        """The sum of both by one kernel, if there is one for it; this is then still not computed."""
+        self.check_unchanged()
+        return dense.added(total, self.x, self.weight, self.bias)
 
     def write_out(self, layer: Module, graph: Graph, place: str, dim: int) -> bool:
         """Whether it may pay to sum first; then :attr:`node` is the product as a source expression of :attr:`tensors`.
@@ -356,17 +370,26 @@ class SummedExpr(_Open):
         narrows = weight.dtype == self.known_dtype and weight.shape[0] < weight.shape[1] == self.known_shape[1]
         return LinearOfSum(self, weight, bias) if self.opens and narrows and self._value is None else None
 
+    @property
+    def takes_rows(self) -> bool:
+        """Whether features may be added: they may be so much larger that the sum is lost in what backward reads of it,
+        which it does of sums of softmax weights.
+        """
+        return not _has_softmax(self.program)
+
+    @property
+    def waits(self) -> bool:
+        """Whether something may be added where this is computed."""
+        return self.can_add and self._value is None
+
     def plus(self, other: Tensor, factor: Tensor | None = None) -> AddedExpr | None:
-        can_wait = self.can_add and self._value is None and self.takes(other, factor)
-        return AddedExpr(self, (Addend(other, factor),)) if can_wait else None
+        return AddedExpr(self, (Addend(other, factor),)) if self.waits and self.takes(other, factor) else None
 
     def takes(self, other: Tensor, factor: Tensor | None = None) -> bool:
         """Whether ``other`` is a bias or features of the targets, or a factor times these, that the kernel can add."""
         given = (other,) if factor is None else (other, factor)
         shape = self.known_shape
-        shapes: tuple[tuple[int, ...], ...] = (shape, shape[1:]) if factor is None else (shape,)
-        if _has_softmax(self.program):  # features may be so much larger that the sum is lost in what backward reads
-            shapes = (shape[1:],) if factor is None else ()
+        shapes: tuple[tuple[int, ...], ...] = (*[shape] * self.takes_rows, *[shape[1:]] * (factor is None))
         if len(shape) != 2 or not _PLAIN_SET.issuperset(map(type, given)):
             return False
         with unseen():
@@ -413,8 +436,17 @@ class AddedExpr(_Open):
             kinds.append((value.dim() > 1, None if factor is None else tuple(factor.shape)))
         return self.summed.run(_added(self.summed.program, tuple(kinds)), tensors, self.summed.ways)
 
+    @property
+    def takes_rows(self) -> bool:
+        return self.summed.takes_rows
+
+    @property
+    def waits(self) -> bool:
+        """Whether something more may be added."""
+        return self._value is None and self.summed._value is None
+
     def plus(self, other: Tensor, factor: Tensor | None = None) -> AddedExpr | None:
-        can_wait = self._value is None and self.summed._value is None and self.summed.takes(other, factor)
+        can_wait = self.waits and self.summed.takes(other, factor)
         return AddedExpr(self.summed, (*self.added, Addend(other, factor))) if can_wait else None
 
 
@@ -493,7 +525,7 @@ def _product(x: Node, weight: Tensor, name: str) -> Node:
     return ir.mm(x, ir.permute(ir.input(name, Domain.PARAM, tuple(weight.shape)), (1, 0)))
 
 
-# --- features with a factor -------------------------------------------------------------------------------------
+# --- sums in forwards of PyG's ----------------------------------------------------------------------------------
 
 
 def plus(total: Any, a: Any, b: Any) -> Any:
@@ -512,19 +544,84 @@ def _shape(value: Tensor) -> tuple[int, ...]:
         return value.shape
 
 
-def code_with_sums(function: types.FunctionType) -> types.CodeType | None:
-    """The code of a ``forward`` written in PyG with calls of :func:`plus`, None without any (see :func:`rewritten`)."""
+def plus_map(total: Any, module: Any, x: Any) -> Any:
+    """``total + module(x)``, by one kernel where that is a linear map and what is added to is there."""
+    if type(total) in _PLAIN and type(x) in _PLAIN and _is_linear(module):
+        made = dense.added(total, x, module.weight, module.bias)
+        if made is not None:
+            return made
+    return total + (later(module, x) if isinstance(total, LazyTensor) else module(x))
+
+
+def later(module: Any, x: Any) -> Any:
+    """``module(x)``, not computed yet where that is a linear map that a sum may add."""
+    if type(x) in _PLAIN and running.layer is not None and _is_linear(module) and \
+            dense.takes(x, module.weight, module.bias) and _may_wait(running.layer):
+        return LinearExpr(x, module.weight, module.bias)
+    return module(x)
+
+
+def _is_linear(module: Any) -> bool:
+    """Whether a call of ``module`` is a linear map and nothing else."""
+    return getattr(type(module), "forward", None) in _LINEAR_FORWARDS and _asks_torch(module) and \
+        not (modules._global_forward_hooks or modules._global_forward_pre_hooks)
+
+
+_LINEAR_FORWARDS = (torch.nn.Linear.forward, PyGLinear.forward)
+
+#: What rewritten forwards call, by its name in their globals.
+CALLS: Mapping[str, Callable[..., Any]] = {
+    "_fullgraph_plus": plus, "_fullgraph_plus_map": plus_map, "_fullgraph_later": later}
+_PLUS, _PLUS_MAP, _LATER = CALLS
+
+
+def code_with_sums(function: types.FunctionType, *more: Rewriter) -> types.CodeType | None:
+    """The code of a ``forward`` written in PyG with calls of :data:`CALLS`, None without any (see :func:`rewritten`);
+    and with what ``more`` put into it.
+    """
     signs = [i.argrepr if i.opname == "BINARY_OP" else i.opname for i in dis.get_instructions(function)]
-    has_sum = any(p in (("*", "+"), ("BINARY_MULTIPLY", "BINARY_ADD")) for p in itertools.pairwise(signs))
-    return rewritten(function, _Sums()) if has_sum else None
+    may_have = any(b in ("+", "BINARY_ADD") and a.startswith(("*", "BINARY_MULTIPLY", "CALL", "LOAD_FAST"))
+                   for a, b in itertools.pairwise(signs))
+    return rewritten(function, _Sums(), *more) if may_have else None
 
 
 class _Sums(Rewriter):
-    """Puts ``plus(total, a, b)`` in the place of ``total + a * b``."""
+    """Puts ``plus(total, a, b)`` in the place of ``total + a * b``, ``plus_map(total, self.map, x)`` in that of
+    ``total + self.map(x)``, and ``later(self.map, x)`` in that of a ``self.map(x)`` whose name is added to something.
+    """
+
+    _added: frozenset[str] = frozenset()
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        outer, added = self._added, (n.right for n in ast.walk(node) if _is_sum(n))
+        self._added = frozenset(n.id for n in added if isinstance(n, ast.Name))
+        self.generic_visit(node)
+        self._added = outer
+        return node
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         self.generic_visit(node)
-        product = node.right
-        if not (isinstance(node.op, ast.Add) and isinstance(product, ast.BinOp) and isinstance(product.op, ast.Mult)):
-            return node
-        return self.call(NAME, [node.left, product.left, product.right], node)
+        other = node.right
+        if _is_sum(node) and isinstance(other, ast.BinOp) and isinstance(other.op, ast.Mult):
+            return self.call(_PLUS, [node.left, other.left, other.right], node)
+        if _is_sum(node) and _is_map(other):
+            return self.call(_PLUS_MAP, [node.left, other.func, *other.args], node)
+        return node
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
+        self.generic_visit(node)
+        if len(node.targets) == 1 and isinstance(node.targets[0], ast.Name) and _is_map(node.value) and \
+                node.targets[0].id in self._added:
+            node.value = self.call(_LATER, [node.value.func, *node.value.args], node.value)
+        return node
+
+
+def _is_sum(node: ast.AST) -> TypeGuard[ast.BinOp]:
+    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)
+
+
+def _is_map(node: ast.AST) -> TypeGuard[ast.Call]:
+    """Whether ``node`` is ``self.map(x)``, whatever ``map`` and ``x`` are."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and \
+        isinstance(node.func.value, ast.Name) and node.func.value.id == "self" and len(node.args) == 1 and \
+        not node.keywords and not isinstance(node.args[0], ast.Starred)

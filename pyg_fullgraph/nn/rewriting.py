@@ -27,8 +27,9 @@ class Rewriter(ast.NodeTransformer):
         return ast.copy_location(ast.Call(function, args, []), like)
 
 
-def rewritten(function: types.FunctionType, rewriter: Rewriter) -> types.CodeType | None:
-    """The code of a ``forward`` written in PyG as ``rewriter`` leaves it, None if it has nothing that it looks for.
+def rewritten(function: types.FunctionType, rewriter: Rewriter, *more: Rewriter) -> types.CodeType | None:
+    """The code of a ``forward`` written in PyG as ``rewriter`` and then ``more`` leave it, None if it has nothing that
+    the first one looks for.
 
     None as well where its source cannot be read, or is not that of the code.
     """
@@ -43,8 +44,9 @@ def rewritten(function: types.FunctionType, rewriter: Rewriter) -> types.CodeTyp
             return None
     except (KeyError, OSError, StopIteration, SyntaxError, TypeError):
         return None
-    found = _compiled(rewriter.visit(tree), code)
-    return found if rewriter.has_found else None
+    for one in (rewriter, *more):
+        tree = one.visit(tree)
+    return _compiled(tree, code) if rewriter.has_found else None
 
 
 def _compiled(tree: ast.Module, like: types.CodeType) -> types.CodeType:
