@@ -29,8 +29,9 @@ __all__ = ["Kind", "Phase", "Step", "begin", "run_without_data"]
 
 _logger = logging.getLogger(__name__)
 
-#: What tells steps of a phase apart: which inputs have gradients, and dtype and device of results.
-Kind = tuple[tuple[bool, ...], torch.dtype, torch.device]
+#: What tells steps of a phase apart: which inputs have gradients, dtype and device of results, and the place of the
+#: input that is given back, or -1.
+Kind = tuple[tuple[bool, ...], torch.dtype, torch.device, int]
 #: What the backward of a step reads of inputs, results and statistics, in this order: its names and their places.
 Step = tuple[tuple[Node, ...], tuple[int, ...]]
 
@@ -43,18 +44,19 @@ class Phase(Protocol):
         """Results and statistics."""
 
     def backward(self, graph: Graph, env: dict[Node, Tensor], grads: Sequence[Tensor], like: Tensor,
-                 needs: tuple[bool, ...]) -> list[Tensor | None]:
-        """Gradients of the inputs that ``needs`` picks."""
+                 needs: tuple[bool, ...], back: int, more: Tensor | None) -> list[Tensor | None]:
+        """Gradients of the inputs that ``needs`` picks, with ``more`` added to that of one of them."""
 
 
 def begin(phase: Phase, graph: Graph, like: Tensor, tensors: Sequence[Tensor],
-          needs: tuple[bool, ...] = (), kept: Step = ((), ())) -> None:
+          needs: tuple[bool, ...] = (), kept: Step = ((), ()), back: int = -1) -> None:
     """Start to compile the kernels that ``phase`` will launch, where there are threads for it.
 
     Args:
         phase, graph, like, tensors: As its forward is given them next.
         needs: The inputs that backward makes gradients of; without any there is no backward.
         kept: What backward reads.
+        back: The place of the input that is given back, whose gradient has a part already, or -1.
 
     What fails is left to the step to report.
     """
@@ -62,7 +64,7 @@ def begin(phase: Phase, graph: Graph, like: Tensor, tensors: Sequence[Tensor],
         return
     try:
         with _disable_current_modes():
-            run_without_data(phase, graph, like, tensors, needs, kept,
+            run_without_data(phase, graph, like, tensors, needs, kept, back,
                              taker=functools.partial(launch.compile_ahead, device=like.device))
     except Exception:
         _logger.debug("Not all kernels of %s are compiled ahead", phase, exc_info=True)
@@ -76,7 +78,8 @@ def _is_possible(graph: Graph, device: torch.device) -> bool:
 
 
 def run_without_data(phase: Phase, graph: Graph, like: Tensor, tensors: Sequence[Tensor],
-                     needs: tuple[bool, ...] = (), kept: Step = ((), ()), *, taker: Callable[..., object]) -> None:
+                     needs: tuple[bool, ...] = (), kept: Step = ((), ()), back: int = -1, *,
+                     taker: Callable[..., object]) -> None:
     """Hand the launches of a step of ``phase`` to ``taker``, see :func:`launch.without_data`."""
     nowhere = torch.empty((), dtype=like.dtype, device="meta")
     places = cast(Graph, graph.to("meta"))
@@ -88,7 +91,8 @@ def run_without_data(phase: Phase, graph: Graph, like: Tensor, tensors: Sequence
         results = [r.contiguous() for r in results]
         pool = (*inputs, *results, *statistics)
         env = {node: pool[k] for node, k in zip(*kept, strict=True)}
-        phase.backward(places, env, [torch.empty_like(r) for r in results], nowhere, needs)
+        more = None if back < 0 else torch.empty_like(inputs[back], memory_format=torch.contiguous_format)
+        phase.backward(places, env, [torch.empty_like(r) for r in results], nowhere, needs, back, more)
 
 
 def _without_data(tensor: Tensor) -> Tensor:

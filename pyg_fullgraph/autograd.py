@@ -41,11 +41,12 @@ class _EdgePhaseFunction(torch.autograd.Function):
     """An edge phase on plain tensors; the operators below cost several times its overhead."""
 
     @staticmethod
-    def forward(ctx: Any, phase: EdgePhase, graph: Graph, like: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        kind = ctx.needs_input_grad[3:], like.dtype, like.device
+    def forward(ctx: Any, phase: EdgePhase, graph: Graph, like: Tensor, back: int,
+                *tensors: Tensor) -> tuple[Tensor, ...]:
+        kind = ctx.needs_input_grad[4:], like.dtype, like.device, back
         ctx.kept, places = phase.steps.get(kind) or _begin(phase, graph, like, tensors, kind)
         results, statistics = phase.forward(graph, tensors, like, True)
-        ctx.phase, ctx.graph, ctx.like = phase, graph, like
+        ctx.phase, ctx.graph, ctx.like, ctx.back = phase, graph, like, back
         ctx.meta = [(t.dtype, t.shape) for t in tensors]
         pool = [*tensors, *results, *statistics]
         ctx.results = ()
@@ -57,35 +58,43 @@ class _EdgePhaseFunction(torch.autograd.Function):
             # As outputs they would be refused in backward if somebody has written to them.
             pool[own.start:own.stop] = [r.data for r in results]
         ctx.save_for_backward(*(pool[k] for k in places))
-        return tuple(results)
+        if back < 0:
+            return tuple(results)
+        ctx.set_materialize_grads(False)
+        return (*results, tensors[back])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *given: Any) -> tuple[Tensor | None, ...]:
+        grads, more = (given, None) if ctx.back < 0 else (given[:-1], given[-1])
+        if grads[0] is None:  # what is saved may be gone
+            return tuple([more if k == ctx.back + 4 else None for k in range(4 + len(ctx.meta))])
         if torch.is_grad_enabled():
-            made = _OnlyOnce.apply(ctx, len(grads), *grads, *ctx.saved_tensors)
+            made = _OnlyOnce.apply(ctx, len(grads), more, *grads, *ctx.saved_tensors)
         else:
-            made = _gradients(ctx, grads, dict(zip(ctx.kept, ctx.saved_tensors, strict=True)))
-        return (None, None, None, *made)
+            made = _gradients(ctx, grads, dict(zip(ctx.kept, ctx.saved_tensors, strict=True)), more)
+        return (None, None, None, None, *made)
 
 
 def _begin(phase: EdgePhase, graph: Graph, like: Tensor, tensors: Sequence[Tensor], kind: ahead.Kind) -> ahead.Step:
     """What a step keeps, of its kind the first one, whose kernels are compiled from now on."""
-    needs, dtype, device = kind
+    needs, dtype, device, back = kind
     kept = phase.steps[kind] = phase.kept(target_of(device), needs, stores_half(dtype))
-    ahead.begin(phase, graph, like, tensors, needs, kept)
+    ahead.begin(phase, graph, like, tensors, needs, kept, back)
     return kept
 
 
-def _gradients(ctx: Any, grads: Sequence[Tensor], env: dict[Node, Tensor]) -> list[Tensor | None]:
-    """Gradients of all inputs; what was saved is taken out of ``env``, and its memory is free from its last use on,
-    unless backward may run again.
+def _gradients(ctx: Any, grads: Sequence[Tensor], env: dict[Node, Tensor],
+               more: Tensor | None) -> list[Tensor | None]:
+    """Gradients of all inputs, with ``more`` added to that of the one that was given back; what was saved is taken out
+    of ``env``, and its memory is free from its last use on, unless backward may run again.
     """
     if any(view._version != version for view, version in ctx.results):
         env.update(_computed_again(ctx, env))
     if not torch._C._autograd._get_current_graph_task_keep_graph():
         ctx.results = ()
         ctx.maybe_clear_saved_tensors()
-    made = ctx.phase.backward(ctx.graph, env, [g.contiguous() for g in grads], ctx.like, ctx.needs_input_grad[3:])
+    made = ctx.phase.backward(ctx.graph, env, [g.contiguous() for g in grads], ctx.like, ctx.needs_input_grad[4:],
+                              ctx.back, more)
     # What is handed through is no view: of one that nobody else seems to hold, leaves take the memory.
     return [None if g is None else as_dtype(g, dtype) if g.shape == shape else as_dtype(g, dtype).expand(shape)
             for g, (dtype, shape) in zip(made, ctx.meta, strict=True)]
@@ -109,8 +118,10 @@ class _OnlyOnce(torch.autograd.Function):
     """The backward of an edge phase where its result may be differentiated again, which is refused."""
 
     @staticmethod
-    def forward(ctx: Any, phase_ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor | None, ...]:
-        return tuple(_gradients(phase_ctx, tensors[:count], dict(zip(phase_ctx.kept, tensors[count:], strict=True))))
+    def forward(ctx: Any, phase_ctx: Any, count: int, more: Tensor | None,
+                *tensors: Tensor) -> tuple[Tensor | None, ...]:
+        env = dict(zip(phase_ctx.kept, tensors[count:], strict=True))
+        return tuple(_gradients(phase_ctx, tensors[:count], env, more))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -362,11 +373,32 @@ _needs_grad: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
 
 def _call(phase: EdgePhase, graph: Graph, like: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     if torch.is_grad_enabled() and any(map(_needs_grad, tensors)):
-        return cast("tuple[Tensor, ...]", _apply_phase(phase, graph, like, *tensors))
+        forward = dense.chain()
+        if forward is not None and len(phase.results) == 1 and not graph.is_part:
+            return _linked(phase, graph, like, tensors, forward)
+        return cast("tuple[Tensor, ...]", _apply_phase(phase, graph, like, -1, *tensors))
     if (like.dtype, like.device) not in phase.forwards:
         phase.forwards.add((like.dtype, like.device))
         ahead.begin(phase, graph, like, tensors)
     return phase.forward(graph, tensors, like, False)[0]
+
+
+def _linked(phase: EdgePhase, graph: Graph, like: Tensor, tensors: Sequence[Tensor],
+            forward: dense.Products) -> tuple[Tensor, ...]:
+    """An edge phase in a layer's forward, of features as the last product gave them back; if a product of them is to
+    come it gives them back as well.
+    """
+    back = phase.returned(tensors)
+    if back < 0:
+        return cast("tuple[Tensor, ...]", _apply_phase(phase, graph, like, -1, *tensors))
+    x, given = tensors[back], [*tensors]
+    given[back] = forward.stand_in(x)
+    if not forward.rejoins:
+        forward.take(x)
+        return cast("tuple[Tensor, ...]", _apply_phase(phase, graph, like, -1, *given))
+    out, stand_in = _apply_phase(phase, graph, like, back, *given)
+    forward.returned(x, stand_in)
+    return (out,)
 
 
 def _vertex(expression: Node, env: Mapping[Node, Tensor], like: Tensor) -> Tensor:
@@ -493,7 +525,8 @@ class Way:
                 raise InputError(node.name, f"to have shape {list(want)}, {what}", list(tensor.shape))
         # Parts of a graph fetch rows on the way to a sweep, and a compiler adds up gradients by itself.
         is_whole = is_plain and not graph.is_part
-        may_postpone = is_whole and has_long_rows(graph)
+        is_half = any(kind is not None and kind.dtype.is_floating_point and stores_half(kind.dtype) for kind in kinds)
+        may_postpone = is_whole and has_long_rows(graph, is_half)
         return _way(program, tuple(kinds), is_plain, is_whole, may_postpone, torch.is_grad_enabled())
 
     def run(self, graph: Graph, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:

@@ -9,13 +9,15 @@ Products of the same features in one forward are a chain, where that and all mod
 gives back the features, as another tensor in the same memory, and the next one takes that. So backward comes to them
 one after the other, and the kernel that computes what one of them says of the features adds what the later ones said,
 in place of a sum of gradients for each. Products that lazy tensors and edge phases make within the forward are links
-as any other.
+as any other. An edge phase is a link itself where a product of its features came after it in an earlier forward of the
+layer, as in SAGEConv: what it sums up in backward is added to what that product said.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -23,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -30,7 +33,7 @@ from pyg_fullgraph import columns
 from pyg_fullgraph.functions import applying
 from triton_kernels import dense
 
-__all__ = ["Products", "added", "call", "in_layer", "linear", "matmul", "padded", "takes",
+__all__ = ["Products", "added", "call", "chain", "in_layer", "linear", "matmul", "padded", "takes",
            "use_tensor_cores"]
 
 #: Multiplications (rows x widths) from which a product is taken: torch needs about 0.1 ms for as many on an H200, twice
@@ -126,16 +129,22 @@ def _pays_to_pad(device: torch.device) -> bool:
 _no_products: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
-def in_layer(values: Iterable[Any],
-             has_chains: Callable[[], bool] = lambda: False) -> contextlib.AbstractContextManager[Any]:
-    """Around the forward of a layer with ``values`` for arguments: products and sums are taken in it, if any may be.
+def in_layer(layer: Module, values: Iterable[Any],
+             has_chains: Callable[[Module], bool]) -> contextlib.AbstractContextManager[Any]:
+    """Around the forward of ``layer`` with ``values`` for arguments: products and sums are taken in it, if any may be.
 
     ``has_chains`` says whether products of the same features may be a chain.
     """
     for value in values:
         if _is_tall(value):
-            return Products(has_chains())
+            return Products(has_chains(layer), layer)
     return _no_products
+
+
+def chain() -> Products | None:
+    """The forward that runs in this thread, if products of the same features may be a chain in it."""
+    forward = _running.mode
+    return forward if forward is not None and forward.has_chains else None
 
 
 def _is_tall(value: Any) -> bool:
@@ -190,6 +199,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, is_ours: bool, total
     elif is_ours and (forward := _running.mode) is not None and forward.has_chains and _is_chained(x, weight):
         y, stand_in = _apply_linear(forward.stand_in(x), weight, bias, total, True, True)
         forward.returned(x, stand_in)
+        forward.note(x)
     else:
         y = _apply_linear(_rows(x), weight, bias, total, is_ours, False)
     return y.view(*x.shape[:-1], weight.shape[0]) if x.dim() != 2 else y
@@ -339,15 +349,20 @@ class _Link(NamedTuple):
 
 class Products(TorchFunctionMode):
     """Every call of torch's functions by :func:`call`, but for those of an edge phase, which has ways of its own; and
-    the chains of products in one forward.
+    the chains of products in one forward, of ``layer`` if that is one.
+
+    Attributes:
+        has_chains: Whether products of the same features may be a chain.
+        rejoins: Whether edge phases give back their features, for a product of them to come.
     """
 
     _links: dict[int, _Link]
     _outer: Products | None
 
-    def __init__(self, has_chains: bool = False) -> None:
+    def __init__(self, has_chains: bool = False, layer: Module | None = None) -> None:
         super().__init__()
-        self.has_chains = has_chains
+        self.has_chains, self.rejoins, self._layer = has_chains, layer in _rejoining, layer
+        self._taken: dict[int, Tensor] = {}
 
     def __enter__(self) -> Products:
         self._links = {}
@@ -357,6 +372,7 @@ class Products(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         _running.mode = self._outer
         self._links.clear()
+        self._taken.clear()
         super().__exit__(*error)
 
     def stand_in(self, x: Tensor) -> Tensor:
@@ -368,8 +384,21 @@ class Products(TorchFunctionMode):
         """Let the next product of ``x`` take ``stand_in``."""
         self._links[id(x)] = _Link(x, stand_in, x._version)
 
+    def take(self, x: Tensor) -> None:
+        """An edge phase took ``x``, and did not give it back."""
+        self._taken[id(x)] = x
+
+    def note(self, x: Tensor) -> None:
+        """There was a product of ``x``: an edge phase before it had better give ``x`` back, in forwards to come."""
+        if id(x) in self._taken and self._layer is not None:
+            _rejoining.add(self._layer)
+
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         return call(func, args, kwargs or {}) if func in _TAKEN else func(*args, **(kwargs or {}))
+
+
+#: Layers in which a product of the features of an edge phase came after that.
+_rejoining: weakref.WeakSet[Module] = weakref.WeakSet()
 
 
 class _Running(threading.local):

@@ -26,10 +26,11 @@ __all__ = ["CompiledProgram", "EdgePhase", "Needs", "Orders", "compile_program",
            "stores_half"]
 
 Needs = tuple[bool, ...]
-#: Mean degree from which on products are postponed in backward. Measured on an H200: of 490 edges GAT takes 0.86 of the
-#: time and half of the memory; of 50 edges 0.94 of the time, with one or two heads 0.61 to 0.91, and more memory; of 14
-#: it is no faster. On a CPU it takes 0.9 of the time of 50 edges per vertex, of 35 it is no faster.
-LONG_ROWS = 32
+#: Mean degree from which on products are postponed in backward: anywhere, and on GPUs where the array more is no wider
+#: than results. Measured on H200s: of 490 edges GAT takes 0.86 of the time and half of the memory; of 50 edges 0.94 of
+#: the time, with one or two heads 0.61 to 0.91; of 14, in seven shapes, 0.75 to 0.99 and as much memory, in half
+#: precision up to twice as much. On a CPU it takes 0.9 of the time of 50 edges per vertex, of 35 it is no faster.
+LONG_ROWS, LONG_ROWS_ON_GPU = 32, 12
 
 
 class Orders:
@@ -152,20 +153,39 @@ class EdgePhase:
                                     added={first: self.added} if self.added else {}, rests=rests)
         return self._plans[key]
 
-    def backward_plan(self, target: Target, needs: Needs, is_half: bool = False) -> Plan:
-        """The plan of the gradients of the inputs that ``needs`` picks."""
-        key = (target, needs, is_half)
+    def backward_plan(self, target: Target, needs: Needs, is_half: bool = False, back: int = -1) -> Plan:
+        """The plan of the gradients of the inputs that ``needs`` picks; what is there of that of input ``back`` already
+        is added where :meth:`adds_back`.
+        """
+        key = (target, needs, is_half, back)
         if key not in self._plans:
             grads = {**self._grads(is_half), **self.grads_of_added}
             wanted = {n.name: g for n, need in zip(self.inputs, needs, strict=True) if need
                       if (g := grads.get(n)) is not None}
             pairs = [(n.name, to.name) for n, to in self.same.items() if n.name in wanted and to.name in wanted]
             added = {to: (ir.substitute(wanted.pop(name), self._across),) for name, to in pairs}
+            if back >= 0 and self.adds_back(back):
+                node = self.inputs[back]
+                added[node.name] = (*added.get(node.name, ()), _given_back(node))
             # What rows give to a factor is still to be added up, and sums may be as large as what is taken off them.
             exact = [n.name for n in self.grads_of_added if not n.is_row and n.name in wanted]
             exact += [name for name, g in wanted.items() if g.op != "gather" and g.domain in (Domain.SRC, Domain.DST)]
             self._plans[key] = plan(wanted, target, exact=exact, added=added)
         return self._plans[key]
+
+    def adds_back(self, back: int) -> bool:
+        """Whether the kernel that sums up the gradient of input ``back`` can add what is there of it already.
+
+        Kernels of products by blocks of edges leave results as they are.
+        """
+        grad = self.adjoint.grads.get(self.inputs[back])
+        return grad is not None and grad.op == "gather" and grad.attr("kind") in ("sum", "mean") and \
+            all(n.op != "mm" for n in ir.walk(grad))
+
+    def returned(self, tensors: Sequence[Tensor]) -> int:
+        """The place of the first input that is features ``[N, K]`` with a gradient, -1 without any."""
+        return next((k for k, (n, t) in enumerate(zip(self.core.inputs, tensors, strict=False))
+                     if len(n.shape) == 1 and n.domain in (Domain.SRC, Domain.DST) and t.requires_grad), -1)
 
     def forward(self, graph: Graph | Orders, tensors: Sequence[Tensor], like: Tensor,
                 save: bool) -> tuple[list[Tensor], list[Tensor]]:
@@ -185,7 +205,7 @@ class EdgePhase:
         return made[:count], made[count:]
 
     def backward(self, graph: Graph | Orders, env: dict[Node, Tensor], grads: Sequence[Tensor], like: Tensor,
-                 needs: Needs) -> list[Tensor | None]:
+                 needs: Needs, back: int = -1, more: Tensor | None = None) -> list[Tensor | None]:
         """Gradients of the inputs that ``needs`` picks, None for the others and where a gradient is zero.
 
         Args:
@@ -194,13 +214,19 @@ class EdgePhase:
             grads: One gradient per output.
             like: A tensor whose dtype results have and whose device is used.
             needs: Which inputs.
+            back: The place of one of them whose gradient has a part already, :attr:`more`.
+            more: That part, of the shape of the input.
         """
-        key = like.dtype, like.device, needs
+        back = back if more is not None else -1
+        key = like.dtype, like.device, needs, back
         chosen = self._chosen.get(key)
         if chosen is None:
-            chosen = self._chosen[key] = self.backward_plan(target_of(like.device), needs, stores_half(like.dtype))
+            chosen = self._chosen[key] = self.backward_plan(target_of(like.device), needs, stores_half(like.dtype),
+                                                            back)
         given = dict(zip(self._grad_inputs, grads, strict=True))
         env.update(given)
+        if more is not None and self.adds_back(back):
+            env[_given_back(self.inputs[back])], more = more.contiguous(), None
         if self.same:
             env.update((n, given[g]) for g, n in self._across.items())
         outgoing = graph.outgoing if chosen.walks_sources else None
@@ -209,6 +235,9 @@ class EdgePhase:
             if need and not node.is_row:
                 by_row = made[node.name] if node in self.grads_of_added else grads[0]
                 made[node.name] = columns.column_sum(by_row.view(by_row.shape[0], node.numel)).view(node.shape)
+        if more is not None:
+            name = self.inputs[back].name
+            made[name] = more if name not in made else made[name] + more
         return [made.get(n.name) for n in self.inputs]
 
     def stand_ins(self, is_half: bool) -> list[Node | None]:
@@ -232,6 +261,12 @@ class EdgePhase:
             kept = tuple(n for n in dict.fromkeys(pool) if n is not None and n in reads)
             self._kept[key] = kept, tuple(places[n] for n in kept)
         return self._kept[key]
+
+
+@lru_cache(maxsize=1024)
+def _given_back(node: Node) -> Node:
+    """Stands for what is there of the gradient of ``node`` before an edge phase adds its own."""
+    return ir.input(f"more.{node.name}", node.domain, node.shape)
 
 
 class CompiledProgram:
@@ -290,9 +325,15 @@ def compile_program(program: EdgeProgram, constant: frozenset[Node] = frozenset(
     return CompiledProgram(program, constant, same, postpones)
 
 
-def has_long_rows(graph: Graph) -> bool:
-    """Whether vertices have so many edges that an array more for each side costs less than numbers per edge."""
-    return graph.num_edges >= LONG_ROWS * max(graph.num_src, graph.num_dst)
+def has_long_rows(graph: Graph, is_half: bool) -> bool:
+    """Whether vertices have so many edges that an array more for each side costs less than numbers per edge.
+
+    Args:
+        graph: Where the edges are.
+        is_half: Whether results are in half precision, so that the array, in float32, is twice as large.
+    """
+    least = LONG_ROWS_ON_GPU if graph.device.type == "cuda" and not is_half else LONG_ROWS
+    return graph.num_edges >= least * max(graph.num_src, graph.num_dst)
 
 
 def own(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:

@@ -169,7 +169,7 @@ def test_nothing_is_drawn_or_kept(name, monkeypatch):
     tensors = inputs_of(program, CASE, torch.float32)
     taken: list[Any] = []
 
-    def without_data(phase, graph, like, inputs, needs, kept):
+    def without_data(phase, graph, like, inputs, needs, kept, back):
         generator, known = torch.get_rng_state(), dict(graph.incoming._cache)
         ahead.run_without_data(phase, graph, like, inputs, needs, phase.kept(execution.KERNELS, needs, False),
                                taker=lambda *launched: taken.append(launched))

@@ -16,6 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import pyg_fullgraph as pfg
 from oracle import error
 from pyg_fullgraph import dense
+from pyg_fullgraph.autograd import observing
+from pyg_fullgraph.errors import DoubleBackwardError
+from pyg_fullgraph.saga.plans import KERNELS
 
 CHAINS = {
     "transformer": ("TransformerConv", {"heads": 2}, 4),
@@ -65,6 +68,82 @@ def test_gradients_of_the_same_features_meet_in_kernels(name, is_leaf, device, t
     (want, num_sums), (got, num_ours) = found[torch.float64], found[torch.float32]
     assert max(error(g, w) for g, w in zip(got, want, strict=True)) < 1e-5
     assert num_sums >= num_linear - 1 and num_ours == 0
+
+
+REJOINED = {
+    "sage": ("SAGEConv", {}),
+    "sage_max": ("SAGEConv", {"aggr": "max"}),
+    "graph": ("GraphConv", {}),
+    "cluster": ("ClusterGCNConv", {}),
+    "tag": ("TAGConv", {"K": 2, "normalize": False}),
+}
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@pytest.mark.parametrize("is_leaf", [True, False], ids=["leaf", "inner"])
+@pytest.mark.parametrize("name", REJOINED)
+def test_an_edge_phase_gives_features_back_to_a_product(name, is_leaf, device, taken):
+    """From the second forward on, as the first one shows that there is one; gradients in any part and order."""
+    kind, options = REJOINED[name]
+    torch.manual_seed(0)
+    pygs = getattr(pyg_nn, kind)(12, 12, **options)
+    ours = getattr(pfg.nn, kind)(12, 12, **options)
+    ours.load_state_dict(pygs.state_dict())
+    pygs, ours, edge_index = pygs.to(device).double(), ours.to(device), layer_case("gcn", device)[2]
+
+    def step(layer, dtype, asked):
+        given, seen = normal(30, 12).to(device, dtype).requires_grad_(), []
+        x = given if is_leaf else 2 * given
+        x.register_hook(seen.append)
+        out = layer(x, edge_index)
+        cotangent = normal(*out.shape, seed=5).to(out)
+        with Sums(x.shape) as sums:
+            inputs = [t for t, ask in zip([given, *layer.parameters()], asked, strict=True) if ask]
+            grads = torch.autograd.grad((out * cotangent).sum(), inputs, retain_graph=True)
+        again = torch.autograd.grad((out * cotangent).sum(), inputs)
+        assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=True))
+        return [out, *grads, *seen], sums.count
+
+    num_inputs = 1 + len(list(ours.parameters()))
+    masks = [[True] * num_inputs, *([k == one for k in range(num_inputs)] for one in range(num_inputs))]
+    counts = []
+    with observing() as runs:
+        ours(normal(30, 12).to(device).requires_grad_(), edge_index)
+    phase = runs[-1].compiled.phases[-1]
+    back = [n.name for n in phase.inputs].index("message.x_j")
+    sweep = phase.backward_plan(KERNELS, (True,) * len(phase.inputs), False, back).sweeps[-1]
+    assert [t.name for t in sweep.added] == ["more.message.x_j"]
+    for asked in (masks[0], *masks):
+        (want, num_pygs), (got, num_ours) = step(pygs, torch.float64, asked), step(ours, torch.float32, asked)
+        assert len(got) == len(want) and max(error(g, w) for g, w in zip(got, want, strict=True)) < 1e-5
+        counts.append((num_pygs, num_ours))
+    assert counts[0][0] > 0 and not any(num_ours for _, num_ours in counts[1:]), counts
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+def test_features_that_were_given_back_may_be_other_ones(device, taken):
+    """Of a layer that had a product of them: other ones, ones without gradient, none; and no second derivative."""
+    torch.manual_seed(0)
+    layer, (_, x, edge_index) = pfg.nn.SAGEConv(12, 12).to(device), layer_case("gcn", device)
+    wide = pyg_nn.SAGEConv(12, 12).to(device).double()
+    wide.load_state_dict(layer.state_dict())
+    for _ in range(2):
+        layer(x, edge_index).sum().backward()
+    other = normal(30, 12, seed=3).to(device).requires_grad_()
+    for given in ((x, other), (x, x), (x, x.detach()), (x.detach(), x), (x, None)):
+        double = [None if t is None else t.detach().double().requires_grad_(t.requires_grad) for t in given]
+        double[1] = double[0] if given[0] is given[1] else double[1]
+        out, want = layer(given, edge_index, size=(30, 30)), wide(tuple(double), edge_index, size=(30, 30))
+        tensors = [(t, w) for t, w in zip(given, double, strict=True) if t is not None and t.requires_grad]
+        grads, wanted = (torch.autograd.grad(o.square().sum(), list(dict.fromkeys(pair[k] for pair in tensors)))
+                         for k, o in enumerate((out, want)))
+        assert max(error(g, w) for g, w in zip((out, *grads), (want, *wanted), strict=True)) < 1e-5
+    exact = x.detach().double().requires_grad_()
+    first, wanted = (torch.autograd.grad(model(t, edge_index).square().sum(), t, create_graph=True)[0]
+                     for model, t in ((layer, x), (wide, exact)))
+    assert error(first, wanted) < 1e-5
+    with pytest.raises(DoubleBackwardError):
+        first.sum().backward()
 
 
 class Maps(pfg.nn.MessagePassing):

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.errors import OutOfResources
 
 from oracle import check, error, gradients, make_tensors, program_of, random_case, run_oracle
-from pyg_fullgraph import execution, phases
+from pyg_fullgraph import autograd, execution, phases
 from pyg_fullgraph.autograd import run
 from pyg_fullgraph.estimate import Sizes, saved_by
 from pyg_fullgraph.execution import kernel_of
@@ -146,7 +146,7 @@ def test_a_sum_that_is_added_to_and_read_by_a_product():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_gradients(name, how, dtype, device, monkeypatch):
     """Of rows that one program has, of those that are merged, and where no kernel finishes them."""
-    monkeypatch.setattr(phases, "LONG_ROWS", 0)
+    monkeypatch.setattr(autograd, "has_long_rows", lambda *args: True)
     if how == "cut rows":
         monkeypatch.setattr(execution, "_max_piece", lambda *order: 8)
     elif how == "after":
@@ -167,7 +167,7 @@ def test_a_kernel_that_does_not_fit_the_device(device, monkeypatch):
 
     monkeypatch.setattr(execution, "_launch_in", launch_in)
     monkeypatch.setattr(execution, "_TOO_LARGE", set())
-    monkeypatch.setattr(phases, "LONG_ROWS", 0)
+    monkeypatch.setattr(autograd, "has_long_rows", lambda *args: True)
     with pytest.warns(UserWarning, match="does not fit the device"):
         check(program_of("gat"), random_case(22, 18, 301), torch.float64, device)
     assert len(refused) == 1
@@ -301,7 +301,7 @@ class Watched(TorchDispatchMode):
 @pytest.mark.parametrize("keeps", [False, True])
 def test_what_was_saved_is_freed_at_its_last_use(keeps, forwards, monkeypatch):
     """A sum that only the first step of backward reads is gone when the gradient of the features is made."""
-    monkeypatch.setattr(phases, "LONG_ROWS", 0)
+    monkeypatch.setattr(autograd, "has_long_rows", lambda *args: True)
     program = program_of("gat")
     tensors = make_tensors(program, CASE.num_src, CASE.num_dst, CASE.num_edges, torch.float32)
     graph = Graph.from_edge_index(CASE.edge_index, CASE.size)

@@ -23,7 +23,7 @@ from tiled import TiledOrder, run_in_tiles, ties
 import zoo
 from oracle import check, gradients, program_of, random_case
 from programs import CASES, DST, EDGE, MORE_CASES, SRC, make_tensors, wide_edges
-from pyg_fullgraph import chunks, execution, launches, phases
+from pyg_fullgraph import autograd, chunks, execution, launches
 from pyg_fullgraph.autograd import run
 from pyg_fullgraph.edge_order import schedule_tiles
 from pyg_fullgraph.execution import interpreted
@@ -529,20 +529,20 @@ def test_rows_that_are_far_from_each_other(name, device, only_kernels, offsets, 
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
-@pytest.mark.parametrize("long_rows", [0, 1e9], ids=["postponed", "plain"])
-def test_heads_one_by_one(long_rows, device, only_kernels, monkeypatch):
+@pytest.mark.parametrize("is_postponed", [True, False], ids=["postponed", "plain"])
+def test_heads_one_by_one(is_postponed, device, only_kernels, monkeypatch):
     """Programs sum up one head each, forward, and backward where it is one sweep."""
     monkeypatch.setattr(execution, "HEAD_DEGREE", 0)
     monkeypatch.setattr(execution, "HEAD_BYTES", (0, 512))
-    monkeypatch.setattr(phases, "LONG_ROWS", long_rows)
+    monkeypatch.setattr(autograd, "has_long_rows", lambda *args: is_postponed)
     chosen, known = {}, execution.kernel_on
     monkeypatch.setattr(execution, "kernel_on", lambda sweep, *args: chosen.setdefault(sweep, known(sweep, *args)))
     check(program_of("gat-wide"), random_case(21, 17, 300), torch.float64, device)
     by_head = [kernel for kernel in chosen.values() if (kernel.width, kernel.num_tiles) == (32, 3)]
-    assert len(by_head) == (1 if long_rows else 2), chosen
+    assert len(by_head) == (2 if is_postponed else 1), chosen
     # Scores lie head by head, and so do score, log-sum-exp and the result's product with its gradient.
     columns = [max(b.columns for b in kernel.inputs) for kernel in by_head]
-    assert columns == ([1] if long_rows else [1, 4])
+    assert columns == ([1, 4] if is_postponed else [1])
     for case in (zoo.no_nodes(), zoo.no_destinations(), zoo.no_edges()):
         check(program_of("gat-wide"), case, torch.float64, device)
 

@@ -1,11 +1,13 @@
 """Products postponed in backward: which programs have them, what is left per edge, and that gradients are right."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from test_kernels import GPU, INTERPRETER
 
 from oracle import check, program_of, random_case
-from pyg_fullgraph import phases
+from pyg_fullgraph import autograd, phases
 from pyg_fullgraph.autograd import observing, run
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn import GATConv
@@ -33,7 +35,7 @@ def phase_of(program: EdgeProgram, postpones: bool = True) -> phases.EdgePhase:
 @pytest.fixture
 def long_rows(monkeypatch):
     """Vertices of every graph have many edges."""
-    monkeypatch.setattr(phases, "LONG_ROWS", 0)
+    monkeypatch.setattr(autograd, "has_long_rows", lambda *args: True)
 
 
 @pytest.mark.parametrize("target", [KERNELS, CHUNKS], ids=["kernels", "chunks"])
@@ -86,15 +88,24 @@ def test_features_far_from_zero(dtype, offset, monkeypatch):
     values = {k: t.to(dtype) for k, t in values.items()}
     cotangent = torch.randn((17, *program.outputs[0].value.shape), generator=generator).to(dtype)
 
-    def gradients(dtype, long_rows):
-        monkeypatch.setattr(phases, "LONG_ROWS", long_rows)
+    def gradients(dtype, is_postponed):
+        monkeypatch.setattr(autograd, "has_long_rows", lambda *args: is_postponed)
         tensors = [t.to(dtype).requires_grad_() for t in values.values()]
         (out,) = run(program, graph, dict(zip(values, tensors, strict=True)))
         return [g.double() for g in torch.autograd.grad(out, tensors, cotangent.to(dtype))]
 
-    want = gradients(torch.float64, 1e9)
-    for got, before, right in zip(gradients(dtype, 0), gradients(dtype, 1e9), want, strict=True):
+    want = gradients(torch.float64, False)
+    for got, before, right in zip(gradients(dtype, True), gradients(dtype, False), want, strict=True):
         assert (got - right).norm() <= 4 * (before - right).norm() + 1e-6 * right.norm()
+
+
+@pytest.mark.parametrize(("device", "is_half", "degree"), [
+    ("cpu", False, phases.LONG_ROWS), ("cpu", True, phases.LONG_ROWS), ("cuda", True, phases.LONG_ROWS),
+    ("cuda", False, phases.LONG_ROWS_ON_GPU)])
+def test_from_which_degree_on(device, is_half, degree):
+    for num_edges, is_long in ((10 * degree, True), (10 * degree - 1, False)):
+        graph = SimpleNamespace(device=torch.device(device), num_edges=num_edges, num_src=4, num_dst=10)
+        assert phases.has_long_rows(graph, is_half) == is_long
 
 
 @pytest.mark.parametrize("weight", ["softmax", "exp"])

@@ -136,11 +136,11 @@ def _wrapped(forward: Any, original: Any, is_lazy: bool) -> Any:
             given = (*args, *kwargs.values()) if self._parameters or len(self._modules) > 1 else ()
             if is_open:
                 opened = [order.opened(a) for a in args], {k: order.opened(v) for k, v in kwargs.items()}
-                with derived.remembering(self), products(given, functools.partial(has_chains, self)):
+                with derived.remembering(self), products(self, given, has_chains):
                     out = eager(self, *opened[0], **opened[1])
                 order.settle(self)
             else:
-                with derived.remembering(self), products(given, functools.partial(has_chains, self)):
+                with derived.remembering(self), products(self, given, has_chains):
                     out = eager(self, *args, **kwargs)
             return as_plain(out) if is_lazy or is_open or isinstance(out, LazyTensor) else out
         except (RuntimeError, RowCountError) as error:
