@@ -233,6 +233,7 @@ def compile_dense(num_out: int, num_in: int) -> dict[str, dict[str, int]]:
             x, weight = torch.empty(1000, num_in), torch.empty(num_out, num_in)
             dense.product(x, weight, torch.empty(num_out))
             dense.product(x, weight, torch.empty(num_out), torch.empty(1000, num_out))
+            dense.product(x, torch.empty(num_in, num_out).t(), torch.empty(num_out))
             dense.weight_gradient(torch.empty(1000, num_out), x, True)
     found = {}
     for kernel, args, constants, num_warps in taken:
@@ -245,6 +246,7 @@ def compile_dense(num_out: int, num_in: int) -> dict[str, dict[str, int]]:
         is_gluon = kernel.fn.__module__ == dense_hopper.__name__
         source = _source(kernel, signature, {**constants, **fixed}, even, GluonASTSource if is_gluon else ASTSource)
         name = "gluon " * is_gluon + kernel.__name__ + " added" * constants.get("HAS_ADD", False)
+        name += " transposed" * constants.get("IS_TRANSPOSED", False)
         found[name] = _compile(source, num_warps, constants.get("num_stages", 3))
     return found
 

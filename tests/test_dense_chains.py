@@ -101,7 +101,8 @@ def test_an_edge_phase_gives_features_back_to_a_product(name, is_leaf, device, t
             inputs = [t for t, ask in zip([given, *layer.parameters()], asked, strict=True) if ask]
             grads = torch.autograd.grad((out * cotangent).sum(), inputs, retain_graph=True)
         again = torch.autograd.grad((out * cotangent).sum(), inputs)
-        assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=True))
+        is_ours = dtype == torch.float32  # PyG's sums end in other digits each time, on a GPU
+        assert all(torch.equal(a, b) if is_ours else error(a, b) < 1e-12 for a, b in zip(grads, again, strict=True))
         return [out, *grads, *seen], sums.count
 
     num_inputs = 1 + len(list(ours.parameters()))

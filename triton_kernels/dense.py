@@ -101,26 +101,19 @@ def _is_finite(x):
 
 @triton.jit
 def split_kernel(w_ptr, part_ptr, scale_ptr, num_out, num_in, out_stride, in_stride, pitch, part_stride,
-                 IS_PAIRED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Parts ``[2, rows, pitch]`` of a weight and the inverses of its rows' scales, with zeros around.
-
-    With ``IS_PAIRED`` of 16 columns the 4 that a thread reads of ``x`` at once lie where tensor cores take them from
-    that thread: 0 1 4 5 8 9 12 13 2 3 6 7 10 11 14 15.
-    """
+                 BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Parts ``[2, rows, pitch]`` of a weight and the inverses of its rows' scales, with zeros around."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
     columns = tl.arange(0, BLOCK_K)[None, :].to(tl.int64)
-    source = columns
-    if IS_PAIRED:
-        source = (columns & -16) | ((columns & 6) << 1) | ((columns & 8) >> 2) | (columns & 1)
-    place = w_ptr + rows * out_stride + source * in_stride
+    place = w_ptr + rows * out_stride + columns * in_stride
     top = tl.zeros((BLOCK_N, 1), tl.float32)
     for k in range(0, num_in, BLOCK_K):
-        w = tl.load(place + k * in_stride, mask=(rows < num_out) & (k + source < num_in), other=0.0)
+        w = tl.load(place + k * in_stride, mask=(rows < num_out) & (k + columns < num_in), other=0.0)
         top = tl.maximum(top, tl.max(tl.abs(w), 1, keep_dims=True))
     scale, inverse = _scales(top, 1)
     tl.store(scale_ptr + rows, inverse)
     for k in range(0, pitch, BLOCK_K):
-        w = tl.load(place + k * in_stride, mask=(rows < num_out) & (k + source < num_in), other=0.0)
+        w = tl.load(place + k * in_stride, mask=(rows < num_out) & (k + columns < num_in), other=0.0)
         first, second = _halves(w * scale)
         out = part_ptr + rows * pitch + columns + k
         tl.store(out, first)
@@ -260,20 +253,23 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, add: Tensor |
 
     Returns: float32 ``[M, N]``.
     Numerics: see the module; bit-identical from run to run.
-    Cost: reads ``x`` once from memory, and once more from L2 for each block of 128 of N (64 where K is above 384). Of
-        the weight Gluon's kernel reads ``N K`` numbers in parts once per multiprocessor and block of N, Triton's per
-        block of rows. Reads ``add`` once.
+    Cost: reads ``x`` once from memory, and once more from L2 for each block of 128 of N (64 where K is above 384). The
+        weight is split by Gluon's kernel, once per multiprocessor and block of N; before Triton's by another one, and
+        its parts are read per block of rows. Reads ``add`` once.
     """
     if x.shape[1] > 1 and x.stride(1) != 1:
         x = x.contiguous()
     y = x.new_empty((x.shape[0], weight.shape[0]))
     if y.numel() == 0:
         return y
-    split, multiply, shape = _product(x.shape, x.stride(), x.data_ptr() % 16, weight.shape, weight.stride(),
+    multiply, split, shape = _product(x.shape, x.stride(), x.data_ptr() % 16, weight.shape, weight.stride(),
                                       bias is not None, add is not None, tile, x.device)
+    bias, added = x if bias is None else bias, y if add is None else add.contiguous()
+    if split is None:
+        multiply.run([x, weight, bias, added, y], [x, weight, bias, added])
+        return y
     parts, scale = x.new_empty(shape, dtype=torch.float16), x.new_empty(shape[1])
     split.run([weight, parts, scale], [weight])
-    bias, added = x if bias is None else bias, y if add is None else add.contiguous()
     multiply.run([x, parts, scale, weight, bias, added, y], [x, weight, bias, added])
     return y
 
@@ -281,8 +277,9 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, add: Tensor |
 @lru_cache(maxsize=1024)
 def _product(x_shape: torch.Size, x_strides: tuple[int, ...], x_place: int, shape: torch.Size, strides: tuple[int, ...],
              has_bias: bool, has_add: bool, tile: Tile | None,
-             device: torch.device) -> tuple[launch.Launch, launch.Launch, tuple[int, int, int]]:
-    """The launches of :func:`product` that split a weight of ``shape`` and that multiply, and the shape of the parts.
+             device: torch.device) -> tuple[launch.Launch, launch.Launch | None, tuple[int, int, int]]:
+    """The launches of :func:`product` that multiply, and that split a weight of ``shape`` before, if that is another
+    one, and the shape of the parts.
 
     ``x_place`` is where ``x`` starts, in bytes modulo 16.
     """
@@ -297,26 +294,22 @@ def _product(x_shape: torch.Size, x_strides: tuple[int, ...], x_place: int, shap
         tile = tile or product_tile(num_out)
         pitch, block_n = _ceil(num_in, tile.block_k), tile.block_n
     height = _ceil(num_out, block_n)
-    split = launch.Launch(
-        split_kernel, height // 16,
-        {"IS_PAIRED": tile is None, "BLOCK_N": 16, "BLOCK_K": 64 if tile is None else tile.block_k}, 4, device,
-        made=[torch.float16, torch.float32], last=[num_out, num_in, *strides, pitch, height * pitch])
     last = [num_rows, num_out // y_align, num_in // x_align, x_stride // x_align, *strides]
     constants = {"HAS_BIAS": has_bias, "HAS_ADD": has_add, "X_ALIGN": x_align, "Y_ALIGN": y_align,
                  "IS_EVEN": num_in == pitch}
-    made = [torch.float16, torch.float32, torch.float32]
     if tile is None:
         assert gluon is not None
         tiles = height // block_n
         programs = min(max(_num_sms(device) // tiles, 1), -(-num_rows // gluon.BLOCK_M)) * tiles
-        constants |= gluon.product_constants(block_n, pitch, tiles)
-        multiply = launch.Launch(gluon.product_kernel, programs, constants, gluon.WARPS, device, made=made,
-                                 last=[*last, height * pitch])
-    else:
-        multiply = launch.Launch(product_kernel, -(-num_rows // tile.block_m) * (height // block_n),
-                                 {**constants, **_blocks(tile)}, tile.num_warps, device, made=made,
-                                 last=[*last, pitch, height * pitch])
-    return split, multiply, (2, height, pitch)
+        constants |= gluon.product_constants(block_n, pitch, tiles, strides[0] < strides[1])
+        return launch.Launch(gluon.product_kernel, programs, constants, gluon.WARPS, device, made=[torch.float32],
+                             last=last), None, (2, height, pitch)
+    multiply = launch.Launch(product_kernel, -(-num_rows // tile.block_m) * (height // block_n),
+                             {**constants, **_blocks(tile)}, tile.num_warps, device,
+                             made=[torch.float16, torch.float32, torch.float32], last=[*last, pitch, height * pitch])
+    split = launch.Launch(split_kernel, height // 16, {"BLOCK_N": 16, "BLOCK_K": tile.block_k}, 4, device,
+                          made=[torch.float16, torch.float32], last=[num_out, num_in, *strides, pitch, height * pitch])
+    return multiply, split, (2, height, pitch)
 
 
 def weight_gradient(g: Tensor, x: Tensor, with_bias: bool = False,

@@ -1,8 +1,8 @@
 """The kernels of :mod:`triton_kernels.dense` for GPUs of compute capability 9.0, in Gluon, Triton's lower level.
 
-Gluon says which thread holds what, and what waits for what. In :func:`product_kernel` the parts of a block of the
-weight stay in shared memory while a program goes through its rows, which it reads right into the registers that tensor
-cores take them from: no barrier between two rows, and nothing of the weight is read twice. In :func:`gradient_kernel`
+Gluon says which thread holds what, and what waits for what. In :func:`product_kernel` a program makes the parts of a
+block of the weight, which stay in shared memory while it goes through its rows; these it reads right into the registers
+that tensor cores take them from: no barrier between two rows. In :func:`gradient_kernel`
 gradients come into registers the same way, and parts of one block of features are put into shared memory while tensor
 cores multiply those of another. Neither runs in Triton's interpreter.
 """
@@ -36,13 +36,14 @@ _COLUMNS = gl.constexpr(gl.DistributedLinearLayout(
 _BLOCK = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0]))
 
 
-def product_constants(block_n: int, pitch: int, tiles: int) -> dict[str, Any]:
-    """What a launch of :func:`product_kernel` says of its shape: columns of a block, and of the parts, and blocks.
+def product_constants(block_n: int, pitch: int, tiles: int, is_transposed: bool) -> dict[str, Any]:
+    """What a launch of :func:`product_kernel` says of its shape: columns of a block, and of the parts, and blocks; and
+    whether numbers of a column of the weight lie side by side.
 
     Numbers only: Triton writes out each one in each launch.
     """
     return {"TILES_N": tiles, "BLOCK_M": BLOCK_M, "BLOCK_N": block_n, "BLOCK_K": BLOCK_K, "STEPS": pitch // BLOCK_K,
-            "WARPS": WARPS}
+            "WARPS": WARPS, "IS_TRANSPOSED": is_transposed}
 
 
 def gradient_constants() -> dict[str, Any]:
@@ -70,22 +71,37 @@ def _scales(top):
 
 
 @gluon.jit
+def _paired(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Of 16 columns first the two that a thread has of each four, then the others: as tensor cores take the four that a
+    thread reads at once. No number is moved from thread to thread.
+    """
+    return x.reshape([ROWS, COLUMNS // 16, 4, 2, 2]).permute([0, 1, 3, 2, 4]).reshape([ROWS, COLUMNS])
+
+
+@gluon.jit
 def _operand(x, LAYOUT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr):
-    """Features in the order of the weight's parts, no number moved; see ``split_kernel``."""
-    x = x.reshape([BLOCK_M, BLOCK_K // 16, 4, 2, 2]).permute([0, 1, 3, 2, 4]).reshape([BLOCK_M, BLOCK_K])
-    return gl.convert_layout(x, LAYOUT, assert_trivial=True)
+    """Features in the order of the weight's parts, no number moved."""
+    return gl.convert_layout(_paired(x, BLOCK_M, BLOCK_K), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _load_weight(w_ptr, tile, num_out, num_in, out_stride, in_stride, start, LAYOUT: gl.constexpr,
+                 BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr):
+    rows = tile * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, LAYOUT))
+    columns = start + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, LAYOUT))
+    place = w_ptr + rows.to(gl.int64)[:, None] * out_stride + columns.to(gl.int64)[None, :] * in_stride
+    return gl.load(place, mask=(rows < num_out)[:, None] & (columns < num_in)[None, :], other=0.0)
 
 
 @gluon.jit(do_not_specialize=["num_rows"])
-def product_kernel(x_ptr, part_ptr, scale_ptr, w_ptr, bias_ptr, add_ptr, y_ptr, num_rows, num_out, num_in, x_stride,
-                   out_stride, in_stride, part_stride, HAS_BIAS: gl.constexpr, HAS_ADD: gl.constexpr,
-                   X_ALIGN: gl.constexpr, Y_ALIGN: gl.constexpr, IS_EVEN: gl.constexpr, TILES_N: gl.constexpr,
-                   BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STEPS: gl.constexpr,
-                   WARPS: gl.constexpr):
+def product_kernel(x_ptr, w_ptr, bias_ptr, add_ptr, y_ptr, num_rows, num_out, num_in, x_stride, out_stride, in_stride,
+                   HAS_BIAS: gl.constexpr, HAS_ADD: gl.constexpr, X_ALIGN: gl.constexpr, Y_ALIGN: gl.constexpr,
+                   IS_EVEN: gl.constexpr, TILES_N: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+                   BLOCK_K: gl.constexpr, STEPS: gl.constexpr, WARPS: gl.constexpr, IS_TRANSPOSED: gl.constexpr):
     """``x W^T + bias + add`` for one block of columns and every so many blocks of rows, the same for neighbours."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    PARTS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    WEIGHT: gl.constexpr = gl.BlockedLayout([2, 16], [8, 4], [WARPS, 1], [0, 1] if IS_TRANSPOSED else [1, 0])
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     x_stride, num_in, num_out = x_stride * X_ALIGN, num_in * X_ALIGN, num_out * Y_ALIGN
     tile_n = gl.program_id(0) % TILES_N
@@ -94,12 +110,19 @@ def product_kernel(x_ptr, part_ptr, scale_ptr, w_ptr, bias_ptr, add_ptr, y_ptr, 
 
     first = gl.allocate_shared_memory(gl.float16, [STEPS, BLOCK_N, BLOCK_K], SHARED)
     second = gl.allocate_shared_memory(gl.float16, [STEPS, BLOCK_N, BLOCK_K], SHARED)
-    part_rows = tile_n * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, PARTS))
-    part_columns = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, PARTS))
-    part_place = part_ptr + part_rows[:, None] * (STEPS * BLOCK_K) + part_columns[None, :]
-    for j in gl.static_range(STEPS):
-        first.index(j).store(gl.load(part_place + j * BLOCK_K))
-        second.index(j).store(gl.load(part_place + part_stride + j * BLOCK_K))
+    inverses = gl.allocate_shared_memory(gl.float32, [BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    top = gl.zeros([BLOCK_N], gl.float32, gl.SliceLayout(1, WEIGHT))
+    for at in range(STEPS):
+        w = _load_weight(w_ptr, tile_n, num_out, num_in, out_stride, in_stride, at * BLOCK_K, WEIGHT, BLOCK_N, BLOCK_K)
+        top = gl.maximum(top, gl.max(gl.abs(w), 1))
+    w_scale, w_inverse = _scales(top)
+    inverses.store(w_inverse)
+    for at in range(STEPS):  # from the cache of the multiprocessor
+        w = _load_weight(w_ptr, tile_n, num_out, num_in, out_stride, in_stride, at * BLOCK_K, WEIGHT, BLOCK_N, BLOCK_K)
+        w = _paired(w * w_scale[:, None], BLOCK_N, BLOCK_K)
+        w_high = w.to(gl.float16)
+        first.index(at).store(w_high)
+        second.index(at).store((w - w_high.to(gl.float32)).to(gl.float16))
     fence_async_shared()
     _barrier()
 
@@ -129,7 +152,7 @@ def product_kernel(x_ptr, part_ptr, scale_ptr, w_ptr, bias_ptr, add_ptr, y_ptr, 
             made = warpgroup_mma(a, u, made, is_async=True)
             made, a, b = warpgroup_mma_wait(0, deps=[made, a, b])
             total += made * inverse[:, None]
-        total = total * gl.load(scale_ptr + columns)[None, :]
+        total = total * inverses.load(gl.SliceLayout(0, MMA))[None, :]
         bad += gl.sum(total * 0.0, 1)
         if HAS_BIAS:
             total += gl.load(bias_ptr + columns, mask=known, other=0.0)[None, :]
