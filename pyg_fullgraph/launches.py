@@ -20,6 +20,7 @@ from pyg_fullgraph.saga.emit import Buffer
 from pyg_fullgraph.saga.ir import Domain, Node
 from pyg_fullgraph.saga.plans import Sweep, is_staged
 from triton_kernels import launch, segment, skeletons, tune
+from triton_kernels.columns import fold
 
 __all__ = ["Prepared", "Run", "contiguous_rows"]
 
@@ -293,7 +294,7 @@ class Run:
         self.is_begun = True
         # A parameter's gradient leaves the kernel as one row per program.
         for node, _ in prepared.totals:
-            total = totals[node].sum(0)
+            total = fold(totals[node], totals[node].dtype)
             self.totals[node] = self.totals[node] + total if node in self.totals else total
 
     def finish(self) -> dict[Node, Tensor]:

@@ -45,6 +45,23 @@ def normal(*shape, seed=0, dtype=torch.float64):
 # --- kernel -----------------------------------------------------------------------------------------------------
 
 
+#: What programs leave: one row, none, few and many, of single numbers, narrow and wide ones, and no numbers.
+PARTS = [(1, 1), (0, 5), (3, 0), (1000, 6), (33, 2, 3, 5), (70, 300), (5, 20_000)]
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@pytest.mark.parametrize("shape", PARTS, ids=str)
+def test_what_programs_leave_is_added_up(shape, device):
+    for wide, dtype in ((torch.float64, torch.float64), (torch.float32, torch.float32), (torch.float32, torch.bfloat16),
+                        (torch.float32, torch.float16)):
+        parts = normal(*shape, dtype=wide).to(device)
+        made = kernels.fold(parts, dtype)
+        assert made.shape == shape[1:] and made.dtype == dtype and torch.equal(made, kernels.fold(parts, dtype))
+        want = parts.double().sum(0)
+        limit = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 1e-3}.get(dtype, 8e-3)
+        assert error(made, want) < limit
+
+
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_kernel_is_its_twin(shape, device, monkeypatch):
@@ -79,7 +96,7 @@ def test_kernel_compiles_without_spilling(tmp_path):
     assert done.returncode == 0, done.stderr[-4000:]
     report = json.loads(done.stdout)
     # 1024 programs of four warps at once on 132 multiprocessors.
-    assert len(report) == 8
+    assert len(report) == 16
     assert not any(r["spill_bytes"] or r["registers"] > 64 for r in report.values()), report
 
 

@@ -36,6 +36,7 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 from triton_kernels import launch
+from triton_kernels.columns import fold
 
 __all__ = ["Tile", "gradient_tile", "is_interpreted", "product", "product_tile", "weight_gradient"]
 
@@ -340,7 +341,7 @@ def weight_gradient(g: Tensor, x: Tensor, with_bias: bool = False,
     out = g.new_empty((num_parts, num_out, num_in))
     bias = g.new_empty((num_parts, num_out)) if with_bias else out
     gradient.run([g, x, out, bias], [g, x])
-    return out.sum(0), bias.sum(0) if with_bias else None
+    return fold(out, torch.float32), fold(bias, torch.float32) if with_bias else None
 
 
 @lru_cache(maxsize=1024)

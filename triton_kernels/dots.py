@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from triton_kernels import device, launch
+from triton_kernels.columns import fold
 
 __all__ = ["Tile", "can_take", "row_dots", "row_dots_backward", "tile_of"]
 
@@ -176,10 +177,8 @@ def row_dots_backward(x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tens
     start.run([x, strides[0], *given, strides[1], out, parts], [x, *given], strides)
     if not needs_weight:
         return out if needs_x else None, []
-    total = parts.sum(0)
-    total = total if total.dtype is x.dtype else total.to(x.dtype)
     # Not views: each is a gradient of its own.
-    return out if needs_x else None, [t.data for t in total.unbind(0)]
+    return out if needs_x else None, [t.data for t in fold(parts, x.dtype).unbind(0)]
 
 
 @lru_cache(maxsize=1024)
