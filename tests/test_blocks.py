@@ -49,7 +49,7 @@ def launched(monkeypatch):
     names, start = [], launch.Launch.run
 
     def noted(self, args, *looks):
-        names.extend([] if self.kernel.__name__.startswith("rows_of") else [self.kernel.__name__])
+        names.extend([] if self.kernel.__name__.startswith(("rows_of", "fold")) else [self.kernel.__name__])
         start(self, args, *looks)
 
     monkeypatch.setattr(launch.Launch, "run", noted)
