@@ -37,13 +37,17 @@ from pyg_fullgraph.saga.passes import Stage
 # --- autograd ---------------------------------------------------------------------------------------------------
 
 
+#: Arguments of the function below in front of the inputs of the phase.
+_IN_FRONT = 4
+
+
 class _EdgePhaseFunction(torch.autograd.Function):
     """An edge phase on plain tensors; the operators below cost several times its overhead."""
 
     @staticmethod
     def forward(ctx: Any, phase: EdgePhase, graph: Graph, like: Tensor, back: int,
                 *tensors: Tensor) -> tuple[Tensor, ...]:
-        kind = ctx.needs_input_grad[4:], like.dtype, like.device, back
+        kind = ctx.needs_input_grad[_IN_FRONT:], like.dtype, like.device, back
         ctx.kept, places = phase.steps.get(kind) or _begin(phase, graph, like, tensors, kind)
         results, statistics = phase.forward(graph, tensors, like, True)
         ctx.phase, ctx.graph, ctx.like, ctx.back = phase, graph, like, back
@@ -67,12 +71,12 @@ class _EdgePhaseFunction(torch.autograd.Function):
     def backward(ctx: Any, *given: Any) -> tuple[Tensor | None, ...]:
         grads, more = (given, None) if ctx.back < 0 else (given[:-1], given[-1])
         if grads[0] is None:  # what is saved may be gone
-            return tuple([more if k == ctx.back + 4 else None for k in range(4 + len(ctx.meta))])
+            return (*[None] * _IN_FRONT, *[more if k == ctx.back else None for k in range(len(ctx.meta))])
         if torch.is_grad_enabled():
             made = _OnlyOnce.apply(ctx, len(grads), more, *grads, *ctx.saved_tensors)
         else:
             made = _gradients(ctx, grads, dict(zip(ctx.kept, ctx.saved_tensors, strict=True)), more)
-        return (None, None, None, None, *made)
+        return (*[None] * _IN_FRONT, *made)
 
 
 def _begin(phase: EdgePhase, graph: Graph, like: Tensor, tensors: Sequence[Tensor], kind: ahead.Kind) -> ahead.Step:
@@ -93,8 +97,8 @@ def _gradients(ctx: Any, grads: Sequence[Tensor], env: dict[Node, Tensor],
     if not torch._C._autograd._get_current_graph_task_keep_graph():
         ctx.results = ()
         ctx.maybe_clear_saved_tensors()
-    made = ctx.phase.backward(ctx.graph, env, [g.contiguous() for g in grads], ctx.like, ctx.needs_input_grad[4:],
-                              ctx.back, more)
+    made = ctx.phase.backward(ctx.graph, env, [g.contiguous() for g in grads], ctx.like,
+                              ctx.needs_input_grad[_IN_FRONT:], ctx.back, more)
     # What is handed through is no view: of one that nobody else seems to hold, leaves take the memory.
     return [None if g is None else as_dtype(g, dtype) if g.shape == shape else as_dtype(g, dtype).expand(shape)
             for g, (dtype, shape) in zip(made, ctx.meta, strict=True)]
@@ -388,7 +392,7 @@ def _linked(phase: EdgePhase, graph: Graph, like: Tensor, tensors: Sequence[Tens
     """An edge phase in a layer's forward, of features as the last product gave them back; if a product of them is to
     come it gives them back as well.
     """
-    back = phase.returned(tensors)
+    back = phase.place_to_give_back(tensors)
     if back < 0:
         return cast("tuple[Tensor, ...]", _apply_phase(phase, graph, like, -1, *tensors))
     x, given = tensors[back], [*tensors]
@@ -397,7 +401,7 @@ def _linked(phase: EdgePhase, graph: Graph, like: Tensor, tensors: Sequence[Tens
         forward.take(x)
         return cast("tuple[Tensor, ...]", _apply_phase(phase, graph, like, -1, *given))
     out, stand_in = _apply_phase(phase, graph, like, back, *given)
-    forward.returned(x, stand_in)
+    forward.give_back(x, stand_in)
     return (out,)
 
 

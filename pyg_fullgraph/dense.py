@@ -193,15 +193,17 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, is_ours: bool, total
     """By our kernels, with ``total`` added; or by torch, but for the gradient of the bias, and then no compiler is at
     work.
     """
-    total = total if total is None else _rows(total)
+    constant = None if total is None else _rows(total.detach())
     if is_ours and torch.compiler.is_compiling():
         y = linear_operator(_rows(x), weight, bias)
     elif is_ours and (forward := _running.mode) is not None and forward.has_chains and _is_chained(x, weight):
-        y, stand_in = _apply_linear(forward.stand_in(x), weight, bias, total, True, True)
-        forward.returned(x, stand_in)
+        y, stand_in = _apply_linear(forward.stand_in(x), weight, bias, constant, True, True)
+        forward.give_back(x, stand_in)
         forward.note(x)
     else:
-        y = _apply_linear(_rows(x), weight, bias, total, is_ours, False)
+        y = _apply_linear(_rows(x), weight, bias, constant, is_ours, False)
+    if total is not None and total.requires_grad and torch.is_grad_enabled():
+        y = _apply_added(_rows(total), y)
     return y.view(*x.shape[:-1], weight.shape[0]) if x.dim() != 2 else y
 
 
@@ -240,16 +242,16 @@ def _gradients(g: Tensor, x: Tensor | None, weight: Tensor | None, needs: Sequen
 
 
 class _Linear(torch.autograd.Function):
-    """The product of plain tensors, and what is added to it; the operator below costs several times its overhead."""
+    """The product of plain tensors, and a constant; the operator below costs several times its overhead."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor | None, is_ours: bool,
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, constant: Tensor | None, is_ours: bool,
                 is_chained: bool) -> Tensor | tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         # As torch does: what is not read may be written to, or freed, before backward.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
         ctx.is_ours = is_ours
-        y = dense.product(x, weight, bias, total) if is_ours else F.linear(x, weight, bias)
+        y = dense.product(x, weight, bias, constant) if is_ours else F.linear(x, weight, bias)
         return (y, x) if is_chained else y
 
     @staticmethod
@@ -259,10 +261,27 @@ class _Linear(torch.autograd.Function):
         (x, weight), needs = ctx.saved_tensors, ctx.needs_input_grad
         # Gradients may be differentiated themselves, by torch.
         made = _gradients(g, x, weight, needs[:3], ctx.is_ours and not torch.is_grad_enabled(), add)
-        return *made, g if needs[3] else None, None, None
+        return *made, None, None, None
 
 
-_apply_linear = applying(_Linear)
+class _Added(torch.autograd.Function):
+    """A product to which a matrix was added already, as the sum of both.
+
+    It has a node of its own, as a sum by torch has: gradients of the matrix do not depend on what became of what the
+    product saved.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, y: Tensor) -> Tensor:
+        ctx.mark_dirty(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        return g if ctx.needs_input_grad[0] else None, g if ctx.needs_input_grad[1] else None
+
+
+_apply_linear, _apply_added = applying(_Linear), applying(_Added)
 
 
 # --- operators --------------------------------------------------------------------------------------------------
@@ -357,15 +376,15 @@ class Products(TorchFunctionMode):
     """
 
     _links: dict[int, _Link]
+    _taken: dict[int, Tensor]
     _outer: Products | None
 
     def __init__(self, has_chains: bool = False, layer: Module | None = None) -> None:
         super().__init__()
         self.has_chains, self.rejoins, self._layer = has_chains, layer in _rejoining, layer
-        self._taken: dict[int, Tensor] = {}
 
     def __enter__(self) -> Products:
-        self._links = {}
+        self._links, self._taken = {}, {}
         self._outer, _running.mode = _running.mode, self
         return super().__enter__()
 
@@ -380,7 +399,7 @@ class Products(TorchFunctionMode):
         link = self._links.get(id(x))
         return link.stand_in if link is not None and link.version == x._version else _rows(x)
 
-    def returned(self, x: Tensor, stand_in: Tensor) -> None:
+    def give_back(self, x: Tensor, stand_in: Tensor) -> None:
         """Let the next product of ``x`` take ``stand_in``."""
         self._links[id(x)] = _Link(x, stand_in, x._version)
 
@@ -397,7 +416,8 @@ class Products(TorchFunctionMode):
         return call(func, args, kwargs or {}) if func in _TAKEN else func(*args, **(kwargs or {}))
 
 
-#: Layers in which a product of the features of an edge phase came after that.
+#: Layers in which a product of the features of an edge phase came after that once; without one they are given back, for
+#: nobody, as well.
 _rejoining: weakref.WeakSet[Module] = weakref.WeakSet()
 
 

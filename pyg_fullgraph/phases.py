@@ -26,10 +26,11 @@ __all__ = ["CompiledProgram", "EdgePhase", "Needs", "Orders", "compile_program",
            "stores_half"]
 
 Needs = tuple[bool, ...]
-#: Mean degree from which on products are postponed in backward: anywhere, and on GPUs where the array more is no wider
-#: than results. Measured on H200s: of 490 edges GAT takes 0.86 of the time and half of the memory; of 50 edges 0.94 of
-#: the time, with one or two heads 0.61 to 0.91; of 14, in seven shapes, 0.75 to 0.99 and as much memory, in half
-#: precision up to twice as much. On a CPU it takes 0.9 of the time of 50 edges per vertex, of 35 it is no faster.
+#: Mean degree from which on products are postponed in backward, and the same on GPUs where results are in float32 or
+#: float64, so that the array more is no larger than they are. Measured on H200s: of 490 edges GAT takes 0.86 of the
+#: time and half of the memory; of 50 edges 0.94 of the time, with one or two heads 0.61 to 0.91; of 14, in seven
+#: shapes, 0.75 to 0.99 and as much memory, in half precision up to twice as much. On a CPU it takes 0.9 of the time of
+#: 50 edges per vertex, of 35 it is no faster.
 LONG_ROWS, LONG_ROWS_ON_GPU = 32, 12
 
 
@@ -182,7 +183,7 @@ class EdgePhase:
         return grad is not None and grad.op == "gather" and grad.attr("kind") in ("sum", "mean") and \
             all(n.op != "mm" for n in ir.walk(grad))
 
-    def returned(self, tensors: Sequence[Tensor]) -> int:
+    def place_to_give_back(self, tensors: Sequence[Tensor]) -> int:
         """The place of the first input that is features ``[N, K]`` with a gradient, -1 without any."""
         return next((k for k, (n, t) in enumerate(zip(self.core.inputs, tensors, strict=False))
                      if len(n.shape) == 1 and n.domain in (Domain.SRC, Domain.DST) and t.requires_grad), -1)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+import torch_geometric.nn as pyg_nn
 import typer
 from test_kernels import GPU, INTERPRETER
 from typer.testing import CliRunner
@@ -333,6 +334,69 @@ def test_a_map_that_is_added_is_one_kernel(name, is_large, device, taken, monkey
         taken.clear()
         assert error(layer(x, edge_index), want) < 1e-5
     assert [type(out) for out in seen] == [torch.Tensor] and "added" not in [kind for kind, *_ in taken]
+
+
+#: Layers that add a map, and its name.
+ADDED = [("SAGEConv", "lin_r"), ("GraphConv", "lin_root"), ("TransformerConv", "lin_skip"),
+         ("ResGatedGraphConv", "lin_skip")]
+
+
+class Thinned(torch.nn.Module):
+    """Other numbers each time that a weight is asked for."""
+
+    def forward(self, weight):
+        return weight * (torch.rand_like(weight) > 0.5)
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, "cpu", GPU])
+@pytest.mark.parametrize("kind, name", ADDED)
+def test_a_map_whose_weight_is_computed_is_asked_once(kind, name, device, taken):
+    made = []
+    for layers in (pyg_nn, pfg.nn):
+        torch.manual_seed(0)
+        layer = getattr(layers, kind)(12, 12).to(device)
+        torch.nn.utils.parametrize.register_parametrization(getattr(layer, name), "weight", Thinned())
+        x, edge_index = layer_case("gcn", device)[1:]
+        torch.manual_seed(2)
+        made.append([layer(x, edge_index) for _ in range(5)])
+    assert all(error(got, want.double()) < 1e-5 for want, got in zip(*made, strict=True))
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@pytest.mark.parametrize("kind, name", ADDED)
+def test_a_map_that_is_added_is_seen_by_hooks_of_all_modules(kind, name, device, taken):
+    layer, (_, x, edge_index) = getattr(pfg.nn, kind)(12, 12).to(device), layer_case("gcn", device)
+    seen = []
+    handle = torch.nn.modules.module.register_module_full_backward_hook(lambda module, *grads: seen.append(module))
+    try:
+        layer(x, edge_index).sum().backward()
+    finally:
+        handle.remove()
+    assert getattr(layer, name) in seen
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+def test_what_is_added_to_has_its_gradient_whatever_became_of_the_map(device, taken):
+    """Its weight written to, or its gradient taken before."""
+    layer, (_, x, edge_index) = pfg.nn.SAGEConv(12, 12).to(device), layer_case("gcn", device)
+    wide = pyg_nn.SAGEConv(12, 12).to(device).double()
+    wide.load_state_dict(layer.state_dict())
+    want = torch.autograd.grad(wide(x.detach().double(), edge_index).sum(), wide.lin_l.weight)[0]
+    for _ in range(5):
+        out = layer(x, edge_index)
+    with torch.no_grad():
+        layer.lin_r.weight.mul_(1)
+    assert error(torch.autograd.grad(out.sum(), layer.lin_l.weight)[0], want) < 1e-5
+    for first, second in (("lin_r", "lin_l"), ("lin_l", "lin_r")):
+        out, exact = layer(x, edge_index), wide(x.detach().double(), edge_index)
+        for name in (first, second):
+            got, want = (torch.autograd.grad(o.sum(), getattr(model, name).weight)[0]
+                         for o, model in ((out, layer), (exact, wide)))
+            assert error(got, want) < 1e-5
+    relu = torch.nn.ReLU(inplace=True)
+    got, want = (torch.autograd.grad(relu(model(x.to(p), edge_index)).square().sum(), [*model.parameters()])
+                 for model, p in ((layer, torch.float32), (wide, torch.float64)))
+    assert all(error(g, w) < 1e-5 for g, w in zip(got, want, strict=True))
 
 
 PER_EDGE = {

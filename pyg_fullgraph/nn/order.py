@@ -546,7 +546,7 @@ def _shape(value: Tensor) -> tuple[int, ...]:
 
 def plus_map(total: Any, module: Any, x: Any) -> Any:
     """``total + module(x)``, by one kernel where that is a linear map and what is added to is there."""
-    if type(total) in _PLAIN and type(x) in _PLAIN and _is_linear(module):
+    if type(total) in _PLAIN and _is_later(module, x):
         made = dense.added(total, x, module.weight, module.bias)
         if made is not None:
             return made
@@ -555,16 +555,18 @@ def plus_map(total: Any, module: Any, x: Any) -> Any:
 
 def later(module: Any, x: Any) -> Any:
     """``module(x)``, not computed yet where that is a linear map that a sum may add."""
-    if type(x) in _PLAIN and running.layer is not None and _is_linear(module) and \
-            dense.takes(x, module.weight, module.bias) and _may_wait(running.layer):
-        return LinearExpr(x, module.weight, module.bias)
-    return module(x)
+    return LinearExpr(x, module.weight, module.bias) if _is_later(module, x) else module(x)
 
 
-def _is_linear(module: Any) -> bool:
-    """Whether a call of ``module`` is a linear map and nothing else."""
-    return getattr(type(module), "forward", None) in _LINEAR_FORWARDS and _asks_torch(module) and \
-        not (modules._global_forward_hooks or modules._global_forward_pre_hooks)
+def _is_later(module: Any, x: Any) -> bool:
+    """Whether ``module(x)`` is a product for our kernels that nobody misses who sees modules called: a linear map by
+    parameters, which are the same however often they are asked for.
+    """
+    return type(x) in _PLAIN and getattr(type(module), "forward", None) in _LINEAR_FORWARDS and \
+        "weight" in module._parameters and "bias" in module._parameters and \
+        dense.takes(x, module.weight, module.bias) and _asks_torch(module) and \
+        not (modules._global_forward_hooks or modules._global_forward_pre_hooks) and \
+        running.layer is not None and _may_wait(running.layer)
 
 
 _LINEAR_FORWARDS = (torch.nn.Linear.forward, PyGLinear.forward)
