@@ -46,7 +46,7 @@ def normal(*shape, seed=0, dtype=torch.float64):
 
 
 #: What programs leave: one row, none, few and many, of single numbers, narrow and wide ones, and no numbers.
-PARTS = [(1, 1), (0, 5), (3, 0), (1000, 6), (33, 2, 3, 5), (70, 300), (5, 20_000)]
+PARTS = [(1, 1), (0, 5), (3, 0), (1000, 6), (2000, 6), (33, 2, 3, 5), (70, 300), (5, 20_000)]
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])

@@ -55,9 +55,11 @@ NAN, INFINITY = float("nan"), float("inf")
 @pytest.mark.skipif(interpreted(), reason="this is the interpreter's session")
 @pytest.mark.parametrize("part", ["0/2", "1/2"])
 def test_interpreted(part):
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "interpreter", "-p", "no:cacheprovider",
-               str(Path(__file__).parent)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PFG_INTERPRETED_PART": part}
+    here = str(Path(__file__).parent)
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "interpreter", "-p", "no:cacheprovider", "-p", "bounds",
+               here]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PFG_INTERPRETED_PART": part,
+                   "PYTHONPATH": os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))}
     done = subprocess.run(command, env=environment, cwd=Path(__file__).parents[1], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout, done.stdout[-2000:]

@@ -109,8 +109,12 @@ def fold(parts: Tensor, dtype: torch.dtype) -> Tensor:
 
     Returns: ``[*shape]``; zeros where P is 0.
     Numerics: sums in the dtype of ``parts`` and in a fixed order, rounds once; bit-identical from run to run.
-    Cost: reads ``parts`` once; torch takes two to four times as long for the call, and for few columns for the sum.
+    Cost: reads ``parts`` once; torch takes two to four times as long for the call. More rows than :data:`MAX_WORKERS`
+        torch adds up, which shares them among programs.
     """
+    if parts.shape[0] > MAX_WORKERS:
+        total = parts.sum(0)
+        return total if total.dtype is dtype else total.to(dtype)
     out = parts.new_empty(parts.shape[1:], dtype=dtype)
     _fold(parts.shape[0], out.numel(), parts.dtype, dtype, parts.device).run([parts, out], ())
     return out
