@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton import knobs
 from triton._C.libtriton import native_specialize_impl
@@ -35,6 +35,7 @@ def seen(arg):
     return native_specialize_impl(CUDABackend, arg, False, True, True)
 
 
+@settings(deadline=None)
 @given(st.lists(tensors() | INTEGERS | st.none() | st.booleans() | st.sampled_from([0.0, 1.0, -2.5]), min_size=2,
                 max_size=30))
 def test_what_is_alike_is_so_to_triton(args):

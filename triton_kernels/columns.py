@@ -124,7 +124,8 @@ def fold(parts: Tensor, dtype: torch.dtype) -> Tensor:
 def _fold(num_parts: int, width: int, wide: torch.dtype, dtype: torch.dtype, device: torch.device) -> launch.Launch:
     """The launch of :func:`fold`."""
     block_c = min(FOLDED_COLUMNS[width >= MANY_COLUMNS], triton.next_power_of_2(max(width, 1)))
-    block_p = min(FOLDED_VALUES // block_c, triton.next_power_of_2(max(num_parts, 1)))
-    constants = {"BLOCK_P": block_p, "BLOCK_C": block_c, "FLOAT": tl.float64 if wide == torch.float64 else tl.float32}
+    # As many rows whatever the number of programs: no graph has a kernel of its own.
+    constants = {"BLOCK_P": FOLDED_VALUES // block_c, "BLOCK_C": block_c,
+                 "FLOAT": tl.float64 if wide == torch.float64 else tl.float32}
     return launch.Launch(fold_kernel, -(-width // block_c), constants, FOLDING_WARPS, device, made=[wide, dtype],
                          last=[num_parts, width])
