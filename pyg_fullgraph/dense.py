@@ -37,7 +37,7 @@ __all__ = ["Products", "added", "call", "chain", "in_layer", "linear", "matmul",
            "use_tensor_cores"]
 
 #: Multiplications (rows x widths) from which a product is taken: torch needs about 0.1 ms for as many on an H200, twice
-#: what two launches from Python take longer than its one.
+#: what two launches from Python take longer than its one, as products were when this was measured.
 MIN_PRODUCTS = 1 << 31
 #: Bounds of the widths: below the first (their harmonic mean) memory bounds a product, and the weight has to be small.
 MIN_WIDTH, MAX_WIDTH = 64, 1024

@@ -15,7 +15,7 @@ from oracle import error
 from pyg_fullgraph import columns, debug
 from pyg_fullgraph.autograd import observing, run
 from pyg_fullgraph.execution import interpreted
-from pyg_fullgraph.nn import order
+from pyg_fullgraph.nn import sums
 from pyg_fullgraph.nn.lazy import LazyTensor
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
@@ -387,16 +387,16 @@ def test_factors_in_rows_without_edges_and_cut_rows(count, device):
 
 def test_forwards_that_have_sums():
     classes = [getattr(pyg_nn.conv, name) for name in pyg_nn.conv.__all__]
-    found = {c.__name__ for c in classes if "forward" in vars(c) and order.code_with_sums(c.forward) is not None}
+    found = {c.__name__ for c in classes if "forward" in vars(c) and sums.code_with_sums(c.forward) is not None}
     assert {"GINConv", "GINEConv", "SAGEConv", "GraphConv", "TransformerConv", "GATConv"} <= found
     total, a, b = normal(3, 2), normal(1, seed=1), normal(3, 2, seed=2)
-    assert (order.plus(total, a, b) == total + a * b).all()
+    assert (sums.plus(total, a, b) == total + a * b).all()
     for cls, calls in ((pyg_nn.GINConv, {"_fullgraph_plus"}), (pyg_nn.SAGEConv, {"_fullgraph_plus_map"}),
                        (pyg_nn.TransformerConv, {"_fullgraph_plus", "_fullgraph_later"})):
-        plain, code = cls.forward.__code__, order.code_with_sums(cls.forward)
+        plain, code = cls.forward.__code__, sums.code_with_sums(cls.forward)
         assert (code.co_filename, code.co_firstlineno, code.co_name) == \
             (plain.co_filename, plain.co_firstlineno, plain.co_name)
-        assert calls == order.CALLS.keys() & set(code.co_names)
+        assert calls == sums.CALLS.keys() & set(code.co_names)
 
 
 class Given(torch.nn.Module):

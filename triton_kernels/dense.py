@@ -263,14 +263,15 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, add: Tensor |
     y = x.new_empty((x.shape[0], weight.shape[0]))
     if y.numel() == 0:
         return y
-    multiply, split, shape = _product(x.shape, x.stride(), x.data_ptr() % 16, weight.shape, weight.stride(),
-                                      bias is not None, add is not None, tile, x.device)
+    multiply, split = _product(x.shape, x.stride(), x.data_ptr() % 16, weight.shape, weight.stride(),
+                               bias is not None, add is not None, tile, x.device)
     bias, added = x if bias is None else bias, y if add is None else add.contiguous()
     if split is None:
         multiply.run([x, weight, bias, added, y], [x, weight, bias, added])
         return y
+    start, shape = split
     parts, scale = x.new_empty(shape, dtype=torch.float16), x.new_empty(shape[1])
-    split.run([weight, parts, scale], [weight])
+    start.run([weight, parts, scale], [weight])
     multiply.run([x, parts, scale, weight, bias, added, y], [x, weight, bias, added])
     return y
 
@@ -278,9 +279,9 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, add: Tensor |
 @lru_cache(maxsize=1024)
 def _product(x_shape: torch.Size, x_strides: tuple[int, ...], x_place: int, shape: torch.Size, strides: tuple[int, ...],
              has_bias: bool, has_add: bool, tile: Tile | None,
-             device: torch.device) -> tuple[launch.Launch, launch.Launch | None, tuple[int, int, int]]:
-    """The launches of :func:`product` that multiply, and that split a weight of ``shape`` before, if that is another
-    one, and the shape of the parts.
+             device: torch.device) -> tuple[launch.Launch, tuple[launch.Launch, tuple[int, int, int]] | None]:
+    """The launch of :func:`product` that multiplies; and the one that splits a weight of ``shape`` before, with the
+    shape of the parts, where that is another one.
 
     ``x_place`` is where ``x`` starts, in bytes modulo 16.
     """
@@ -304,13 +305,13 @@ def _product(x_shape: torch.Size, x_strides: tuple[int, ...], x_place: int, shap
         programs = min(max(_num_sms(device) // tiles, 1), -(-num_rows // gluon.BLOCK_M)) * tiles
         constants |= gluon.product_constants(block_n, pitch, tiles, strides[0] < strides[1])
         return launch.Launch(gluon.product_kernel, programs, constants, gluon.WARPS, device, made=[torch.float32],
-                             last=last), None, (2, height, pitch)
+                             last=last), None
     multiply = launch.Launch(product_kernel, -(-num_rows // tile.block_m) * (height // block_n),
                              {**constants, **_blocks(tile)}, tile.num_warps, device,
                              made=[torch.float16, torch.float32, torch.float32], last=[*last, pitch, height * pitch])
     split = launch.Launch(split_kernel, height // 16, {"BLOCK_N": 16, "BLOCK_K": tile.block_k}, 4, device,
                           made=[torch.float16, torch.float32], last=[num_out, num_in, *strides, pitch, height * pitch])
-    return multiply, split, (2, height, pitch)
+    return multiply, (split, (2, height, pitch))
 
 
 def weight_gradient(g: Tensor, x: Tensor, with_bias: bool = False,

@@ -2,9 +2,9 @@
 
 Gluon says which thread holds what, and what waits for what. In :func:`product_kernel` a program makes the parts of a
 block of the weight, which stay in shared memory while it goes through its rows; these it reads right into the registers
-that tensor cores take them from: no barrier between two rows. In :func:`gradient_kernel`
-gradients come into registers the same way, and parts of one block of features are put into shared memory while tensor
-cores multiply those of another. Neither runs in Triton's interpreter.
+that tensor cores take them from: no barrier between two rows. In :func:`gradient_kernel` gradients come into registers
+the same way, and parts of one block of features are put into shared memory while tensor cores multiply those of
+another. Neither runs in Triton's interpreter.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pyg_fullgraph import dense
 from pyg_fullgraph.errors import LayerInputError, PygFullgraphError, RowCountError
-from pyg_fullgraph.nn import compiled, derived, dots, order
+from pyg_fullgraph.nn import compiled, derived, dots, order, sums
 from pyg_fullgraph.nn.lazy import LazyTensor, as_plain
 from pyg_fullgraph.nn.preparation import REPLACEMENTS, REPLACEMENTS_APART
 from pyg_fullgraph.saga.trace import rebind
@@ -90,13 +90,13 @@ def _over_ours(function: types.FunctionType) -> Any:
 
 
 def _with_sums(forward: Any, original: Any) -> Any:
-    """``forward``, which is ``original`` or made of it, or a copy of it with calls of :data:`order.CALLS`."""
-    code = order.code_with_sums(original, dots.Scores()) if isinstance(original, types.FunctionType) else None
+    """``forward``, which is ``original`` or made of it, or a copy of it with calls of :data:`sums.CALLS`."""
+    code = sums.code_with_sums(original, dots.Scores()) if isinstance(original, types.FunctionType) else None
     if code is None:
         return forward
     made: Any = rebind(forward, {})
     made.__code__ = code
-    made.__globals__.update({**order.CALLS, dots.NAME: dots.dot})
+    made.__globals__.update({**sums.CALLS, dots.NAME: dots.dot})
     return made
 
 

@@ -7,33 +7,27 @@ product before a propagate, and a sum that goes straight into a product, are laz
 where nothing came of it in its first calls is left alone from then on.
 
 A bias, and features of the targets, that are added to a large sum or mean are added where kernels write it; to a sum of
-softmax weights a bias, after its heads became one dimension. In copies of forwards that add features times a factor, as
-GINConv does, both operations are one call of :func:`plus`; in those that add a linear map, as SAGEConv and
-TransformerConv do, the kernel of the product adds it (:func:`plus_map`, :func:`later`).
+softmax weights a bias, after its heads became one dimension. What is added as an expression of several calls, such as
+features times a factor, :mod:`sums` finds.
 
 Only forwards written in PyG are treated so: they write to nothing between the calls.
 """
 
 from __future__ import annotations
 
-import ast
-import dis
 import functools
-import itertools
 import operator
 import sys
 import threading
-import types
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeGuard
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules import module as modules
-from torch_geometric.nn import Linear as PyGLinear
 from torch_geometric.nn.conv import MessagePassing as PyGMessagePassing
 
 from pyg_fullgraph import columns, debug, dense, reuse
@@ -41,12 +35,11 @@ from pyg_fullgraph.autograd import Ways
 from pyg_fullgraph.execution import has_kernels
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn.lazy import DeferredTensor, LazyTensor, run, unseen
-from pyg_fullgraph.nn.rewriting import Rewriter, rewritten
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output
 
-__all__ = ["CALLS", "LinearExpr", "SummedExpr", "code_with_sums", "has_chains", "has_update", "is_closed", "is_open",
-           "later", "opened", "plus", "plus_map", "running", "settle", "sum_later"]
+__all__ = ["AddedExpr", "LinearExpr", "SummedExpr", "asks_torch", "has_chains", "has_update", "is_closed", "is_open",
+           "may_wait", "opened", "running", "settle", "sum_later"]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _PLAIN_SET = frozenset(_PLAIN)
@@ -60,7 +53,7 @@ _VIEW = frozenset({Tensor.view, Tensor.reshape})
 
 
 class _Running(threading.local):
-    """The layer whose forward runs in this thread, and what :func:`_may_wait` said of it, None if it was not asked."""
+    """The layer whose forward runs in this thread, and what :func:`may_wait` said of it, None if it was not asked."""
 
     layer: Any = None
     may_wait: bool | None = None
@@ -80,7 +73,7 @@ def is_closed(layer: Any) -> bool:
 
 def is_open(layer: Any) -> bool:
     """Whether the linear maps of ``layer`` are kept open in this call."""
-    return not is_closed(layer) and _may_wait(layer)
+    return not is_closed(layer) and may_wait(layer)
 
 
 def has_chains(layer: Any) -> bool:
@@ -89,10 +82,10 @@ def has_chains(layer: Any) -> bool:
     Not in modules of the user's: of several results that are taken backward one by one, the last would free what is
     saved for the first.
     """
-    return _is_pygs(layer) and _may_wait(layer)
+    return _is_pygs(layer) and may_wait(layer)
 
 
-def _may_wait(layer: Any) -> bool:
+def may_wait(layer: Any) -> bool:
     """Whether nobody sees what ``layer`` leaves for later in this call, or in which order it computes.
 
     What is saved for backward has an order that a checkpoint compares with that of a later call. Found once per call.
@@ -116,14 +109,14 @@ def _nobody_sees(layer: Any) -> bool:
 
 
 def _all_ask_torch(outer: Module) -> bool:
-    """Whether all modules in ``outer`` are such that :func:`_asks_torch`; a loop, as this is asked in every call."""
+    """Whether all modules in ``outer`` are such that :func:`asks_torch`; a loop, as this is asked in every call."""
     for module in outer._modules.values():
-        if module is not None and not (_asks_torch(module) and (not module._modules or _all_ask_torch(module))):
+        if module is not None and not (asks_torch(module) and (not module._modules or _all_ask_torch(module))):
             return False
     return True
 
 
-def _asks_torch(module: Module) -> bool:
+def asks_torch(module: Module) -> bool:
     """Whether ``module`` does nothing to a lazy tensor but to call torch's functions, which make it plain.
 
     A hook may keep what it sees, and read it when the weights are others. An autograd.Function, TorchScript or a
@@ -170,7 +163,7 @@ def sum_later(layer: Any, program: EdgeProgram, graph: Graph, tensors: Mapping[s
         return None
     if "propagate" in vars(layer) or not _is_library(type(layer).propagate):  # somebody's around ours
         return None
-    adds = SummedExpr.adds(program, graph, tensors) and _may_wait(layer)
+    adds = SummedExpr.adds(program, graph, tensors) and may_wait(layer)
     opens = SummedExpr.suits(program) and is_open(layer)
     if not (adds or opens) or layer._propagate_forward_hooks or has_update(layer):
         return None
@@ -523,107 +516,3 @@ def _added(program: EdgeProgram, kinds: tuple[tuple[bool, tuple[int, ...] | None
 
 def _product(x: Node, weight: Tensor, name: str) -> Node:
     return ir.mm(x, ir.permute(ir.input(name, Domain.PARAM, tuple(weight.shape)), (1, 0)))
-
-
-# --- sums in forwards of PyG's ----------------------------------------------------------------------------------
-
-
-def plus(total: Any, a: Any, b: Any) -> Any:
-    """``total + a * b``, not computed yet where that is a sum and features of the targets with a factor."""
-    if isinstance(total, (SummedExpr, AddedExpr)):
-        for value, factor in ((a, b), (b, a)):
-            if isinstance(value, Tensor) and type(factor) in _PLAIN and _shape(value) == total.known_shape:
-                made = total.plus(value.materialize() if isinstance(value, LazyTensor) else value, factor)
-                if made is not None:
-                    return made
-    return total + a * b
-
-
-def _shape(value: Tensor) -> tuple[int, ...]:
-    with unseen():
-        return value.shape
-
-
-def plus_map(total: Any, module: Any, x: Any) -> Any:
-    """``total + module(x)``, by one kernel where that is a linear map and what is added to is there."""
-    if type(total) in _PLAIN and _is_later(module, x):
-        made = dense.added(total, x, module.weight, module.bias)
-        if made is not None:
-            return made
-    return total + (later(module, x) if isinstance(total, LazyTensor) else module(x))
-
-
-def later(module: Any, x: Any) -> Any:
-    """``module(x)``, not computed yet where that is a linear map that a sum may add."""
-    return LinearExpr(x, module.weight, module.bias) if _is_later(module, x) else module(x)
-
-
-def _is_later(module: Any, x: Any) -> bool:
-    """Whether ``module(x)`` is a product for our kernels that nobody misses who sees modules called: a linear map by
-    parameters, which are the same however often they are asked for.
-    """
-    return type(x) in _PLAIN and getattr(type(module), "forward", None) in _LINEAR_FORWARDS and \
-        "weight" in module._parameters and "bias" in module._parameters and \
-        dense.takes(x, module.weight, module.bias) and _asks_torch(module) and \
-        not (modules._global_forward_hooks or modules._global_forward_pre_hooks) and \
-        running.layer is not None and _may_wait(running.layer)
-
-
-_LINEAR_FORWARDS = (torch.nn.Linear.forward, PyGLinear.forward)
-
-#: What rewritten forwards call, by its name in their globals.
-CALLS: Mapping[str, Callable[..., Any]] = {
-    "_fullgraph_plus": plus, "_fullgraph_plus_map": plus_map, "_fullgraph_later": later}
-_PLUS, _PLUS_MAP, _LATER = CALLS
-
-
-def code_with_sums(function: types.FunctionType, *more: Rewriter) -> types.CodeType | None:
-    """The code of a ``forward`` written in PyG with calls of :data:`CALLS`, None without any (see :func:`rewritten`);
-    and with what ``more`` put into it.
-    """
-    signs = [i.argrepr if i.opname == "BINARY_OP" else i.opname for i in dis.get_instructions(function)]
-    may_have = any(b in ("+", "BINARY_ADD") and a.startswith(("*", "BINARY_MULTIPLY", "CALL", "LOAD_FAST"))
-                   for a, b in itertools.pairwise(signs))
-    return rewritten(function, _Sums(), *more) if may_have else None
-
-
-class _Sums(Rewriter):
-    """Puts ``plus(total, a, b)`` in the place of ``total + a * b``, ``plus_map(total, self.map, x)`` in that of
-    ``total + self.map(x)``, and ``later(self.map, x)`` in that of a ``self.map(x)`` whose name is added to something.
-    """
-
-    _added: frozenset[str] = frozenset()
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        outer, added = self._added, (n.right for n in ast.walk(node) if _is_sum(n))
-        self._added = frozenset(n.id for n in added if isinstance(n, ast.Name))
-        self.generic_visit(node)
-        self._added = outer
-        return node
-
-    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
-        self.generic_visit(node)
-        other = node.right
-        if _is_sum(node) and isinstance(other, ast.BinOp) and isinstance(other.op, ast.Mult):
-            return self.call(_PLUS, [node.left, other.left, other.right], node)
-        if _is_sum(node) and _is_map(other):
-            return self.call(_PLUS_MAP, [node.left, other.func, *other.args], node)
-        return node
-
-    def visit_Assign(self, node: ast.Assign) -> ast.AST:
-        self.generic_visit(node)
-        if len(node.targets) == 1 and isinstance(node.targets[0], ast.Name) and _is_map(node.value) and \
-                node.targets[0].id in self._added:
-            node.value = self.call(_LATER, [node.value.func, *node.value.args], node.value)
-        return node
-
-
-def _is_sum(node: ast.AST) -> TypeGuard[ast.BinOp]:
-    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)
-
-
-def _is_map(node: ast.AST) -> TypeGuard[ast.Call]:
-    """Whether ``node`` is ``self.map(x)``, whatever ``map`` and ``x`` are."""
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and \
-        isinstance(node.func.value, ast.Name) and node.func.value.id == "self" and len(node.args) == 1 and \
-        not node.keywords and not isinstance(node.args[0], ast.Starred)
