@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -77,8 +78,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     finally:
         launch.Launch._launch = plain  # type: ignore[method-assign]
     _tell(into, test=item.nodeid, seconds=round(time.perf_counter() - start, 2),
-          passed="failed" not in item.outcomes, skipped="skipped" in item.outcomes,  # type: ignore[attr-defined]
-          kernels=sorted(kernels))
+          passed="failed" not in item.outcomes, kernels=sorted(kernels))  # type: ignore[attr-defined]
     try:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
@@ -126,7 +126,8 @@ def _start(tool: str, k: int, tests: list[str]) -> subprocess.Popen[bytes]:
     command = ["compute-sanitizer", *TOOLS[tool], "--print-limit", "20", *leave_out, sys.executable, "-m", "pytest",
                "-q", "-p", "no:cacheprovider", "-p", "tests.covering", f"@{listed}"]
     with (FOLDER / f"{tool}-{k}.log").open("wb") as log:
-        return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT,
+                                start_new_session=True)
 
 
 def main(tool: Annotated[str, typer.Argument(help=f"One of {', '.join(TOOLS)}.")],
@@ -160,12 +161,12 @@ def main(tool: Annotated[str, typer.Argument(help=f"One of {', '.join(TOOLS)}.")
                 done = {one["test"] for one in lines if "test" in one}
                 begun = {one["began"] for one in lines if "began" in one} & set(tests)
                 for test in begun - done:
-                    _tell(f"{tool}.jsonl", test=test, seconds=0, passed=False, skipped=False, kernels=[], log=k)
+                    _tell(f"{tool}.jsonl", test=test, seconds=0, passed=False, kernels=[], log=k)
                 rest = [test for test in tests if test not in begun]
                 if len(rest) < len(tests):  # else it would not begin the next time either
                     share.append(rest)
-    for process, _ in running.values():
-        process.kill()
+    for process, _ in running.values():  # the tool and the tests, which are its child
+        os.killpg(process.pid, signal.SIGKILL)
     _report(tool, launched, chosen)
 
 
