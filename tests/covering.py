@@ -40,8 +40,8 @@ TOOLS = {
     "memcheck": ("--tool", "memcheck"),
     "racecheck": ("--tool", "racecheck", "--racecheck-report", "analysis"),
 }
-#: Parts of the names of kernels that are left out: PyTorch's, and cuBLAS's but for those ("nvjet") that racecheck cannot
-#: do without: it ends a process that launches one of these unseen ("failed to handle a hardware exception").
+#: Parts of the names of kernels that are left out: PyTorch's, and cuBLAS's but for those ("nvjet") that racecheck
+#: cannot do without: it ends a process that launches one of these unseen ("failed to handle a hardware exception").
 OTHERS = ("_Z", "cutlass", "gemm")
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (.*)")
 #: The name of a kernel in which something is reported, before its place there.

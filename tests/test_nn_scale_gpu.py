@@ -64,12 +64,15 @@ def step(module: nn.Module, layer: Layer, given: Any, edge_index: Any) -> dict[s
     return {"out": out.detach(), **{k: g for k, g in zip(leaves, grads, strict=True) if g is not None}}
 
 
+@pytest.mark.parametrize("part", [20, 1], ids=["a-twentieth", "whole"])
 @pytest.mark.parametrize("name", NAMES)
-def test_conv(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(chunks.CHUNK_ELEMENTS, "cuda", 1 << 23)
+def test_conv(name: str, part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most kernels are launched on a part with the same degrees too, where a sanitizer takes seconds for minutes."""
+    monkeypatch.setitem(chunks.CHUNK_ELEMENTS, "cuda", (1 << 23) // part)
+    num_nodes, num_edges = NUM_NODES // part, NUM_EDGES // part
     layer = widened(monkeypatch, name)
     plain, fused = twins(layer)
-    case = random_case(NUM_NODES, NUM_NODES, NUM_EDGES)
+    case = random_case(num_nodes, num_nodes, num_edges)
     edge_index = case.edge_index.cuda()
     exact = tree_map(lambda t: t.detach().cuda(), layer.inputs(case))
     single = tree_map(lambda t: t.float() if t.is_floating_point() else t, exact)
@@ -101,8 +104,9 @@ def test_conv(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         torch.cuda.memory._record_memory_history(enabled=None)
     sizes = [e["size"] for e in events if e["action"] == "alloc"]
     # The gradient of edge features that the user has is of that size, and has to be.
-    gradients = sum(t.shape[:1] == (NUM_EDGES,) and t.numel() > NUM_EDGES * WIDTH // 2 for t in second.values())
-    assert sum(s >= NUM_EDGES * WIDTH // 2 * 4 for s in sizes) <= gradients, f"{max(sizes) / 2**20:.0f} MiB at once"
+    gradients = sum(t.shape[:1] == (num_edges,) and t.numel() > num_edges * WIDTH // 2 for t in second.values())
+    large = sum(s >= num_edges * WIDTH // 2 * 4 for s in sizes)  # which a sum per multiprocessor may be beside a part
+    assert part != 1 or large <= gradients, f"{max(sizes) / 2**20:.0f} MiB at once"
 
     # The order of linear maps and sums is settled in the first calls.
     step(fused, layer, single, graph)
