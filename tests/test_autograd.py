@@ -8,7 +8,7 @@ import torch
 import zoo
 from oracle import TOLERANCE, error, gradients, program_of, random_case, run_oracle
 from programs import CASES, make_tensors
-from pyg_fullgraph import autograd
+from pyg_fullgraph import autograd, operators
 from pyg_fullgraph.autograd import run
 from pyg_fullgraph.errors import DoubleBackwardError, InputError
 from pyg_fullgraph.graph import Graph
@@ -44,8 +44,8 @@ def calls(monkeypatch):
     found = {}
     monkeypatch.setattr(autograd, "_PLAIN", ())
     for name in ("edge_phase", "edge_phase_backward"):
-        found[name] = Calls(getattr(autograd, name))
-        monkeypatch.setattr(autograd, name, found[name])
+        found[name] = Calls(getattr(operators, name))
+        monkeypatch.setattr(operators, name, found[name])
     return found
 
 

@@ -74,6 +74,7 @@ LAYERS = (
     "pyg_fullgraph.reuse",
     "pyg_fullgraph.ahead",
     "pyg_fullgraph.phases",
+    "pyg_fullgraph.operators",
     "pyg_fullgraph.autograd",
     "pyg_fullgraph.debug",
     "pyg_fullgraph.replay",
