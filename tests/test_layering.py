@@ -62,6 +62,7 @@ LAYERS = (
     "pyg_fullgraph.saga.idle",
     "pyg_fullgraph.saga.emit",
     "pyg_fullgraph.saga.reducers",
+    "pyg_fullgraph.saga.in_flight",
     "pyg_fullgraph.saga.codegen",
     "pyg_fullgraph.saga.rows",
     "pyg_fullgraph.saga",

@@ -1,0 +1,161 @@
+"""How many edges a program has in flight: a model of its registers, with limits measured on an H200."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pyg_fullgraph.saga import ir
+from pyg_fullgraph.saga.emit import Emitter
+from pyg_fullgraph.saga.ir import Domain, Node
+from pyg_fullgraph.saga.reducers import ArgPeak, Peak, Reducer, Softmax, Sum
+from pyg_fullgraph.saga.tiles import MIN_DOT_SIZE, WARP, Edges, Tile
+
+__all__ = ["Flight"]
+
+#: Values per thread that are held: loaded for the edges in flight, carried, and of the row; and the same while narrow
+#: values do not fill the lanes yet; or if they just fill them and a wide value is loaded per edge, no more. More leaves
+#: too few programs on a multiprocessor. Measured on an H200: GAT of 2 x 128 on products takes 29 ms forward and 40 by
+#: source with 8 edges in flight, 19 and 27 with 16, whose scores are as many as lanes; GAT of 1 x 128 on arxiv 0.54 and
+#: 1.11 with 16, 0.29 and 0.55 with 32.
+MAX_HELD, MAX_HELD_TO_FILL, MAX_HELD_FILLED = 72, 96, 160
+#: Edges in flight where each has narrow values, of which there are as many as lanes with more than so many edges; where
+#: registers do not hold these; and the mean degree from which a softmax over rows of so many features has them all the
+#: same. Numbers between leave lanes idle, and few edges leave room for more programs.
+FEW_EDGES, FEWEST_EDGES, FULL_DEGREE, FULL_FEATURES = 4, 2, 12, 128
+#: The most where features are summed up per edge and the gradient of a parameter rides along, and features of all edges
+#: in flight without. All measured on an H200, see docs/performance.md.
+MAX_RIDING_EDGES, SUMMED_FEATURES = 8, 512
+#: Values of the widest tile in flight per program, where there are matrix products.
+PRODUCT_VALUES = 1024
+#: The same where edges in flight belong to several rows that are reduced or to none, without and with extrema, and the
+#: values per thread that are then held without extrema: fewest instructions and spills of what compiles for an H200.
+#: Extrema take 64 edges, from which on the weights need not be in registers.
+BLOCK_VALUES, EXTREMA_VALUES, MAX_BLOCK_HELD = 8192, 16384, 96
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A program of a sweep, as far as its registers depend on it.
+
+    Attributes:
+        tile: What it holds of an edge.
+        emitter: What was written for an edge.
+        reducers, totals: Of the rows, and over all edges.
+        gathers, kept: Results with the reductions of edges, and those with the values per edge, that they are.
+        is_unrolled: Whether products are unrolled.
+    """
+
+    tile: Tile
+    emitter: Emitter
+    reducers: Sequence[Reducer]
+    totals: Sequence[Reducer]
+    gathers: Sequence[tuple[Node, Node]]
+    kept: Sequence[tuple[Node, Node]]
+    is_unrolled: bool
+
+    def edges(self, by_heads: bool, takes_blocks: bool) -> tuple[int, int, int]:
+        """Most and fewest edges in flight per program, and the mean degree from which there are most, or 0.
+
+        Args:
+            by_heads: Whether programs were asked for one head at a time.
+            takes_blocks: Whether they take blocks of edges of several rows.
+        """
+        tile = self.tile
+        inputs = [n for n in self.emitter.names if n.op == "input"]
+        inside = self.emitter.fixed
+        gathered = [tile.padded(tile.axes.axes(n)) for n in inputs if n.domain not in inside]
+        if not tile.edge_lanes:
+            return (*self._in_a_row(gathered, takes_blocks), 0)
+        if tile.takes_one:
+            return tile.edge_lanes, tile.edge_lanes, 0
+        carries = [(r.held, tile.padded(tile.axes.axes(c.node))) for r in (*self.reducers, *self.totals)
+                   for c in r.carries]
+        others = set(ir.walk(*(a for _, g in self.gathers if g.domain != Domain.PARAM for a in g.args),
+                             *(e for _, e in self.kept)))
+        # Sums over features that only a sum over all edges needs, all edges of a block at a time: GMM by source, arxiv
+        # size, took 4.6 ms with 8 edges in flight, 2.9 with 4, 2.3 with 2 (H200).
+        apart = [tile.padded(tile.axes.axes(n.args[0])) for _, g in self.gathers if g.domain == Domain.PARAM
+                 for n in ir.walk(*g.args) if ir.OPS[n.op].kind == "reduce" and n not in others]
+        wide = sum(width for width in apart if width >= tile.width)
+        per_edge = max(sum(gathered) + sum(width for held, width in carries if held == Edges.BLOCK), tile.width)
+        per_edge += wide
+        once = sum(tile.padded(tile.axes.axes(n)) for n in inputs if n.domain in inside)
+        once += sum(width * max(tile.edge_lanes, 1) for held, width in carries if held != Edges.BLOCK)
+        threads = WARP * tile.num_warps(1)
+        threads //= 2 if self.emitter.lanes == 2 else 1  # a float64 takes two registers
+        if self.is_unrolled:
+            return self._with_features(per_edge, once, threads), tile.edge_lanes, 0
+        # Values of a head, say, are worked out by one lane each where a block has as many as lanes.
+        narrow = max((w for w in gathered if w * tile.edge_lanes < min(WARP, tile.width)), default=0)
+        most = tile.edge_lanes
+        while most < 64:
+            fills = narrow and most * narrow < threads and not wide
+            if 2 * most * per_edge + once > (MAX_HELD_TO_FILL if fills else MAX_HELD) * threads:
+                break
+            most *= 2
+        fewest = tile.edge_lanes
+        if self._dots:
+            return max(min(most, self._with_dots()), fewest), fewest, 0
+        filled = threads // narrow if narrow and not wide else 0
+        if not filled or sum(w for w in gathered if w > narrow) > tile.width or tile.edge_lanes > filled:
+            return most, fewest, 0
+        fits = filled <= 64 and filled * per_edge + once <= MAX_HELD_FILLED * threads
+        # A factor alone, beside few features, is no work: rows of few edges then take fewer at a time.
+        has_work = any(ir.OPS[n.op].kind == "pointwise" and n.domain not in inside and
+                       tile.padded(tile.axes.axes(n)) <= narrow for n in self.emitter.names) or tile.edge_lanes == 1
+        is_plain = has_work and all(isinstance(r, Sum | Softmax) for r in self.reducers) and not any(
+            ir.OPS[n.op].kind == "reduce" and n.domain not in inside for n in self.emitter.names)
+        if by_heads or not is_plain:
+            return (max(most, filled), filled if has_work else fewest, 0) if fits else (most, fewest, 0)
+        few = filled if fits and filled <= 2 * FEW_EDGES else FEW_EDGES if fits else FEWEST_EDGES
+        few = max(few, fewest)
+        is_softmax = any(isinstance(r, Softmax) for r in self.reducers)
+        if fits and filled > few and is_softmax and tile.width <= FULL_FEATURES:
+            return filled, few, FULL_DEGREE
+        return few, few, 0
+
+    def _with_features(self, per_edge: int, once: int, threads: int) -> int:
+        """Most edges in flight where all lanes read features of an edge one by one, for unrolled products."""
+        tile, inside = self.tile, self.emitter.fixed
+        alone = sum(n.op == "input" and n.domain not in inside and n.numel == 1 for n in self.emitter.names)
+        per_edge += alone * threads // tile.edge_lanes
+        once += tile.held * (tile.edge_lanes - 1)
+        most, held = tile.edge_lanes, MAX_HELD_TO_FILL if self._dots else MAX_HELD
+        while 2 * most * per_edge + once <= held * threads:
+            most *= 2
+        if not self.totals and 2 * tile.edge_lanes * per_edge + once <= MAX_HELD_FILLED * threads:
+            most = max(most, 2 * tile.edge_lanes)
+        return min(most, 64)
+
+    @property
+    def _dots(self) -> list[Node]:
+        """Sums over the features of a head, at least eight of them, per edge."""
+        return [n for n in self.emitter.names if ir.OPS[n.op].kind == "reduce" and n.domain not in self.emitter.fixed
+                and n.attr("dims") == (len(n.args[0].shape) - 1,) and n.args[0].shape[-1] >= 8]
+
+    def _with_dots(self) -> int:
+        """Most edges in flight where features are summed up per edge, as registers go."""
+        tile, inside = self.tile, self.emitter.fixed
+        if self.totals:
+            return MAX_RIDING_EDGES
+        wide = [n for n in self.emitter.names if n.domain not in inside
+                and tile.padded(tile.axes.axes(n)) >= tile.width]
+        rows = [n for n in wide if n.op == "input"]
+        work = [n for n in wide if ir.OPS[n.op].kind == "pointwise" and n.op not in ir.TRUTHS]
+        carried = [c for r in self.reducers for c in r.carries if tile.padded(tile.axes.axes(c.node)) >= tile.width]
+        if min(len(rows), len(self._dots)) > 1 and (len(carried) > 1 or len(work) > 2 * len(rows)):
+            return FEWEST_EDGES
+        return max(FEW_EDGES, SUMMED_FEATURES // max(tile.width, 1))
+
+    def _in_a_row(self, gathered: Sequence[int], takes_blocks: bool) -> tuple[int, int]:
+        """The same where they are one dimension of the tile; ``gathered`` are features loaded per edge."""
+        tile = self.tile
+        fewest = MIN_DOT_SIZE if tile.has_products else 1
+        merges_extrema = takes_blocks and any(isinstance(r, Peak | ArgPeak) for r in self.reducers)
+        values = EXTREMA_VALUES if merges_extrema else BLOCK_VALUES if takes_blocks else PRODUCT_VALUES
+        most = max(min(values // max(tile.width, 1), 64), fewest)
+        held = sum(gathered) + sum(tile.padded(tile.axes.axes(c.node)) for r in self.reducers for c in r.carries)
+        while not merges_extrema and most > 2 * fewest and held * most > MAX_BLOCK_HELD * WARP * tile.num_warps(most):
+            most //= 2
+        return most, fewest
