@@ -9,21 +9,25 @@ same. On a machine with a GPU, from the repository::
 
 What a run had no time for is for the next one: what it saw is kept beside the record, one line per test, and a log per
 process. PyTorch allocates without its cache there, for out-of-bounds accesses to be seen; tests that fail so, as those
-that capture do, run again with it, each in a process of its own.
+that capture do, run again with it, each in a process of its own. What a test launched counts where it passed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,8 +48,8 @@ TOOLS = {
 #: cannot do without: it ends a process that launches one of these unseen ("failed to handle a hardware exception").
 OTHERS = ("_Z", "cutlass", "gemm")
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (.*)")
-#: The name of a kernel in which something is reported, before its place there.
-_KERNEL = re.compile(r" at (?:void )?(\w[^+(<]*)[^+]*\+0x[0-9a-f]+")
+#: The name of a kernel in a line of a report, with its place in it: ``at name+0x1f0`` or ``at 0x1f0 in name``.
+_KERNEL = re.compile(r"\bat (?:void )?([A-Za-z_][\w:]*).*?\+0x[0-9a-f]|\bat 0x[0-9a-f]+ in (?:void )?([A-Za-z_][\w:]*)")
 
 
 # --- in the process of the tests -----------------------------------------------------------------------------------
@@ -53,16 +57,19 @@ _KERNEL = re.compile(r" at (?:void )?(\w[^+(<]*)[^+]*\+0x[0-9a-f]+")
 
 def _tell(name: str, **what: Any) -> None:
     FOLDER.mkdir(parents=True, exist_ok=True)
-    with (FOLDER / name).open("a") as file:
-        file.write(json.dumps(what) + "\n")
+    file = os.open(FOLDER / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(file, (json.dumps(what) + "\n").encode())  # at once: other processes write there, too
+    finally:
+        os.close(file)
 
 
 def _where() -> tuple[str, dict[str, Any]]:
     """The file that tests write to, and what is told of the process that a tool runs them in."""
     if "PFG_COVERING_PROCESS" not in os.environ:
         return "launched.jsonl", {}
-    tool, k = os.environ["PFG_COVERING_PROCESS"].split()
-    return f"{tool}.jsonl", {"log": int(k), "cached": "PYTORCH_NO_CUDA_MEMORY_CACHING" not in os.environ}
+    tool, log = os.environ["PFG_COVERING_PROCESS"].split()
+    return f"{tool}.jsonl", {"log": log, "cached": "PYTORCH_NO_CUDA_MEMORY_CACHING" not in os.environ}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -115,9 +122,10 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 
 def read(name: str) -> list[dict[str, Any]]:
-    """The lines of a file in :data:`FOLDER`; none where it is missing."""
+    """The lines of a file in :data:`FOLDER`, less one that is being written; none where it is missing."""
     path = FOLDER / name
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text[:text.rfind("\n") + 1].splitlines()]
 
 
 def covering(launched: Sequence[dict[str, Any]], seen: AbstractSet[str] = frozenset()) -> list[str]:
@@ -135,98 +143,152 @@ def covering(launched: Sequence[dict[str, Any]], seen: AbstractSet[str] = frozen
     return chosen
 
 
-def _start(tool: str, k: int, tests: list[str], cached: bool) -> subprocess.Popen[bytes]:
-    """One process of ``tool`` that runs ``tests``.
+def kernels_in(report: str) -> Counter[str]:
+    """How many places of kernels the output of a tool names, by kernel."""
+    lines = re.findall("=========.*", report)  # which may come behind what pytest wrote
+    return Counter(a or b for line in lines for a, b in _KERNEL.findall(line))
 
-    Without backtraces of the host: for those it makes objects of Python's frames, which hold what functions let go.
-    """
-    listed = FOLDER / f"{tool}-{k}.txt"
-    listed.write_text("\n".join(tests))
-    environment = {**os.environ, "PFG_COVERING": str(FOLDER), "PFG_COVERING_PROCESS": f"{tool} {k}",
-                   **({} if cached else {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})}
-    leave_out = [part for name in OTHERS for part in ("--kernel-name-exclude", f"kernel_substring={name}")]
-    command = ["compute-sanitizer", *TOOLS[tool], "--print-limit", "0", "--show-backtrace", "device", *leave_out,
-               sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.covering", f"@{listed}"]
-    with (FOLDER / f"{tool}-{k}.log").open("wb") as log:
-        return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT,
-                                start_new_session=True)
+
+@dataclass
+class _Process:
+    """A process of a tool that runs tests."""
+
+    tool: str
+    log: str
+    tests: list[str]
+    cached: bool
+    started: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it, without backtraces of the host: for those the tool makes objects of Python's frames, which hold
+        what functions let go.
+        """
+        listed = FOLDER / f"{self.log}.txt"
+        listed.write_text("\n".join(self.tests))
+        environment = {**os.environ, "PFG_COVERING": str(FOLDER), "PFG_COVERING_PROCESS": f"{self.tool} {self.log}",
+                       "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        if self.cached:
+            del environment["PYTORCH_NO_CUDA_MEMORY_CACHING"]
+        leave_out = [part for name in OTHERS for part in ("--kernel-name-exclude", f"kernel_substring={name}")]
+        command = ["compute-sanitizer", *TOOLS[self.tool], "--print-limit", "0", "--show-backtrace", "device",
+                   *leave_out, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.covering",
+                   f"@{listed}"]
+        with (FOLDER / f"{self.log}.log").open("wb") as log:
+            self.started = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT,
+                                            start_new_session=True)
+
+    @property
+    def has_ended(self) -> bool:
+        return self.started is not None and self.started.poll() is not None
+
+    def end(self) -> None:
+        """End what is left of it: the tool, and the tests, which are its child."""
+        if self.started is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.started.pid, signal.SIGKILL)
+
+    def left(self) -> list[tuple[list[str], bool]]:
+        """What is to be run after it has ended, by itself or by the GPU or the tool, tests with whether PyTorch's cache
+        is on.
+        """
+        lines = [one for one in read(f"{self.tool}.jsonl") if one["log"] == self.log]
+        begun = {one["began"] for one in lines if "began" in one} & set(self.tests)
+        if not begun and len(self.tests) > 1:  # one that is no test any more keeps all from being begun
+            half = len(self.tests) // 2
+            return [(self.tests[:half], self.cached), (self.tests[half:], self.cached)]
+        ended = {one["test"]: one["passed"] for one in lines if "test" in one}
+        for test in (begun or set(self.tests)) - ended.keys():
+            ended[test] = False
+            _tell(f"{self.tool}.jsonl", test=test, seconds=0, passed=False, kernels=[], cached=self.cached,
+                  log=self.log, died=test in begun)
+        again = [([test], True) for test in self.tests if begun and not ended.get(test, True) and not self.cached]
+        rest = [test for test in self.tests if test not in ended]
+        return [*again, (rest, self.cached)] if rest else again
 
 
 def main(tool: Annotated[str, typer.Argument(help=f"One of {', '.join(TOOLS)}.")],
          seconds: Annotated[float, typer.Option(help="What it may take.")] = 540,
-         processes: Annotated[int, typer.Option(help="At a time.")] = 14,
+         processes: Annotated[int, typer.Option(min=1, help="At a time.")] = 14,
          only: Annotated[str, typer.Option(help="A part of the names of tests, of those that are asked.")] = "",
          without: Annotated[str, typer.Option(help="A part of the names of tests that are not asked.")] = "",
          cached: Annotated[bool, typer.Option("--cached", help="With PyTorch's cache at once.")] = False) -> None:
     """Run tests that launch all kernels of the recorded ones under compute-sanitizer."""
     if tool not in TOOLS:
         raise typer.BadParameter(f"Expected one of {', '.join(TOOLS)} (got {tool!r})")
-    launched = read("launched.jsonl")
+    if shutil.which("compute-sanitizer") is None:
+        raise typer.BadParameter("Expected compute-sanitizer among the programs of $PATH (found none)")
+    launched = [one for one in read("launched.jsonl")
+                if only in one["test"] and not (without and without in one["test"])]
     if not launched:
-        raise typer.BadParameter(f"Expected what tests launch in {FOLDER / 'launched.jsonl'} (found none)")
-    chosen = [test for test in covering(launched, _kernels(read(f"{tool}.jsonl")))
-              if only in test and not (without and without in test)]
-    duration = {one["test"]: one["seconds"] for one in launched}
-    chosen.sort(key=lambda test: -duration[test])
-    waiting = deque((tests, cached) for k in range(2 * processes) if (tests := chosen[k::2 * processes]))
+        raise typer.BadParameter(f"Expected what tests launch in {FOLDER / 'launched.jsonl'} (found nothing asked for)")
     stop = time.monotonic() + seconds
-    running: dict[int, tuple[subprocess.Popen[bytes], list[str], bool]] = {}
-    started = len(list(FOLDER.glob(f"{tool}-*.log")))
-    while time.monotonic() < stop and (running or waiting):
-        while waiting and len(running) < processes:
-            tests, with_cache = waiting.popleft()
-            running[started] = _start(tool, started, tests, with_cache), tests, with_cache
-            started += 1
-        time.sleep(1)
-        for k, (process, tests, with_cache) in list(running.items()):
-            if process.poll() is not None:
-                del running[k]
-                waiting += _ended(tool, k, tests, with_cache)
-    for process, *_ in running.values():  # the tool and the tests, which are its child
-        os.killpg(process.pid, signal.SIGKILL)
-    _report(tool, launched)
+    waiting = deque(_to_run(tool, launched, processes, cached))
+    running: list[_Process] = []
+    names = (f"{tool}-{int(time.time())}-{k}" for k in itertools.count())
+    try:
+        while time.monotonic() < stop and (running or waiting):
+            while waiting and len(running) < processes:
+                running.append(_Process(tool, next(names), *waiting.popleft()))
+                running[-1].start()
+            time.sleep(0.5)
+            for process in [p for p in running if p.has_ended]:
+                running.remove(process)
+                process.end()
+                waiting += process.left()
+    finally:
+        for process in running:
+            process.end()
+        _report(tool)
 
 
-def _kernels(lines: Sequence[dict[str, Any]]) -> set[str]:
-    return {kernel for one in lines for kernel in one.get("kernels", ())}
-
-
-def _last(tool: str) -> dict[str, dict[str, Any]]:
-    """What is known last of each test that ended."""
-    return {one["test"]: one for one in read(f"{tool}.jsonl") if "test" in one}
-
-
-def _ended(tool: str, k: int, tests: list[str], cached: bool) -> list[tuple[list[str], bool]]:
-    """What is to be run after a process, which may have ended before its tests did."""
+def _to_run(tool: str, launched: list[dict[str, Any]], processes: int, cached: bool) -> list[tuple[list[str], bool]]:
+    """Tests by process, with whether PyTorch's cache is on: those that failed without it, by themselves, after what
+    launches the rest; last what time once cut off.
+    """
     lines = read(f"{tool}.jsonl")
-    begun = {one["began"] for one in lines if one.get("log") == k and "began" in one}
-    for test in begun - {one["test"] for one in lines if one.get("log") == k and "test" in one}:
-        _tell(f"{tool}.jsonl", test=test, seconds=0, passed=False, kernels=[], cached=cached, log=k, died=True)
-    ended = _last(tool)
-    again = [([test], True) for test in tests if not cached and test in begun and not ended[test]["passed"]]
-    rest = [test for test in tests if test not in begun]
-    if begun and rest:  # else they would not begin the next time either
-        again.append((rest, cached))
-    return again
+    last = {one["test"]: one for one in lines if "test" in one}
+    again = [one["test"] for one in launched
+             if (of := last.get(one["test"])) is not None and not of["passed"] and not of["cached"]]
+    cut = _cut_off(lines)
+    chosen = [test for test in covering(launched, _kernels(lines)) if test not in again]
+    chosen.sort(key=lambda test: test in cut)
+    shares = [chosen[k::processes] for k in range(processes)]
+    return [*((tests, cached) for tests in shares if tests), *(([test], True) for test in again)]
 
 
-def _report(tool: str, launched: list[dict[str, Any]]) -> None:
-    lines, done = read(f"{tool}.jsonl"), _last(tool)
+def _cut_off(lines: list[dict[str, Any]]) -> set[str]:
+    """Tests that began, and of which nothing more is known."""
+    ended = {(one["test"], one["log"]) for one in lines if "test" in one}
+    return {one["began"] for one in lines if "began" in one and (one["began"], one["log"]) not in ended}
+
+
+def _kernels(lines: Iterable[dict[str, Any]]) -> set[str]:
+    """What tests launched that passed."""
+    return {kernel for one in lines if one.get("passed") for kernel in one["kernels"]}
+
+
+def _report(tool: str) -> None:
+    """What all runs since the record saw."""
+    launched, lines = read("launched.jsonl"), read(f"{tool}.jsonl")
     everything, kernels = _kernels(launched), _kernels(lines)
-    print(f"{tool}: {len(done)} tests ended, which launched {len(kernels & everything)} of {len(everything)} kernels "
-          f"(and {len(kernels - everything)} others)")
+    alone = kernels - _kernels(one for one in lines if not one["cached"])
+    done = {one["test"]: one for one in lines if "test" in one}
+    print(f"{tool}: {sum(one['passed'] for one in done.values())} tests passed, which launched "
+          f"{len(kernels & everything)} of {len(everything)} kernels, {len(alone & everything)} of them with PyTorch's "
+          f"cache only (and {len(kernels - everything)} others)")
     for test, one in done.items():
         if not one["passed"]:
-            print(f"{'its process ended' if one.get('died') else 'failed'}, see log {one['log']}: {test}")
-    for test in {one["began"] for one in lines if "began" in one} - done.keys():
+            what = "failed" if "died" not in one else "its process ended" if one["died"] else "never began"
+            print(f"{what}, see {one['log']}.log: {test}")
+    for test in sorted(_cut_off(lines) - done.keys()):
         print(f"cut off by the time, for the next run: {test}")
-    reported: Counter[str] = Counter()
+    named: Counter[str] = Counter()
     for log in sorted(FOLDER.glob(f"{tool}-*.log")):
         text = log.read_text(errors="replace")
-        reported.update(_KERNEL.findall("\n".join(re.findall("^=========.*", text, re.MULTILINE))))
+        named.update(kernels_in(text))
         print(f"{log.name}: {'; '.join(_SUMMARY.findall(text)) or 'no summary'}")
-    for kernel, count in reported.most_common():
-        print(f"{count} reports name {kernel}")
+    for kernel, count in named.most_common():
+        print(f"{count} places in reports are of {kernel}")
 
 
 if __name__ == "__main__":

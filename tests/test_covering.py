@@ -1,10 +1,13 @@
 """Few tests that launch all kernels, and what becomes of them under a tool that ends processes."""
 
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import covering
 import pytest
+import typer
 from covering import covering as chosen_of
 
 
@@ -29,8 +32,27 @@ def test_what_was_seen_is_not_chosen():
     assert chosen_of([ran("all", ["a", "b"]), ran("rest", ["b", "c"])], {"a", "b"}) == ["rest"]
 
 
+def test_kernels_that_reports_name():
+    report = """..========= Error: Race reported between Write access at sum_by_dst_3c+0x1f0 in x.py:10
+=========     and Read access at sum_by_dst_3c+0x2f0 [16 hazards]
+========= Invalid __global__ read of size 4 bytes
+=========     at void at::native::add<float, (int)4>(T1 *)+0x1a0
+=========     by thread (0,0,0) in block (0,0,0)
+=========     Address 0x7757e4a00fa0 is out of bounds
+=========     and is 1 bytes after the nearest allocation at 0x7757e4a00000 of size 4,000 bytes
+=========     Saved host backtrace up to driver entry point at error
+========= Invalid __shared__ write of size 2 bytes
+=========     at 0x330 in max_by_src_9f
+at not_of_the_tool+0x1
+========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)
+"""
+    assert covering.kernels_in(report) == {"sum_by_dst_3c": 2, "at::native::add": 1, "max_by_src_9f": 1}
+
+
+# What the tests below run: they say that they launch the kernel of their name.
 TESTS = """
 import os
+import time
 from types import SimpleNamespace
 
 from triton_kernels.launch import Launch
@@ -54,6 +76,10 @@ def test_dies():
     launched("dies")
     os._exit(9)
 
+def test_sleeps():
+    launched("sleeps")
+    time.sleep(60)
+
 def test_after():
     launched("after")
 """
@@ -61,41 +87,80 @@ def test_after():
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A tool that runs what it is given, and tests that ran without it."""
+    """A tool that runs what it is given and keeps with what, and the tests' folder and record."""
     monkeypatch.setattr(covering, "FOLDER", tmp_path)
     monkeypatch.setattr(covering, "ROOT", tmp_path)
-    root = str(Path(__file__).resolve().parents[1])
-    monkeypatch.setenv("PYTHONPATH", root)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[1]))
     tool = tmp_path / "bin" / "compute-sanitizer"
     tool.parent.mkdir()
-    tool.write_text('#!/usr/bin/env bash\nwhile [[ "$1" == -* ]]; do shift 2; done\n"$@" -s\n')
+    tool.write_text(f'#!/usr/bin/env bash\necho "$*" >> {tmp_path}/calls\n'
+                    'while [[ "$1" == -* ]]; do shift 2; done\n"$@" -s\n')
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tool.parent}:{Path(sys.executable).parent}:/usr/bin:/bin")
     (tmp_path / "test_some.py").write_text(TESTS)
-    for k, name in enumerate(["good", "cached", "bad", "dies", "after"]):
-        covering._tell("launched.jsonl", **ran(f"test_some.py::test_{name}", [name], k))
     return tmp_path
 
 
-def test_what_fails_or_ends_its_process_runs_again(folder, capsys):
-    covering.main("memcheck", seconds=60, processes=1)
-    ended = {test.partition("::test_")[2]: one for test, one in covering._last("memcheck").items()}
-    assert {name: (one["passed"], one["cached"]) for name, one in ended.items()} == {
-        "good": (True, False), "cached": (True, True), "bad": (False, True), "dies": (False, True),
-        "after": (True, False)}
-    assert ended["dies"]["died"]
+def record(*names):
+    for k, name in enumerate(names):
+        covering._tell("launched.jsonl", **ran(f"test_some.py::test_{name}", [name], k))
+
+
+def ended(tool="memcheck"):
+    """Of each test how it ended, and whether PyTorch's cache was on, of all times."""
+    found = {}
+    for one in covering.read(f"{tool}.jsonl"):
+        if "test" in one:
+            found.setdefault(one["test"].partition("::test_")[2], []).append((one["passed"], one["cached"]))
+    return found
+
+
+def test_what_fails_or_ends_its_process_runs_again_by_itself(folder, capsys):
+    record("good", "cached", "bad", "dies", "after")
+    covering.main("memcheck", seconds=100, processes=1)
+    assert ended() == {"good": [(True, False)], "cached": [(False, False), (True, True)],
+                       "bad": [(False, False), (False, True)], "dies": [(False, False), (False, True)],
+                       "after": [(True, False)]}
     said = capsys.readouterr().out
-    assert "memcheck: 5 tests ended, which launched 4 of 5 kernels (and 0 others)" in said
-    assert "1 reports name kernel_of_a_test\n" in said
-    assert said.count("failed, see log") == 1 and said.count("its process ended, see log") == 1
+    assert "memcheck: 3 tests passed, which launched 3 of 5 kernels, 1 of them with PyTorch's cache only" in said
+    assert "1 places in reports are of kernel_of_a_test\n" in said
+    assert said.count("\nfailed, see memcheck-") == 1 and said.count("\nits process ended, see memcheck-") == 1
+    alone = [log.read_text() for log in folder.glob("memcheck-*.txt") if "\n" not in log.read_text()]
+    assert {f"test_some.py::test_{name}" for name in ("cached", "bad", "dies")} <= set(alone)
+    calls = (folder / "calls").read_text()
+    assert "--tool memcheck" in calls and "kernel_substring=nvjet" not in calls and "--show-backtrace device" in calls
 
 
-def test_the_next_run_goes_on(folder, capsys):
-    covering.main("memcheck", seconds=0, processes=2)
-    assert "0 tests ended" in capsys.readouterr().out
-    covering.main("memcheck", seconds=60, processes=2, only="good")
-    assert "1 tests ended, which launched 1 of 5 kernels" in capsys.readouterr().out
-    covering.main("memcheck", seconds=60, processes=2, without="bad")
-    began = [one["began"] for one in covering.read("memcheck.jsonl") if "began" in one]
-    assert began.count("test_some.py::test_good") == 1 and began.count("test_some.py::test_after") == 1
-    assert "test_some.py::test_bad" not in began
+def test_time_cuts_off_and_the_next_run_goes_on(folder, capsys, monkeypatch):
+    def clock():  # time is up when the test that sleeps has begun
+        return float(any(one.get("began", "").endswith("sleeps") for one in covering.read("racecheck.jsonl")))
+
+    monkeypatch.setattr(covering, "time", SimpleNamespace(monotonic=clock, time=time.time, sleep=time.sleep))
+    record("good", "sleeps", "after")
+    covering.main("racecheck", seconds=1, processes=1, without="after")
+    assert ended("racecheck") == {"good": [(True, False)]}
+    assert "cut off by the time, for the next run: test_some.py::test_sleeps" in capsys.readouterr().out
+    record("cached")
+    covering._tell("racecheck.jsonl", test="test_some.py::test_cached", seconds=0, passed=False, kernels=[],
+                   cached=False, log="racecheck-0-0")
+    launched = [one for one in covering.read("launched.jsonl") if one["passed"]]
+    assert covering._to_run("racecheck", launched, 1, False) == [
+        (["test_some.py::test_after", "test_some.py::test_sleeps"], False), (["test_some.py::test_cached"], True)]
+
+
+def test_tests_that_are_no_more_keep_none_from_running(folder, capsys, monkeypatch):
+    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")  # as the tool has it, not its caller
+    record("good", "is_no_more", "cached")
+    covering.main("memcheck", seconds=100, processes=1, cached=True)
+    assert ended() == {"good": [(True, True)], "cached": [(True, True)], "is_no_more": [(False, True)]}
+    assert "never began" in capsys.readouterr().out
+
+
+def test_what_is_not_there_is_said(folder, monkeypatch):
+    record("good")
+    for arguments in ({"tool": "check"}, {"tool": "memcheck", "only": "nothing is called so"}):
+        with pytest.raises(typer.BadParameter):
+            covering.main(**arguments)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(typer.BadParameter, match="compute-sanitizer"):
+        covering.main("memcheck")

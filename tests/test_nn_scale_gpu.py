@@ -64,10 +64,10 @@ def step(module: nn.Module, layer: Layer, given: Any, edge_index: Any) -> dict[s
     return {"out": out.detach(), **{k: g for k, g in zip(leaves, grads, strict=True) if g is not None}}
 
 
-@pytest.mark.parametrize("part", [20, 1], ids=["a-twentieth", "whole"])
+@pytest.mark.parametrize("part", [16, 1], ids=["a-sixteenth", "whole"])
 @pytest.mark.parametrize("name", NAMES)
 def test_conv(name: str, part: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most kernels are launched on a part with the same degrees too, where a sanitizer takes seconds for minutes."""
+    """Also with a part of the edges and the same mean degree, where a sanitizer takes seconds for minutes."""
     monkeypatch.setitem(chunks.CHUNK_ELEMENTS, "cuda", (1 << 23) // part)
     num_nodes, num_edges = NUM_NODES // part, NUM_EDGES // part
     layer = widened(monkeypatch, name)
