@@ -243,6 +243,27 @@ def test_gradients_at_zero_and_values_that_are_no_numbers_are_those_of_torch(wha
     adjoint((Output("sum", node),))
 
 
+FAR = {**{n: getattr(F, n) for n in ACTIVATIONS if n not in ("glu", "hardshrink", "softshrink")}, "sign": torch.sign,
+       "steeper softplus": lambda x: F.softplus(x, 2.0, 5.0), "elu of 2": lambda x: F.elu(x, 2.0),
+       "celu of a half": lambda x: F.celu(x, 0.5), "logaddexp": lambda x: torch.logaddexp(x, -x),
+       "gelu with tanh": lambda x: F.gelu(x, approximate="tanh")}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("what", FAR)
+def test_values_and_gradients_far_from_zero_and_at_bounds_are_those_of_torch(what, dtype):
+    """Of the branch of a function that is not taken the derivative may be no number."""
+    function = FAR[what]
+    node = trace(lambda self, x: function(x))
+    rows = [[-1000.0, -100.0, -20.0, -3.0], [-0.5, 0.0, 0.5, 3.0], [20.0, 50.0, 100.0, 1000.0]]
+    x = torch.tensor(rows + [[0.0] * 4] * (E - len(rows)), dtype=dtype).requires_grad_()
+    ids = torch.arange(E)
+    (got,) = run_reference(EdgeProgram((Output("edge", node),)), ids, ids, E, {"message.x_j": x})
+    want = function(x)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(*[torch.autograd.grad(o.sum(), x)[0] for o in (got, want)])
+
+
 @pytest.mark.parametrize("function", [F.relu, F.hardtanh, F.relu6, lambda x: x.clamp(-1, 1), lambda x: x.clamp(min=0),
                                       lambda x: F.threshold(x, 0, 0)])
 def test_gradients_at_bounds_are_those_of_torch(function):

@@ -26,12 +26,12 @@ IMPORTS: Mapping[str, Callable[..., Any]] = {
 
 #: What is taken apart before it is imported, by torch or here.
 DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {**get_decompositions([
-    aten.addmm, aten.leaky_relu, aten.leaky_relu_backward, aten.elu, aten.elu_backward, aten.threshold,
-    aten.threshold_backward, aten.sigmoid_backward, aten.tanh_backward, aten.gelu, aten.gelu_backward, aten.softplus,
+    aten.addmm, aten.leaky_relu, aten.leaky_relu_backward, aten.elu_backward, aten.threshold,
+    aten.threshold_backward, aten.sigmoid_backward, aten.tanh_backward, aten.gelu, aten.gelu_backward,
     aten.softplus_backward, aten.silu, aten.silu_backward, aten.hardtanh_backward, aten._softmax,
     aten._softmax_backward_data, aten._log_softmax, aten._log_softmax_backward_data, aten.rsub, aten.square,
     aten.log_sigmoid_forward, aten.log_sigmoid_backward, aten.addcmul, aten.addcdiv,
-    aten.celu, aten.selu, aten.mish, aten.hardswish, aten.hardsigmoid, aten.hardshrink, aten.softshrink, aten.glu,
+    aten.hardshrink, aten.softshrink, aten.glu,
     aten._prelu_kernel, aten.logsumexp, aten.logaddexp, aten.lerp, aten._safe_softmax, aten.logit,
     aten.baddbmm, aten.addmv, aten.mv, aten.dot, aten.addr, aten.index_select_backward, aten.heaviside,
     aten.deg2rad, aten.rad2deg, aten.isposinf, aten.isneginf, aten.logaddexp2, aten.tril, aten.triu,

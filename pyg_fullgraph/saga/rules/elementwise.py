@@ -26,6 +26,9 @@ from pyg_fullgraph.saga.rules.base import (
     value_of,
 )
 
+#: Of the self-normalizing unit.
+SELU_ALPHA, SELU_SCALE = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
+
 
 def _operands(fx: FxNode, args: Sequence[Any], logical: bool = False) -> list[Any]:
     out, dtype = form(fx), _computed_in(fx)
@@ -94,7 +97,8 @@ def _masked_fill(imp: Any, fx: FxNode, x: Any, mask: Any, value: Any) -> Node:
 
 
 def _sign(x: Node) -> Node:
-    return choose(pointwise("gt", x, 0.0), 1.0, choose(pointwise("lt", x, 0.0), -1.0, 0.0))
+    at_zero = pointwise("floor", choose(pointwise("eq", x, 0.0), x, 0.0))  # zero, with a gradient of zero
+    return choose(pointwise("gt", x, 0.0), 1.0, choose(pointwise("lt", x, 0.0), -1.0, at_zero))
 
 
 def at_least(x: Node, low: Any) -> Node:
@@ -129,6 +133,35 @@ def _clamp_max(imp: Any, fx: FxNode, x: Any, high: Any) -> Node:
 
 def _hardtanh(x: Node, low: float = -1.0, high: float = 1.0) -> Node:
     return choose(pointwise("le", x, low), low, choose(pointwise("ge", x, high), high, x))  # no gradient at the bounds
+
+
+# Of two branches both have a derivative, also where the other is taken: what it could overflow in is zero there.
+
+
+def _elu(x: Node, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> Node:
+    is_positive = pointwise("gt", x, 0.0)
+    below = pointwise("expm1", scaled(choose(is_positive, 0.0, x), input_scale))
+    return choose(is_positive, scaled(x, scale), scaled(below, alpha * scale))
+
+
+def _softplus(x: Node, beta: float = 1.0, threshold: float = 20.0) -> Node:
+    is_large = pointwise("gt", scaled(x, beta), threshold)
+    power = pointwise("exp", scaled(choose(is_large, 0.0, x), beta))
+    return choose(is_large, x, scaled(pointwise("log1p", power), 1 / beta))
+
+
+def _mish(x: Node) -> Node:
+    return pointwise("mul", x, pointwise("tanh", _softplus(x, threshold=80.0)))
+
+
+def _hardsigmoid(x: Node) -> Node:
+    inside = pointwise("mul", pointwise("add", x, 3.0), 1 / 6)
+    return choose(pointwise("le", x, -3.0), 0.0, choose(pointwise("ge", x, 3.0), 1.0, inside))
+
+
+def _hardswish(x: Node) -> Node:
+    inside = pointwise("mul", pointwise("mul", x, pointwise("add", x, 3.0)), 1 / 6)
+    return choose(pointwise("le", x, -3.0), 0.0, choose(pointwise("ge", x, 3.0), x, inside))
 
 
 def _rounded(function: Callable[[Node], Node]) -> Callable:
@@ -315,6 +348,13 @@ IMPORTS: Mapping[str, Callable[..., Any]] = {
     **named(("default",), _composed(_hypot), "hypot"),
     **named(("default",), _composed(_sinc), "sinc"),
     **named(("Tensor", "Scalar_Self", "Scalar_Other"), _composed(_xlogy), "xlogy"),
+    **named(("default",), _composed(_elu), "elu"),
+    **named(("default",), _composed(lambda x, alpha=1.0: _elu(x, alpha, 1.0, 1 / alpha)), "celu"),
+    **named(("default",), _composed(lambda x: _elu(x, SELU_ALPHA, SELU_SCALE)), "selu"),
+    **named(("default",), _composed(_softplus), "softplus"),
+    **named(("default",), _composed(_mish), "mish"),
+    **named(("default",), _composed(_hardsigmoid), "hardsigmoid"),
+    **named(("default",), _composed(_hardswish), "hardswish"),
     **named(("default",), _composed(_hardtanh), "hardtanh"),
     **named(("default",), _composed(lambda x: _hardtanh(x, 0.0, 6.0)), "relu6"),
     **named(("default", "Tensor"), _clamp_by_name, "clamp"),
