@@ -186,8 +186,13 @@ class Annealed(fused_nn.MessagePassing):
         return torch.sigmoid((x_i * x_j).sum(-1, keepdim=True) / self.temperature + self.shift) * x_j
 
 
-def test_an_annealed_number_compiles_twice():
-    layer, x = Annealed(1.0), torch.randn(17, 6, dtype=torch.float64)
+class AnnealedFromDefault(Annealed):
+    temperature = 7.0  # which the layer's own hides
+
+
+@pytest.mark.parametrize("kind", [Annealed, AnnealedFromDefault])
+def test_an_annealed_number_compiles_twice(kind):
+    layer, x = kind(1.0), torch.randn(17, 6, dtype=torch.float64)
     src, dst = CASE.edge_index
     digests = set()
     for step in range(6):

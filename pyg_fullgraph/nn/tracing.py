@@ -197,7 +197,8 @@ def _with_inputs(module: Module, names: frozenset[str]) -> Module:
     if not names:
         return module
     stand_in = _copy(module)
-    numbers = {k: torch.tensor(vars(stand_in).pop(k)) for k in sorted(names)}
+    numbers = {k: torch.tensor(vars(stand_in)[k]) for k in sorted(names)}
+    vars(stand_in).update(numbers)  # where they are found before what the class has under these names
     vars(stand_in)["_buffers"] = {**module._buffers, **numbers}
     return stand_in
 

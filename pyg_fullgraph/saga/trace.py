@@ -506,12 +506,14 @@ def _with_parameters(module: torch.nn.Module, values: Mapping[str, Tensor]) -> I
     # A tensor may be there under several names, of which one is known.
     lent = {id(t): values[full] for prefix, _, _, own in held for name, t in own.items()
             if (full := f"{prefix}.{name}" if prefix else name) in values}
-    changed = []
+    changed: list[tuple[torch.nn.Module, str, Any]] = []
     try:
         for _, inner, kind, own in held:
             mine = {name: lent[id(t)] for name, t in own.items() if id(t) in lent}
             if mine:
-                changed.append((inner, kind, own))
+                shown = {name: t for name, t in mine.items() if vars(inner).get(name) is own[name]}
+                changed += [(inner, kind, own), *((inner, name, own[name]) for name in shown)]
+                vars(inner).update(shown)
                 vars(inner)[kind] = _Lent(own, mine)
         yield
     finally:
