@@ -422,6 +422,27 @@ class Graph(Tensor):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return Graph, (self._incoming, self._outgoing)
 
+    # What torch would do with the memory of a graph, which has none.
+
+    def apply_(self, callable: Any) -> Any:
+        raise errors.GraphWriteError("apply_")
+
+    def share_memory_(self) -> Graph:
+        """Move its arrays to memory that processes share."""
+        for array in self._arrays():
+            array.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return all(array.is_shared() for array in self._arrays())
+
+    def _arrays(self) -> list[Tensor]:
+        orders = [order for order in (self._incoming, self._outgoing) if order is not None]
+        return [t for order in orders for t in (order.ptr, order.other, order.eid, order.ids) if t is not None]
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self.to_edge_index().__dlpack__(**kwargs)
+
     def tolist(self) -> list[Any]:
         return self.to_edge_index().tolist()
 

@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 
+import numpy as np
 import pytest
 import torch
 import torch_geometric.nn as pyg_nn
@@ -365,8 +366,9 @@ def test_plain_pyg_bipartite_layer_takes_a_graph():
         lambda g: g.__setitem__((0, 0), 3),
         lambda g: torch.add(torch.ones(2, 1, dtype=torch.int64), 1, out=g),
         lambda g: g.copy_(g + 1),
+        lambda g: g.apply_(lambda i: i + 1),
     ],
-    ids=["add_", "zero_", "setitem", "out", "copy_"],
+    ids=["add_", "zero_", "setitem", "out", "copy_", "apply_"],
 )
 def test_graph_is_read_only(write):
     case = zoo.prime()
@@ -374,6 +376,22 @@ def test_graph_is_read_only(write):
     with pytest.raises(errors.GraphWriteError, match="to be read only"):
         write(built)
     assert torch.equal(built.to_edge_index(), case.edge_index)
+
+
+def test_processes_share_the_arrays_of_a_graph():
+    case = zoo.prime()
+    data = Data(edge_index=Graph.from_edge_index(case.edge_index)).share_memory_()
+    graph = data.edge_index
+    assert isinstance(graph, Graph) and graph.is_shared() and graph.in_src.is_shared()
+    assert torch.equal(graph.to_edge_index(), case.edge_index)
+    assert not Graph.from_edge_index(case.edge_index).is_shared()
+
+
+def test_other_libraries_get_the_edge_index():
+    case = zoo.prime()
+    built = Graph.from_edge_index(case.edge_index)
+    assert torch.equal(torch.from_dlpack(built), case.edge_index)
+    assert np.array_equal(np.from_dlpack(built), case.edge_index.numpy())
 
 
 def test_graph_moves_between_devices():
