@@ -264,7 +264,7 @@ class _ChunkedSweep:
         kind = g.attr("kind")
         if kind == "lse":
             peak, total = self.state.get(self.recipe.weights[g]) or self._start(self.recipe.weights[g])
-            return self._zero_empty_rows(total.log().add_(peak))
+            return total.log().add_(peak).masked_fill_(total == 0.0, 0.0)  # no edges, or none of any weight
         state = self.state.pop(g, None) or self._start(g)
         if kind == "argmax":
             return state[1]

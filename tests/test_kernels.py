@@ -334,6 +334,29 @@ def test_a_maximum_without_its_argument(max_piece, device, monkeypatch):
     assert out.flatten().tolist() == pytest.approx([NAN, NAN, -INFINITY, 3.0, 0.0], nan_ok=True)
 
 
+@pytest.mark.parametrize("device", ["cpu", INTERPRETER, GPU])
+@pytest.mark.parametrize("max_piece", [2, 1024])
+def test_rows_whose_scores_are_all_minus_infinity(max_piece, device, monkeypatch):
+    """There is no weight to share out: results and gradients are zero, and those of other rows what they were."""
+    monkeypatch.setattr(execution, "MAX_PIECE", max_piece)
+    dst = torch.tensor([0, 0, 0, 1, 1, 1, 1, 3, 3], device=device)
+    graph = Graph.from_edge_index(torch.stack([torch.arange(9, device=device), dst]), (9, 4))
+    x = torch.linspace(-1, 2, 18, device=device).view(9, 2).requires_grad_()
+    score = torch.linspace(0, 1, 9, device=device).view(9, 1)
+    score[3:8] = -INFINITY
+    score = score.requires_grad_()
+    weight = ir.softmax(ir.lift(ir.input("s", EDGE, (1,))))
+    program = EdgeProgram((Output("sum", ir.pointwise("mul", weight, ir.input("x", SRC, (2,)))),))
+    (out,) = run(program, graph, {"x": x, "s": score})
+    of_x, of_score = torch.autograd.grad(out.square().sum(), [x, score])
+    weights = torch.zeros_like(score)
+    weights[:3], weights[8] = torch.softmax(score[:3], 0), 1.0
+    want = torch.zeros(4, 2, device=device).index_add(0, dst, weights * x)
+    torch.testing.assert_close(out, want)
+    assert torch.equal(of_x[3:8], torch.zeros_like(of_x[3:8])) and not of_score[3:].any()
+    torch.testing.assert_close(of_x[:3], 2 * weights[:3] * want[0])
+
+
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
 def test_series_are_accurate_near_zero(device):
     """Relative to the result, where a difference of numbers near one would have no digits left."""
