@@ -26,6 +26,7 @@ from torch.nn import Module
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_leaves
 
+from pyg_fullgraph import functions
 from pyg_fullgraph.errors import CompiledResultError
 from pyg_fullgraph.nn.lazy import EdgeExpr, LazyTensor
 
@@ -48,15 +49,8 @@ _ROWS = ((1009, 1013, 1019, 1021, 1031, 1033), (1087, 1091, 1093, 1097, 1103, 11
 Template = tuple[str, Any]
 
 
-def apart(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, which no compiler looks into; where none is at work it costs next to nothing."""
-    unseen, is_compiling = torch.compiler.disable(function, reason=REASON), torch.compiler.is_compiling
-
-    @functools.wraps(function)
-    def run(*args: Any) -> Any:
-        return unseen(*args) if is_compiling() else function(*args)
-
-    return run
+#: Keeps compilers out of a method of layers.
+apart = functools.partial(functions.apart, reason=REASON)
 
 
 def takes(args: Sequence[Any]) -> bool:

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Mapping
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from pyg_fullgraph import autograd, dense
 from pyg_fullgraph.errors import InputError
+from pyg_fullgraph.functions import apart, applying
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.saga.ir import EdgeProgram, Node, Output
 
@@ -196,6 +200,7 @@ class EdgeExpr(LazyTensor):
             gradients are off now, as a computed value would be.
         graph: the graph the expression is over; values are in its edge order.
         features: node features that the edge phase which made it took and gave back.
+        is_ours: only PyG's code and ours see it, which go by torch's functions: it has no history then, as tensors.
     """
 
     node: Node
@@ -205,14 +210,21 @@ class EdgeExpr(LazyTensor):
 
     @staticmethod
     def __new__(cls, node: Node, tensors: Mapping[str, Tensor], graph: Graph,
-                features: tuple[Returned, ...] = ()) -> EdgeExpr:
+                features: tuple[Returned, ...] = (), is_ours: bool = False) -> EdgeExpr:
         with unseen():
-            dtype = next(t.dtype for t in tensors.values() if t.is_floating_point())
-            self = LazyTensor.__new__(cls, (graph.num_edges, *node.shape), dtype, graph.device)
             keep = torch.is_grad_enabled()
-            self.node, self.graph, self.features = node, graph, features
-            self.tensors = {k: t if keep or not t.requires_grad else t.detach() for k, t in tensors.items()}
-            self._versions = {k: t._version for k, t in self.tensors.items() if not t.is_inference()}
+            held = {k: t if keep or not t.requires_grad else t.detach() for k, t in tensors.items()}
+            wanted = {} if is_ours or not keep else {id(t): t for t in held.values() if t.requires_grad}
+            make = functools.partial(cls._of, node, held, graph, features)
+            return _connect(make, *wanted.values()) if wanted else make()
+
+    @classmethod
+    def _of(cls, node: Node, tensors: dict[str, Tensor], graph: Graph, features: tuple[Returned, ...]) -> EdgeExpr:
+        dtype = next(t.dtype for t in tensors.values() if t.is_floating_point())
+        self: EdgeExpr = LazyTensor.__new__(cls, (graph.num_edges, *node.shape), dtype, graph.device)
+        self.node, self.graph, self.features, self.tensors = node, graph, features, tensors
+        self._versions = {k: t._version for k, t in tensors.items() if not t.is_inference()}
+        self._hooks = _hooks_of_saved(True)
         return self
 
     @property
@@ -227,13 +239,14 @@ class EdgeExpr(LazyTensor):
                 raise InputError(name, "to stay as it was until the edge values made from it are used", "a write")
 
     def __init__(self, node: Node, tensors: Mapping[str, Tensor], graph: Graph,
-                 features: tuple[Returned, ...] = ()) -> None:
+                 features: tuple[Returned, ...] = (), is_ours: bool = False) -> None:
         """See the class."""
 
     @property
     def needs_grad(self) -> bool:
         return any(t.requires_grad for t in self.tensors.values())
 
+    @apart
     def materialize(self) -> Tensor:
         value = self._value
         if value is not None and self.is_own:
@@ -243,7 +256,7 @@ class EdgeExpr(LazyTensor):
             # As where it was made: who writes to it without gradients leaves it its own. What is made for inference
             # would not count who writes to it.
             has_grad = self.needs_grad or torch.is_grad_enabled()
-            with torch.inference_mode(False), torch.set_grad_enabled(has_grad):
+            with torch.inference_mode(False), torch.set_grad_enabled(has_grad), _saving_as(self._hooks):
                 (made,) = run(EdgeProgram((Output("edge", self.node, "out"),)), self.graph, self.tensors)
             value = self.computed(made)
         return value
@@ -266,6 +279,54 @@ class EdgeExpr(LazyTensor):
             return None if value is None else value.clone()
         tensors = {k: copy.deepcopy(t, memo) for k, t in self.tensors.items()}
         return EdgeExpr(self.node, tensors, copy.deepcopy(self.graph, memo))
+
+
+_hooks_of_saved = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+@contextlib.contextmanager
+def _saving_as(hooks: Any) -> Iterator[None]:
+    """What is saved for backward is saved as under ``hooks``, which were the innermost somewhere: a checkpoint counts
+    what is saved in it, and finds nothing of this when it runs again.
+    """
+    now = _hooks_of_saved(True)
+    if now is None or (hooks is not None and hooks[0] is now[0]):
+        yield
+        return
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        with _saving_as(hooks):  # those outside of them
+            yield
+    finally:
+        torch._C._autograd._push_saved_tensors_default_hooks(*now)
+
+
+class _Connected(torch.autograd.Function):
+    """Edge values with a history, for code that follows it beneath torch's functions, as another ``Function`` does.
+
+    What torch's functions make of them has the history of the plain tensor, and does not come by here.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, make: Callable[[], EdgeExpr], *wanted: Tensor) -> EdgeExpr:
+        made = make()
+        ctx.wanted, ctx.versions = wanted, made._versions
+        ctx.parts = made.node, made.tensors, made.graph, ()
+        return made
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        node, tensors, graph, features = ctx.parts
+        leaves = {id(t): t.detach().requires_grad_() for t in ctx.wanted}  # one of which may be made of another
+        expr = EdgeExpr._of(node, {k: leaves.get(id(t), t) for k, t in tensors.items()}, graph, features)
+        expr._versions = ctx.versions
+        with torch.enable_grad():
+            value = expr.materialize()
+        return None, *torch.autograd.grad(value, [*leaves.values()], grad, allow_unused=True)
+
+
+_connect = applying(_Connected)
 
 
 def _nothing() -> None:
@@ -298,13 +359,29 @@ def _plain(value: Any) -> Any:
 
 
 def as_plain(value: Any) -> Any:
-    """``value``, a tensor or a tuple, list or dict of such, with plain tensors in place of lazy ones and graphs."""
+    """``value``, a tensor or a container of such, with plain tensors in place of lazy ones and graphs.
+
+    Returns: a new tuple, list or dict; of other kinds of lists and dicts, and of dataclasses, the same object.
+    """
     if isinstance(value, LazyTensor):
         return value.materialize()
     if isinstance(value, Graph):
         return value.to_edge_index()
-    if type(value) in (tuple, list):
-        return type(value)(as_plain(v) for v in value)
-    if type(value) is dict:
+    kind = type(value)
+    if kind in _WITHOUT_PARTS:
+        return value
+    if kind is tuple or kind is list:
+        return kind(as_plain(v) for v in value)
+    if kind is dict:
         return {k: as_plain(v) for k, v in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # of names
+        return kind._make(map(as_plain, value))
+    if isinstance(value, (list, dict)):
+        for key, item in [*(value.items() if isinstance(value, dict) else enumerate(value))]:
+            if (plain := as_plain(item)) is not item:
+                value[key] = plain
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for name, item in [(f.name, getattr(value, f.name, None)) for f in dataclasses.fields(value)]:
+            if (plain := as_plain(item)) is not item:
+                object.__setattr__(value, name, plain)
     return value

@@ -39,7 +39,7 @@ from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output
 
 __all__ = ["AddedExpr", "LinearExpr", "SummedExpr", "asks_torch", "has_chains", "has_update", "is_closed", "is_open",
-           "may_wait", "opened", "running", "settle", "sum_later"]
+           "is_pygs", "may_wait", "opened", "running", "settle", "sum_later"]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _PLAIN_SET = frozenset(_PLAIN)
@@ -62,13 +62,14 @@ class _Running(threading.local):
 running = _Running()
 
 
-def _is_pygs(layer: Any) -> bool:
+def is_pygs(layer: Any) -> bool:
+    """Whether the forward of ``layer`` is PyG's."""
     return getattr(type(layer).forward, "__module__", "").startswith("torch_geometric.")
 
 
 def is_closed(layer: Any) -> bool:
     """Whether the linear maps of ``layer`` are not kept open in any call to come."""
-    return not _is_pygs(layer) or _tries.get(layer, 0) >= MAX_TRIES
+    return not is_pygs(layer) or _tries.get(layer, 0) >= MAX_TRIES
 
 
 def is_open(layer: Any) -> bool:
@@ -82,7 +83,7 @@ def has_chains(layer: Any) -> bool:
     Not in modules of the user's: of several results that are taken backward one by one, the last would free what is
     saved for the first.
     """
-    return _is_pygs(layer) and may_wait(layer)
+    return is_pygs(layer) and may_wait(layer)
 
 
 def may_wait(layer: Any) -> bool:
@@ -159,7 +160,7 @@ def sum_later(layer: Any, program: EdgeProgram, graph: Graph, tensors: Mapping[s
     """The result of a propagate, not computed yet, where a product after it could as well come before it, or where what
     is added to it can be added by the kernel; ``ways`` are those of such calls.
     """
-    if running.layer is not layer or not _is_pygs(layer):  # whose forward would make plain tensors of what it returns
+    if running.layer is not layer or not is_pygs(layer):  # whose forward would make plain tensors of what it returns
         return None
     if "propagate" in vars(layer) or not _is_library(type(layer).propagate):  # somebody's around ours
         return None

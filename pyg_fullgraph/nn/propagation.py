@@ -24,7 +24,7 @@ from pyg_fullgraph.graph import is_part
 from pyg_fullgraph.nn import classes, compiled, derived, dots, known, order
 from pyg_fullgraph.nn.arguments import Call
 from pyg_fullgraph.nn.lazy import EdgeExpr, as_plain, run
-from pyg_fullgraph.nn.surroundings import submodules
+from pyg_fullgraph.nn.surroundings import has_hooks_of_all, submodules
 from pyg_fullgraph.nn.tracing import METHODS, mentioned
 
 __all__ = ["FusedMixin", "refusals"]
@@ -77,11 +77,13 @@ def _momentary_refusals(conv: typing.Any, function: str) -> list[str]:
     for method in METHODS[function]:
         if getattr(conv, f"_{method}_forward_pre_hooks") or getattr(conv, f"_{method}_forward_hooks"):
             reasons.append(f"{method} has hooks")
-    hooked = [name for name, module in conv._modules.items() if module is not None and _has_hooks(module)]
+    of_all = has_hooks_of_all()
+    hooked = [name for name, module in conv._modules.items() if module is not None and (of_all or _has_hooks(module))]
     names = mentioned(type(conv), function) if hooked else frozenset()
     for name in hooked:
         if names is None or name in names:
-            reasons.append(f"submodule {name!r}, which {' or '.join(METHODS[function])} calls, has hooks")
+            has = "has hooks, as all modules have" if of_all else "has hooks"
+            reasons.append(f"submodule {name!r}, which {' or '.join(METHODS[function])} calls, {has}")
     if torch.jit.is_tracing():
         reasons.append("torch.jit is tracing")
     return reasons
@@ -183,7 +185,7 @@ class FusedMixin(_Layer):
         if bound is not None:
             debug.record(self, "edge_updater", bound.program, bound.graph)
             bound.leave_behind(self)
-            return EdgeExpr(bound.program.outputs[0].value, bound.tensors, bound.graph, features)
+            return EdgeExpr(bound.program.outputs[0].value, bound.tensors, bound.graph, features, order.is_pygs(self))
         fields = dict(vars(self))
         try:
             reasons = _momentary_refusals(self, "edge_updater")
@@ -200,7 +202,7 @@ class FusedMixin(_Layer):
         if call.dim:
             (out,) = run(call.program, call.graph, call.tensors)
             return call.result(out)
-        out = EdgeExpr(call.program.outputs[0].value, call.tensors, call.graph, features)
+        out = EdgeExpr(call.program.outputs[0].value, call.tensors, call.graph, features, order.is_pygs(self))
         known.remember(self, "edge_updater", edge_index, size, kwargs, call, fields)
         return out.materialize() if is_sparse(edge_index) else out
 

@@ -25,10 +25,11 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.modules import module as modules
 
 from pyg_fullgraph.saga.trace import ArgSpec
 
-__all__ = ["Key", "Numbers", "Reached", "Watch", "initialized", "is_lazy", "reached", "submodules"]
+__all__ = ["Key", "Numbers", "Reached", "Watch", "has_hooks_of_all", "initialized", "is_lazy", "reached", "submodules"]
 
 Numbers = tuple[tuple[str, float], ...]
 
@@ -366,6 +367,15 @@ class Key:
 
 
 _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+#: Hooks that every module calls.
+_HOOKS_OF_ALL = (modules._global_forward_hooks, modules._global_forward_pre_hooks, modules._global_backward_hooks,
+                 modules._global_backward_pre_hooks)
+
+
+def has_hooks_of_all() -> bool:
+    """Whether hooks of all modules are registered, as ``torch.nn.modules.module.register_module_forward_hook`` does."""
+    return any(_HOOKS_OF_ALL)
+
 
 
 class Watch:
@@ -429,8 +439,8 @@ class Watch:
         return any(ref() is tensor for ref, _ in self._looks)
 
     def holds(self, conv: Module) -> bool:
-        """Whether everything is as it was."""
-        if type(conv) is not self.kind:
+        """Whether everything is as it was, without hooks of all modules."""
+        if type(conv) is not self.kind or any(_HOOKS_OF_ALL):
             return False
         # Loops, as this is asked in every call of a layer, and generators take twice the time.
         try:
@@ -516,7 +526,6 @@ class _View:
 _CONTENTS = ("_parameters", "_buffers", "_modules")
 #: What a call of a layer depends on besides what its methods read.
 _READ_BY_US = ("training", "flow", "node_dim", "_explain", "_decomposed_layers", "fuse")
-_MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _MODULE_FIELDS = frozenset(vars(Module()))
 
 
