@@ -413,3 +413,25 @@ def test_function_transforms_are_refused(layer, transform):
     module = layer(3, 2)
     with pytest.raises(FunctionTransformError, match="none of vmap, grad"):
         transform(lambda v: module(v, CASE.edge_index), torch.randn(CASE.num_src, 3))
+
+
+def test_function_transforms_of_parameters_are_refused():
+    """Of those that a message reads, before it was traced and after."""
+    class Mapped(fused_nn.MessagePassing):
+        def __init__(self):
+            super().__init__(aggr="sum")
+            self.lin = torch.nn.Linear(3, 2)
+
+        def forward(self, x, edge_index):
+            return self.propagate(edge_index, x=x)
+
+        def message(self, x_j):
+            return self.lin(x_j).relu()
+
+    module, x = Mapped(), torch.randn(CASE.num_src, 3)
+    step = torch.func.grad(lambda p: torch.func.functional_call(module, p, (x, CASE.edge_index)).sum())
+    with pytest.raises(FunctionTransformError, match="none of vmap, grad"):
+        step(dict(module.named_parameters()))
+    module(x, CASE.edge_index)
+    with pytest.raises(FunctionTransformError, match="none of vmap, grad"):
+        step(dict(module.named_parameters()))

@@ -214,8 +214,10 @@ class EdgeExpr(LazyTensor):
         with unseen():
             keep = torch.is_grad_enabled()
             held = {k: t if keep or not t.requires_grad else t.detach() for k, t in tensors.items()}
-            wanted = {} if is_ours or not keep else {id(t): t for t in held.values() if t.requires_grad}
             make = functools.partial(cls._of, node, held, graph, features)
+            if is_ours or not keep or _has_transforms():  # where no Function of ours is of use
+                return make()
+            wanted = {id(t): t for t in held.values() if t.requires_grad}
             return _connect(make, *wanted.values()) if wanted else make()
 
     @classmethod
@@ -327,6 +329,7 @@ class _Connected(torch.autograd.Function):
 
 
 _connect = applying(_Connected)
+_has_transforms = torch._C._are_functorch_transforms_active
 
 
 def _nothing() -> None:
