@@ -440,8 +440,8 @@ class Graph(Tensor):
         orders = [order for order in (self._incoming, self._outgoing) if order is not None]
         return [t for order in orders for t in (order.ptr, order.other, order.eid, order.ids) if t is not None]
 
-    def __dlpack__(self, **kwargs: Any) -> Any:
-        return self.to_edge_index().__dlpack__(**kwargs)
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.to_edge_index().__dlpack__(*args, **kwargs)
 
     def tolist(self) -> list[Any]:
         return self.to_edge_index().tolist()

@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+import torch_geometric.nn as pyg_nn
 from layers import assert_fused, assert_same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -19,6 +20,7 @@ from torch_geometric.utils import softmax
 import pyg_fullgraph as pfg
 from pyg_fullgraph import debug
 from pyg_fullgraph.errors import InputError
+from pyg_fullgraph.nn import known
 from pyg_fullgraph.nn.lazy import LazyTensor
 
 EDGES = torch.tensor([[0, 1, 2, 3, 0, 2], [1, 1, 1, 4, 4, 0]])
@@ -33,6 +35,16 @@ class Squared(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return 2 * ctx.saved_tensors[0] * grad
+
+
+class Moved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a):
+        return a + 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
 
 
 @torch.jit.script
@@ -50,7 +62,7 @@ BENEATH = {
     "reentrant checkpoint": lambda a: checkpoint(square, a, use_reentrant=True),
     "compile": torch.compile(square, backend="eager"),
     "vjp": lambda a: torch.func.vjp(square, a)[0],
-    "twice": lambda a: Squared.apply(a) + Squared.apply(a) * a,
+    "moved": Moved.apply, "twice": lambda a: Squared.apply(a) + Squared.apply(a) * a,
 }
 
 
@@ -63,6 +75,9 @@ class Scored(MessagePassing):
 
     def forward(self, x, edge_index):
         alpha = self.edge_updater(edge_index, x=x)
+        if self.how == "written":
+            alpha.mul_(2)
+            return self.propagate(edge_index, x=x, alpha=Moved.apply(alpha))
         return self.propagate(edge_index, x=x, alpha=BENEATH[self.how](alpha))
 
     def edge_update(self, x_i, x_j, index, ptr, size_i):
@@ -159,12 +174,93 @@ def test_second_derivatives_are_refused():
 
 
 def test_a_write_before_backward_is_seen():
-    _, layer = both(Scored("function"))
+    """By a function that saves nothing of its own."""
+    _, layer = both(Scored("moved"))
     out = layer(features(), EDGES)
     with torch.no_grad():
         layer.att.weight.mul_(2)
-    with pytest.raises((InputError, RuntimeError)):
+    with pytest.raises(InputError, match="to stay as it was"):
         out.sum().backward()
+
+
+def test_writes_to_values_that_a_function_takes_are_refused():
+    """Its gradient would be that of the values before."""
+    _, layer = both(Scored("written"))
+    out = layer(features(), EDGES)
+    with pytest.raises(InputError, match="edge values"):
+        out.sum().backward()
+
+
+class OwnMessage(pyg_nn.GATConv):
+    """PyG's forward, and a message that goes beneath torch's functions."""
+
+    def message(self, x_j, alpha):
+        return Squared.apply(alpha).unsqueeze(-1) * x_j
+
+
+class OwnPropagate(pyg_nn.GATConv):
+    def propagate(self, edge_index, size=None, **kwargs):
+        return super().propagate(edge_index, size=size, **{**kwargs, "alpha": Squared.apply(kwargs["alpha"])})
+
+
+def with_hook(*args):
+    layer = pyg_nn.GATConv(*args)
+    layer.register_propagate_forward_pre_hook(
+        lambda module, given: (*given[:2], {**given[2], "alpha": Squared.apply(given[2]["alpha"])}))
+    return layer
+
+
+@pytest.mark.filterwarnings("ignore::pyg_fullgraph.debug.PlainPathWarning")
+@pytest.mark.parametrize("make", [OwnMessage, OwnPropagate, with_hook], ids=["message", "propagate", "hook"])
+def test_gradients_where_only_the_forward_is_pygs(make):
+    torch.manual_seed(0)
+    results = []
+    for layer in both(make(3, 2)):
+        x = features()
+        out = layer(x, EDGES)
+        results.append([out, *gradients(out.pow(3).sum(), [x, *layer.parameters()])])
+    assert_same(results[1], results[0])
+
+
+@pytest.mark.filterwarnings("ignore::pyg_fullgraph.debug.PlainPathWarning")
+@pytest.mark.parametrize("kind", [pyg_nn.GCNConv, pyg_nn.SAGEConv, pyg_nn.GATConv, pyg_nn.TransformerConv])
+def test_a_hook_of_all_modules_that_goes_beneath(kind):
+    torch.manual_seed(0)
+    results = []
+    for layer in both(kind(3, 2)):
+        handle = nn.modules.module.register_module_forward_hook(
+            lambda module, args, out: Squared.apply(out) if type(module).__name__ == "Linear" else None)
+        try:
+            x = features()
+            out = layer(x, EDGES)
+            results.append([out, *gradients(out.pow(3).sum(), [x, *layer.parameters()])])
+        finally:
+            handle.remove()
+    assert_same(results[1], results[0])
+
+
+def test_hooks_of_all_modules_that_come_and_go_leave_calls_known():
+    _, layer = both(pyg_nn.GATConv(3, 2))
+    for _ in range(12):
+        layer(features(), EDGES)
+        nn.modules.module.register_module_forward_hook(lambda *args: None).remove()
+        layer(features(), EDGES)
+    assert known._layers[layer].num_changes == 0 and known._layers[layer].calls
+
+
+def test_a_checkpoint_lets_go_of_what_it_holds():
+    """Where a layer keeps the normalization of its first call."""
+    _, layer = both(pyg_nn.GCNConv(3, 3, cached=True))
+
+    def step():
+        x = features() * 1.0
+        checkpoint(lambda v: layer(v, EDGES), x, use_reentrant=False).sum().backward()
+        return weakref.ref(x)
+
+    first = step()
+    step()
+    gc.collect()
+    assert first() is None
 
 
 def test_values_die_with_their_last_name():
@@ -229,6 +325,31 @@ def test_what_a_forward_returns_is_plain(kind):
     assert_same(results[1], results[0])
 
 
+@dataclasses.dataclass
+class Batch:
+    """What a user hands from layer to layer, in a circle."""
+
+    x: torch.Tensor
+    edge_index: torch.Tensor
+    parts: list = dataclasses.field(default_factory=list)
+    alpha: torch.Tensor | None = None
+
+
+class Batched(Scored):
+    def forward(self, batch):
+        batch.alpha = self.edge_updater(batch.edge_index, x=batch.x)
+        return batch
+
+
+def test_what_is_the_users_stays_as_it_is():
+    """But for lazy values: a graph in it is a graph, and what holds itself is no trap."""
+    graph = pfg.Graph.from_edge_index(EDGES, 5)
+    batch = Batch(features(), graph)
+    batch.parts.append(batch)
+    out = both(Batched("function"))[1](batch)
+    assert out is batch and batch.edge_index is graph and type(batch.alpha) is torch.Tensor
+
+
 class Linear(MessagePassing):
     def __init__(self):
         super().__init__(aggr="sum", node_dim=0)
@@ -238,7 +359,7 @@ class Linear(MessagePassing):
         return self.propagate(edge_index, x=x)
 
     def message(self, x_j):
-        return self.lin(x_j).relu()
+        return self.lin(x_j).tanh()
 
 
 HOOKS = {
@@ -268,6 +389,7 @@ def test_hooks_of_all_modules(kind, is_known):
         assert_same(results[1], results[0])
         return results[0]
 
+    torch.manual_seed(0)
     before = [check() for _ in range(3)] if is_known else []
     handle = register(hook)
     try:

@@ -24,7 +24,7 @@ from pyg_fullgraph.nn.arguments import Call, inputs_of, is_same
 from pyg_fullgraph.nn.lazy import EdgeExpr
 from pyg_fullgraph.nn.order import has_update
 from pyg_fullgraph.nn.preparation import is_derived, prepared_graph
-from pyg_fullgraph.nn.surroundings import Watch
+from pyg_fullgraph.nn.surroundings import Watch, has_hooks_of_all
 from pyg_fullgraph.saga.ir import EdgeProgram, Node
 
 __all__ = ["find", "remember"]
@@ -79,7 +79,7 @@ _layers: weakref.WeakKeyDictionary[Module, _Layer] = weakref.WeakKeyDictionary()
 def find(conv: Any, function: str, edge_index: Any, size: Any, kwargs: Mapping[str, Any]) -> Bound | None:
     """Program, graph and inputs of a call, if one that looks the same came before and the layer is as it was."""
     layer = _layers.get(conv)
-    if layer is None or not layer.calls or torch._C._is_tracing():
+    if layer is None or not layer.calls or torch._C._is_tracing() or has_hooks_of_all():
         return None
     look = _look(conv, function, edge_index, size, kwargs)
     found = layer.calls.get(look) if look is not None else None
@@ -110,8 +110,8 @@ def remember(conv: Any, function: str, edge_index: Any, size: Any, kwargs: Mappi
     if layer is None:
         layer = _layers[conv] = _Layer()
     has_hooks = conv._propagate_forward_pre_hooks or conv._propagate_forward_hooks
-    if layer.num_changes >= MAX_CHANGES or has_hooks or has_update(conv) or call.is_matrix or not call.is_plain or \
-            call.graph.is_part:
+    if layer.num_changes >= MAX_CHANGES or has_hooks or has_hooks_of_all() or has_update(conv) or call.is_matrix or \
+            not call.is_plain or call.graph.is_part:
         return
     look = _look(conv, function, edge_index, size, kwargs)
     if look is None:

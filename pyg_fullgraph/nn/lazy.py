@@ -10,7 +10,8 @@ import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -207,6 +208,8 @@ class EdgeExpr(LazyTensor):
     tensors: dict[str, Tensor]
     graph: Graph
     features: tuple[Returned, ...]
+    _written: list[tuple[Tensor, int]]
+    _hooks: tuple[Any, Any] | None
 
     @staticmethod
     def __new__(cls, node: Node, tensors: Mapping[str, Tensor], graph: Graph,
@@ -226,7 +229,7 @@ class EdgeExpr(LazyTensor):
         self: EdgeExpr = LazyTensor.__new__(cls, (graph.num_edges, *node.shape), dtype, graph.device)
         self.node, self.graph, self.features, self.tensors = node, graph, features, tensors
         self._versions = {k: t._version for k, t in tensors.items() if not t.is_inference()}
-        self._hooks = _hooks_of_saved(True)
+        self._written, self._hooks = [], _hooks_of_saved(True) if self.needs_grad else None
         return self
 
     @property
@@ -260,7 +263,8 @@ class EdgeExpr(LazyTensor):
             has_grad = self.needs_grad or torch.is_grad_enabled()
             with torch.inference_mode(False), torch.set_grad_enabled(has_grad), _saving_as(self._hooks):
                 (made,) = run(EdgeProgram((Output("edge", self.node, "out"),)), self.graph, self.tensors)
-            value = self.computed(made)
+            value, self._hooks = self.computed(made), None  # which may hold what a checkpoint holds
+            self._written[:] = [(value, self._version_then)]
         return value
 
     def _lasting(self) -> Tensor | None:
@@ -312,13 +316,16 @@ class _Connected(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, make: Callable[[], EdgeExpr], *wanted: Tensor) -> EdgeExpr:
         made = make()
-        ctx.wanted, ctx.versions = wanted, made._versions
+        ctx.wanted, ctx.versions, ctx.written = wanted, made._versions, made._written
         ctx.parts = made.node, made.tensors, made.graph, ()
         return made
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if any(_version_of(value) != version for value, version in ctx.written):
+            raise InputError("edge values", "to stay as they were for a function of somebody's; write to a clone()",
+                             "a write")
         node, tensors, graph, features = ctx.parts
         leaves = {id(t): t.detach().requires_grad_() for t in ctx.wanted}  # one of which may be made of another
         expr = EdgeExpr._of(node, {k: leaves.get(id(t), t) for k, t in tensors.items()}, graph, features)
@@ -361,10 +368,11 @@ def _plain(value: Any) -> Any:
     return value.materialize() if isinstance(value, LazyTensor) else value
 
 
-def as_plain(value: Any) -> Any:
+def as_plain(value: Any, known: dict[int, Any] | None = None) -> Any:
     """``value``, a tensor or a container of such, with plain tensors in place of lazy ones and graphs.
 
-    Returns: a new tuple, list or dict; of other kinds of lists and dicts, and of dataclasses, the same object.
+    Returns: a new tuple, list or dict. Other kinds of lists and dicts, and dataclasses, are the same object, in which
+        graphs stay: they may be somebody's.
     """
     if isinstance(value, LazyTensor):
         return value.materialize()
@@ -373,18 +381,36 @@ def as_plain(value: Any) -> Any:
     kind = type(value)
     if kind in _WITHOUT_PARTS:
         return value
+    known = {} if known is None else known
     if kind is tuple or kind is list:
-        return kind(as_plain(v) for v in value)
+        return kind([as_plain(v, known) for v in value])
     if kind is dict:
-        return {k: as_plain(v) for k, v in value.items()}
+        return {k: as_plain(v, known) for k, v in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):  # of names
-        return kind._make(map(as_plain, value))
+        parts = [as_plain(v, known) for v in value]
+        return value if all(map(operator.is_, parts, value)) else kind._make(parts)
     if isinstance(value, (list, dict)):
-        for key, item in [*(value.items() if isinstance(value, dict) else enumerate(value))]:
-            if (plain := as_plain(item)) is not item:
-                value[key] = plain
+        places: list[Any] = [*value] if isinstance(value, dict) else [*range(len(value))]
+        _replace(value, [(k, value[k]) for k in places], operator.setitem, known)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for name, item in [(f.name, getattr(value, f.name, None)) for f in dataclasses.fields(value)]:
-            if (plain := as_plain(item)) is not item:
-                object.__setattr__(value, name, plain)
+        fields = [(f.name, getattr(value, f.name, None)) for f in dataclasses.fields(value)]
+        _replace(value, fields, object.__setattr__, known)
     return value
+
+
+def _replace(value: Any, parts: Iterable[tuple[Any, Any]], put: Callable[[Any, Any, Any], None],
+             known: dict[int, Any]) -> None:
+    """Put plain tensors in the place of lazy ones among the parts of ``value``, which is looked at once."""
+    if id(value) in known:
+        return
+    known[id(value)] = value
+    for key, part in parts:
+        if not isinstance(part, Graph) and (plain := as_plain(part, known)) is not part and _holds_lazy(part):
+            put(value, key, plain)
+
+
+def _holds_lazy(value: Any) -> bool:
+    """Whether a value is lazy or a tuple, list or dict with such a one."""
+    if type(value) in (tuple, list) or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        return any(map(_holds_lazy, value))
+    return any(map(_holds_lazy, value.values())) if type(value) is dict else isinstance(value, LazyTensor)

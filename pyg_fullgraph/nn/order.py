@@ -27,7 +27,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.modules import module as modules
 from torch_geometric.nn.conv import MessagePassing as PyGMessagePassing
 
 from pyg_fullgraph import columns, debug, dense, reuse
@@ -35,11 +34,12 @@ from pyg_fullgraph.autograd import Ways
 from pyg_fullgraph.execution import has_kernels
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn.lazy import DeferredTensor, LazyTensor, run, unseen
+from pyg_fullgraph.nn.surroundings import has_hooks_of_all
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output
 
 __all__ = ["AddedExpr", "LinearExpr", "SummedExpr", "asks_torch", "has_chains", "has_update", "is_closed", "is_open",
-           "is_pygs", "may_wait", "opened", "running", "settle", "sum_later"]
+           "is_pygs", "is_seen_by_nobody", "may_wait", "opened", "running", "settle", "sum_later"]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _PLAIN_SET = frozenset(_PLAIN)
@@ -65,6 +65,22 @@ running = _Running()
 def is_pygs(layer: Any) -> bool:
     """Whether the forward of ``layer`` is PyG's."""
     return getattr(type(layer).forward, "__module__", "").startswith("torch_geometric.")
+
+
+_METHODS = ("propagate", "message", "aggregate", "update", "edge_update", "message_and_aggregate")
+_method_hooks = operator.itemgetter(*(f"_{method}_forward_{kind}" for kind in ("pre_hooks", "hooks") for method in (
+    "propagate", "message", "aggregate", "edge_update", "message_and_aggregate")))
+_library_classes: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
+
+
+def is_seen_by_nobody(layer: Any) -> bool:
+    """Whether edge values in the forward of ``layer`` meet PyG's code and ours only: no methods and hooks of others."""
+    kind = type(layer)
+    known = _library_classes.get(kind)
+    if known is None:
+        known = is_pygs(layer) and all(_is_library(getattr(kind, method)) for method in _METHODS)
+        _library_classes[kind] = known
+    return known and not any(_method_hooks(vars(layer))) and not has_hooks_of_all()
 
 
 def is_closed(layer: Any) -> bool:
@@ -101,8 +117,7 @@ def may_wait(layer: Any) -> bool:
 def _nobody_sees(layer: Any) -> bool:
     if layer.explain or torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
-    if modules._global_backward_hooks or modules._global_backward_pre_hooks or \
-            torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    if has_hooks_of_all() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return False
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
         return False

@@ -185,7 +185,8 @@ class FusedMixin(_Layer):
         if bound is not None:
             debug.record(self, "edge_updater", bound.program, bound.graph)
             bound.leave_behind(self)
-            return EdgeExpr(bound.program.outputs[0].value, bound.tensors, bound.graph, features, order.is_pygs(self))
+            is_ours = order.is_seen_by_nobody(self)
+            return EdgeExpr(bound.program.outputs[0].value, bound.tensors, bound.graph, features, is_ours)
         fields = dict(vars(self))
         try:
             reasons = _momentary_refusals(self, "edge_updater")
@@ -202,7 +203,8 @@ class FusedMixin(_Layer):
         if call.dim:
             (out,) = run(call.program, call.graph, call.tensors)
             return call.result(out)
-        out = EdgeExpr(call.program.outputs[0].value, call.tensors, call.graph, features, order.is_pygs(self))
+        is_ours = order.is_seen_by_nobody(self)
+        out = EdgeExpr(call.program.outputs[0].value, call.tensors, call.graph, features, is_ours)
         known.remember(self, "edge_updater", edge_index, size, kwargs, call, fields)
         return out.materialize() if is_sparse(edge_index) else out
 

@@ -160,8 +160,10 @@ def _hardsigmoid(x: Node) -> Node:
 
 
 def _hardswish(x: Node) -> Node:
-    inside = pointwise("mul", pointwise("mul", x, pointwise("add", x, 3.0)), 1 / 6)
-    return choose(pointwise("le", x, -3.0), 0.0, choose(pointwise("ge", x, 3.0), x, inside))
+    is_low, is_high = pointwise("le", x, -3.0), pointwise("ge", x, 3.0)
+    y = choose(pointwise("or", is_low, is_high), 0.0, x)
+    inside = pointwise("mul", pointwise("mul", y, pointwise("add", y, 3.0)), 1 / 6)
+    return choose(is_low, 0.0, choose(is_high, x, inside))
 
 
 def _rounded(function: Callable[[Node], Node]) -> Callable:
