@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-__all__ = ["apart", "applying", "is_of_transform"]
+__all__ = ["apart", "applying", "has_transforms", "is_of_transform"]
 
 #: Whether a tensor is one of a transform of ``torch.func``.
 is_of_transform: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+#: Whether a transform of ``torch.func`` is at work.
+has_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 def applying(function: type[Function]) -> Callable[..., Any]:
@@ -20,7 +22,6 @@ def applying(function: type[Function]) -> Callable[..., Any]:
     that has ended, and at the function for what such transforms need. Where one is at work it is asked as ever.
     """
     apply: Any = super(Function, function).apply  # type: ignore[misc]
-    has_transforms = torch._C._are_functorch_transforms_active
 
     def run(*args: Any) -> Any:
         return function.apply(*args) if has_transforms() else apply(*args)

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from pyg_fullgraph import autograd, dense
 from pyg_fullgraph.errors import InputError
-from pyg_fullgraph.functions import apart, applying
+from pyg_fullgraph.functions import apart, applying, has_transforms
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.saga.ir import EdgeProgram, Node, Output
 
@@ -218,7 +218,7 @@ class EdgeExpr(LazyTensor):
             keep = torch.is_grad_enabled()
             held = {k: t if keep or not t.requires_grad else t.detach() for k, t in tensors.items()}
             make = functools.partial(cls._of, node, held, graph, features)
-            if is_ours or not keep or _has_transforms():  # where no Function of ours is of use
+            if is_ours or not keep or has_transforms():  # where no Function of ours is of use
                 return make()
             wanted = {id(t): t for t in held.values() if t.requires_grad}
             return _connect(make, *wanted.values()) if wanted else make()
@@ -264,7 +264,7 @@ class EdgeExpr(LazyTensor):
             with torch.inference_mode(False), torch.set_grad_enabled(has_grad), _saving_as(self._hooks):
                 (made,) = run(EdgeProgram((Output("edge", self.node, "out"),)), self.graph, self.tensors)
             value, self._hooks = self.computed(made), None  # which may hold what a checkpoint holds
-            self._written[:] = [(value, self._version_then)]
+            self._written[:] = [(value.detach(), self._version_then)]  # which counts the same writes
         return value
 
     def _lasting(self) -> Tensor | None:
@@ -316,8 +316,11 @@ class _Connected(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, make: Callable[[], EdgeExpr], *wanted: Tensor) -> EdgeExpr:
         made = make()
-        ctx.wanted, ctx.versions, ctx.written = wanted, made._versions, made._written
-        ctx.parts = made.node, made.tensors, made.graph, ()
+        held = {id(t): t for t in made.tensors.values()}
+        places = {key: place for place, key in enumerate(held)}
+        ctx.save_for_backward(*held.values())
+        ctx.places, ctx.wanted = {k: places[id(t)] for k, t in made.tensors.items()}, [places[id(t)] for t in wanted]
+        ctx.node, ctx.graph, ctx.written = made.node, made.graph, made._written
         return made
 
     @staticmethod
@@ -326,17 +329,15 @@ class _Connected(torch.autograd.Function):
         if any(_version_of(value) != version for value, version in ctx.written):
             raise InputError("edge values", "to stay as they were for a function of somebody's; write to a clone()",
                              "a write")
-        node, tensors, graph, features = ctx.parts
-        leaves = {id(t): t.detach().requires_grad_() for t in ctx.wanted}  # one of which may be made of another
-        expr = EdgeExpr._of(node, {k: leaves.get(id(t), t) for k, t in tensors.items()}, graph, features)
-        expr._versions = ctx.versions
+        leaves = [t.detach() for t in ctx.saved_tensors]  # one of which may be made of another
+        wanted = [leaves[place].requires_grad_() for place in ctx.wanted]
+        expr = EdgeExpr._of(ctx.node, {k: leaves[place] for k, place in ctx.places.items()}, ctx.graph, ())
         with torch.enable_grad():
             value = expr.materialize()
-        return None, *torch.autograd.grad(value, [*leaves.values()], grad, allow_unused=True)
+        return None, *torch.autograd.grad(value, wanted, grad, allow_unused=True)
 
 
 _connect = applying(_Connected)
-_has_transforms = torch._C._are_functorch_transforms_active
 
 
 def _nothing() -> None:
@@ -405,8 +406,10 @@ def _replace(value: Any, parts: Iterable[tuple[Any, Any]], put: Callable[[Any, A
         return
     known[id(value)] = value
     for key, part in parts:
-        if not isinstance(part, Graph) and (plain := as_plain(part, known)) is not part and _holds_lazy(part):
-            put(value, key, plain)
+        if _holds_lazy(part):
+            put(value, key, as_plain(part, known))
+        elif not isinstance(part, Tensor):
+            as_plain(part, known)
 
 
 def _holds_lazy(value: Any) -> bool:

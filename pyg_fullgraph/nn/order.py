@@ -67,20 +67,15 @@ def is_pygs(layer: Any) -> bool:
     return getattr(type(layer).forward, "__module__", "").startswith("torch_geometric.")
 
 
-_METHODS = ("propagate", "message", "aggregate", "update", "edge_update", "message_and_aggregate")
+_methods = operator.attrgetter("propagate", "message", "aggregate", "update", "edge_update", "message_and_aggregate")
 _method_hooks = operator.itemgetter(*(f"_{method}_forward_{kind}" for kind in ("pre_hooks", "hooks") for method in (
     "propagate", "message", "aggregate", "edge_update", "message_and_aggregate")))
-_library_classes: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
 
 def is_seen_by_nobody(layer: Any) -> bool:
     """Whether edge values in the forward of ``layer`` meet PyG's code and ours only: no methods and hooks of others."""
-    kind = type(layer)
-    known = _library_classes.get(kind)
-    if known is None:
-        known = is_pygs(layer) and all(_is_library(getattr(kind, method)) for method in _METHODS)
-        _library_classes[kind] = known
-    return known and not any(_method_hooks(vars(layer))) and not has_hooks_of_all()
+    return is_pygs(layer) and all(map(_is_library, _methods(type(layer)))) and \
+        not any(_method_hooks(vars(layer))) and not has_hooks_of_all()
 
 
 def is_closed(layer: Any) -> bool:

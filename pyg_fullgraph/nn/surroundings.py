@@ -374,14 +374,12 @@ _HOOKS_OF_ALL = (modules._global_forward_hooks, modules._global_forward_pre_hook
 
 def has_hooks_of_all() -> bool:
     """Whether hooks of all modules are registered, as ``torch.nn.modules.module.register_module_forward_hook`` does."""
-    return any(_HOOKS_OF_ALL) and any(map(_is_others, _HOOKS_OF_ALL))
+    return any(_HOOKS_OF_ALL) and not all(_is_ours(hook) for hooks in _HOOKS_OF_ALL for hook in hooks.values())
 
 
-def _is_others(hooks: Mapping[int, Any]) -> bool:
-    """Whether there are hooks that are not ours, which only look at the time (a timeline does)."""
-    return bool(hooks) and any(not (getattr(h, "__module__", None) or "").startswith("pyg_fullgraph.")
-                               for h in hooks.values())
-
+def _is_ours(hook: Any) -> bool:
+    """Whether a hook is that of a timeline, which only looks at the time."""
+    return (getattr(hook, "__module__", None) or "").startswith("pyg_fullgraph.")
 
 
 class Watch:

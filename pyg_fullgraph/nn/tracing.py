@@ -21,6 +21,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyg_fullgraph.errors import FunctionTransformError, NotFusable
+from pyg_fullgraph.functions import has_transforms
 from pyg_fullgraph.nn.surroundings import Key, Numbers, initialized, is_lazy, reached, submodules
 from pyg_fullgraph.saga.ir import Domain
 from pyg_fullgraph.saga.trace import INDEX, SIZE_I, SIZE_J, ArgSpec, Traced, trace_edge_update, trace_propagate
@@ -105,7 +106,7 @@ def traced(conv: Module, function: str, args: Arguments, dtypes: Callable[[], Se
 
 def _traced_in(conv: Module, function: str, args: Arguments, dtype: torch.dtype) -> Traced:
     def build(names: frozenset[str]) -> Traced | NotFusable:
-        if torch._C._are_functorch_transforms_active():  # which would take part in the trace
+        if has_transforms():  # which would take part in the trace
             raise FunctionTransformError()
         try:
             return _TRACERS[function](_with_inputs(_without_lazy(conv), names), *args, dtype)
