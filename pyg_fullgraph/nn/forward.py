@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_fullgraph import dense
+from pyg_fullgraph import dense, functions
 from pyg_fullgraph.errors import LayerInputError, PygFullgraphError, RowCountError
 from pyg_fullgraph.nn import compiled, derived, dots, order, sums
 from pyg_fullgraph.nn.lazy import LazyTensor, as_plain
@@ -125,6 +125,7 @@ def _wrapped(forward: Any, original: Any, is_lazy: bool) -> Any:
     # The globals of what is returned are PyG's, so what it names of ours is bound here.
     is_compiling, takes, can_fuse, as_operator, products, running = torch.compiler.is_compiling, compiled.takes, \
         compiled.can_fuse, compiled.call, dense.in_layer, order.running
+    is_traced, is_exported = functions.is_traced, functions.is_exported
     eager, has_chains = _with_sums(forward, original), order.has_chains
 
     def explained(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -152,7 +153,9 @@ def _wrapped(forward: Any, original: Any, is_lazy: bool) -> Any:
     apart = torch.compiler.disable(explained, reason=compiled.REASON)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_compiling():
+        if is_traced():
+            if not is_compiling() or is_exported():
+                return original(self, *args, **kwargs)  # what is recorded is PyG's, for anybody to run
             if takes((args, tuple(kwargs.values()))) and can_fuse(self._fullgraph_handle):
                 return as_operator(self, args, kwargs)
             return apart(self, *args, **kwargs) if is_lazy else forward(self, *args, **kwargs)

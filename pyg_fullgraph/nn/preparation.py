@@ -21,11 +21,13 @@ import torch_geometric.nn.conv.rgcn_conv as pyg_rgcn
 import torch_geometric.typing as pyg_typing
 import torch_geometric.utils as pyg_utils
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch_geometric import EdgeIndex
 from torch_geometric.utils.loop import compute_loop_attr
 from torch_geometric.utils.num_nodes import maybe_num_nodes
 
 from pyg_fullgraph.errors import DeviceError, DtypeError, IndexRangeError, RowCountError
+from pyg_fullgraph.functions import is_traced
 from pyg_fullgraph.graph import Graph, graph_of, is_part, remembered
 from pyg_fullgraph.memo import Memo, is_unchanged, keep, state_of, taken
 from pyg_fullgraph.nn.ends import EdgeValues, Ends
@@ -218,7 +220,7 @@ def _num_nodes(edge_index: Tensor, num_nodes: int | None) -> int:
 
 
 def _is_known(edge_index: Any, edge_attr: Any = None) -> bool:
-    if torch.jit.is_tracing() or torch.compiler.is_compiling() or not isinstance(edge_index, Tensor):
+    if is_traced() or not isinstance(edge_index, Tensor):
         return False
     if type(edge_index) is Graph:
         return edge_attr is None or isinstance(edge_attr, Tensor)
@@ -226,7 +228,13 @@ def _is_known(edge_index: Any, edge_attr: Any = None) -> bool:
         if edge_index.layout == torch.strided and edge_index.is_floating_point():
             raise DtypeError("edge_index", "an integer dtype", edge_index.dtype)
         is_index = edge_index.layout == torch.strided and edge_index.dtype in _INTEGERS and edge_index.dim() == 2
-        return is_index and edge_index.size(0) == 2 and (edge_attr is None or isinstance(edge_attr, Tensor))
+        return is_index and edge_index.size(0) == 2 and has_numbers(edge_index) and \
+            (edge_attr is None or isinstance(edge_attr, Tensor))
+
+
+def has_numbers(edge_index: Tensor) -> bool:
+    """Whether there are ids in ``edge_index``: tensors on the meta device and fake ones have shapes only."""
+    return not (edge_index.is_meta or isinstance(edge_index, FakeTensor))
 
 
 def check_edge_rows(name: str, value: Tensor, edge_index: Tensor) -> None:

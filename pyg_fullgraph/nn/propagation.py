@@ -20,6 +20,7 @@ from torch_geometric.utils import is_sparse
 
 from pyg_fullgraph import debug
 from pyg_fullgraph.errors import NotFusable, NotFusedError, ShardedGraphError
+from pyg_fullgraph.functions import is_traced
 from pyg_fullgraph.graph import is_part
 from pyg_fullgraph.nn import classes, compiled, derived, dots, known, order
 from pyg_fullgraph.nn.arguments import Call
@@ -84,9 +85,16 @@ def _momentary_refusals(conv: typing.Any, function: str) -> list[str]:
         if names is None or name in names:
             has = "has hooks, as all modules have" if of_all else "has hooks"
             reasons.append(f"submodule {name!r}, which {' or '.join(METHODS[function])} calls, {has}")
-    if torch.jit.is_tracing():
-        reasons.append("torch.jit is tracing")
+    if is_traced():
+        reasons.append("operations are traced")
     return reasons
+
+
+def _plain(function: str) -> typing.Any:
+    """PyG's own function, with what ours gets."""
+    def run_plain(conv, edge_index, size, kwargs):
+        return getattr(conv, f"_plain_{function}")(edge_index, size=size, **kwargs)
+    return run_plain
 
 
 class FusedMixin(_Layer):
@@ -122,7 +130,7 @@ class FusedMixin(_Layer):
         """Asked where a compiler chooses between this layer's operator and PyG's code."""
         return _own_refusals(self)
 
-    @compiled.apart
+    @functools.partial(compiled.apart, exported=_plain("propagate"))
     @derived.paused
     def _fullgraph_propagate(self, edge_index, size, kwargs):
         kwargs, _ = dots.computed(self, kwargs)
@@ -177,7 +185,7 @@ class FusedMixin(_Layer):
             setattr(self, name, as_plain(value) if is_sparse(edge_index) else value)
         return self.update(call.result(out), **call.update_arguments())
 
-    @compiled.apart
+    @functools.partial(compiled.apart, exported=_plain("edge_updater"))
     @derived.paused
     def _fullgraph_edge_updater(self, edge_index, size, kwargs):
         kwargs, features = dots.computed(self, kwargs)
