@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyg_fullgraph.functions import unrecorded
 from pyg_fullgraph.memo import keep
 from triton_kernels import segment
 from triton_kernels.segment import RowSchedule
@@ -190,7 +191,10 @@ class EdgeOrder:
         return EdgeOrder(change(self.ptr), change(self.other), eid, self.num_rows, self.num_others, ids)
 
     def _cached(self, key: object, build: Callable[[], Any]) -> Any:
-        return self._cache[key] if key in self._cache else keep(self._cache, key, build())
+        if key in self._cache:
+            return self._cache[key]
+        with unrecorded():
+            return keep(self._cache, key, build())
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_cache": {}}

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch._C._functorch import TransformType, peek_interpreter_stack
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import Function
 from torch.compiler import is_compiling
+from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["apart", "applying", "has_transforms", "is_exported", "is_of_transform", "is_traced"]
+__all__ = ["apart", "applying", "has_transforms", "is_exported", "is_of_transform", "is_recorded", "unrecorded"]
 
 #: Whether a tensor is one of a transform of ``torch.func``.
 is_of_transform: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
@@ -20,21 +23,40 @@ has_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 #: Modes that record operations, or run them without numbers.
 _TRACERS = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY,
             torch._C._TorchDispatchModeKey.FUNCTIONAL)
-# Asked several times in each call of a layer.
+_PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
+# Asked in each call of a layer.
 _is_tracing, _num_modes = torch._C._is_tracing, torch._C._len_torch_dispatch_stack
+_has = torch._C._dispatch_tls_is_dispatch_key_included
 
 
-def is_traced() -> bool:
-    """Whether operations are recorded, or run without numbers: by ``torch.compile``, ``torch.export``,
-    ``torch.jit.trace``, ``make_fx``, ``functionalize``, or under a ``FakeTensorMode``.
+def is_recorded() -> bool:
+    """Whether operations of this thread are recorded, or run without numbers: by ``torch.export``, ``torch.jit.trace``,
+    ``make_fx``, ``functionalize``, or under a ``FakeTensorMode``; not by ``torch.compile``.
     """
-    return is_compiling() or _is_tracing() or (_num_modes() > 0 and any(map(torch._C._get_dispatch_mode, _TRACERS))) \
-        or (has_transforms() and peek_interpreter_stack().key() == TransformType.Functionalize)
+    return _is_tracing() or (_num_modes() > 0 and any(map(torch._C._get_dispatch_mode, _TRACERS))) or \
+        _has(_PRE_DISPATCH) or (has_transforms() and peek_interpreter_stack().key() == TransformType.Functionalize)
+
+
+@contextlib.contextmanager
+def unrecorded() -> Iterator[None]:
+    """A context in which operations are run as ever, for what outlives the tracers that are at work."""
+    if not is_recorded():
+        yield
+        return
+    state, set_state = torch._C._get_tracing_state(), torch._C._set_tracing_state  # type: ignore[attr-defined]
+    set_state(None)
+    try:
+        with _disable_current_modes(), temporarily_clear_interpreter_stack():
+            yield
+    finally:
+        set_state(state)
 
 
 @torch.compiler.assume_constant_result
 def is_exported() -> bool:
-    """Whether ``torch.export`` is at work; torch's own function is true in everything that some versions compile."""
+    """Whether ``torch.export`` is at work; asked when code is compiled, as what dynamo makes of torch's own function is
+    another thing in each version.
+    """
     return torch.compiler.is_exporting()
 
 

@@ -18,6 +18,7 @@ from torch_geometric import EdgeIndex
 
 from pyg_fullgraph import errors
 from pyg_fullgraph.edge_order import EdgeOrder, sorts_rows
+from pyg_fullgraph.functions import unrecorded
 from pyg_fullgraph.memo import Memo, is_unchanged, keep, keep_by, state_of, taken
 from triton_kernels import segment
 
@@ -233,7 +234,7 @@ class Graph(Tensor):
     def outgoing(self) -> EdgeOrder:
         if self._outgoing is not None:
             return self._outgoing
-        with torch.inference_mode(False):  # it outlives this call
+        with unrecorded(), torch.inference_mode(False):  # it outlives this call
             made = self._incoming.transpose()
         return keep_by(made, lambda: self._set_outgoing(made), lambda: self._set_outgoing(None))
 

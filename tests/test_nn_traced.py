@@ -1,5 +1,6 @@
 """Fused layers where operations are recorded, or run without numbers: PyG's code, which anybody can run."""
 
+import copy
 import subprocess
 import sys
 
@@ -33,6 +34,8 @@ TRACERS = {
     "export": exported,
     "strict-export": lambda module, given: exported(module, given, True),
     "make_fx": lambda module, given: Keywords(make_fx(Positional(module, given))(*given.values())),
+    "make_fx-pre-dispatch": lambda module, given: Keywords(
+        make_fx(Positional(module, given), pre_dispatch=True)(*given.values())),
     "jit": lambda module, given: torch.jit.trace(module, example_kwarg_inputs=given),
     "functionalize": lambda module, given: Keywords(torch.func.functionalize(Positional(module, given))),
 }
@@ -67,12 +70,18 @@ def test_what_is_recorded_is_pygs(name, tracer):
     layer = BY_NAME[name]
     plain, fused = (module.double().eval() for module in twins(layer))
     given = given_to(layer)
-    fused(**given)  # as known calls go, too
-    recorded = TRACERS[tracer](fused, given)
+    want = plain(**given)
+    for _ in range(3):  # as known calls go, too
+        fused(**given)
+    with debug.strict():  # what is recorded is nobody's plain call
+        recorded = TRACERS[tracer](fused, given)
+    graphs = [module.graph for module in recorded.modules() if isinstance(module, torch.fx.GraphModule)]
+    assert not [n for graph in graphs for n in graph.nodes if "pyg_fullgraph" in str(n.target)]
+    assert len(graphs) == (tracer not in ("jit", "functionalize"))
     debug.reset()
-    assert_close(recorded(**given), plain(**given))
+    assert_close(recorded(**given), want)
     assert not debug.counters()["fused"]
-    assert_close(fused(**given), plain(**given))
+    assert_close(fused(**given), want)
     assert debug.counters()["fused"]
 
 
@@ -105,6 +114,89 @@ def test_layers_of_ones_own_and_around_others(tracer):
     debug.reset()
     assert_close(recorded(**given), want)
     assert not debug.counters()["fused"]
+
+
+class Decomposed(pfg.nn.MessagePassing):
+    def __init__(self):
+        super().__init__("sum", decomposed_layers=2)
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_j):
+        return torch.nn.functional.normalize(x_j, dim=-1)
+
+
+@pytest.mark.parametrize("tracer", TRACERS)
+def test_decomposed_layers(tracer):
+    given = {"x": torch.randn(17, 6), "edge_index": CASE.edge_index}
+    assert_close(TRACERS[tracer](Decomposed(), given)(**given), Decomposed()(**given))
+
+
+@pytest.mark.parametrize("tracer", [t for t in TRACERS if t != "strict-export"])
+@pytest.mark.parametrize("make", [lambda: pfg.nn.GCNConv(6, 5, cached=True), lambda: pfg.nn.APPNP(2, 0.1, cached=True),
+                                  lambda: pfg.nn.SGConv(6, 5, cached=True)], ids=["gcn", "appnp", "sg"])
+@pytest.mark.parametrize("was_called", [False, True])
+def test_caches_are_plain_in_what_is_recorded_and_not_a_tracers_after(make, tracer, was_called):
+    layer, given = make(), {"x": torch.randn(17, 6), "edge_index": CASE.edge_index.clone()}
+    want = copy.deepcopy(layer)(**given)
+    if was_called:
+        layer(**given)
+    assert_close(TRACERS[tracer](layer, given)(**given), want)
+    assert_close(layer(**given), want)
+    other = pfg.nn.GATConv(6, 5)
+    assert_close(other(**given, return_attention_weights=True)[1][0], copy.deepcopy(other)(
+        given["x"], CASE.edge_index.clone(), return_attention_weights=True)[1][0])
+
+
+class Around(torch.nn.Module):
+    """A layer, and the graph it works on."""
+
+    def __init__(self, layer, graph):
+        super().__init__()
+        self.layer, self.graph = layer, [graph]
+
+    def forward(self, x):
+        return self.layer(x, self.graph[0])
+
+
+@pytest.mark.parametrize("make", [pfg.nn.SAGEConv, pfg.nn.GATConv], ids=["sage", "gat"])
+@pytest.mark.parametrize("tracer", [t for t in TRACERS if t != "strict-export"])
+def test_a_graph_stays_as_it_is(make, tracer):
+    graph, x = pfg.Graph.from_edge_index(CASE.edge_index, (17, 17)), torch.randn(17, 6)
+    module = Around(make(6, 5), graph)
+    recorded = TRACERS[tracer](module, {"x": x})
+    assert_close(graph.to_edge_index(), CASE.edge_index)
+    assert_close(recorded(x=x), module(x))
+    assert_close(module(x), module.layer(x, CASE.edge_index))
+
+
+@pytest.mark.parametrize("symbolic", [False, True], ids=["fake-mode", "make_fx-symbolic"])
+def test_a_graph_under_fake_tensors_stays_as_it_is(symbolic):
+    graph, x, layer = pfg.Graph.from_edge_index(CASE.edge_index, (17, 17)), torch.randn(17, 6), pfg.nn.SAGEConv(6, 5)
+    if symbolic:
+        def gathered(x):
+            return x[graph.to_edge_index()[0]]
+
+        program = make_fx(gathered, tracing_mode="symbolic", _allow_non_fake_inputs=True)(x)
+        assert_close(program(x), x[CASE.edge_index[0]])
+    else:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            assert layer(mode.from_tensor(x), graph).shape == (17, 5)
+    assert_close(graph.to_edge_index(), CASE.edge_index)
+    assert_close(layer(x, graph), layer(x, CASE.edge_index))
+
+
+def test_sizes_of_what_is_exported_may_be_unknown():
+    model = pyg_nn.Sequential("x, edge_index", [
+        (pfg.nn.GATConv(6, 4, heads=2), "x, edge_index -> x"), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.5),
+        (pfg.nn.SAGEConv(8, 5), "x, edge_index -> x")]).eval()
+    num_nodes, num_edges = torch.export.Dim("num_nodes", min=2), torch.export.Dim("num_edges", min=2)
+    program = torch.export.export(model, (torch.randn(17, 6), CASE.edge_index),
+                                  dynamic_shapes=({0: num_nodes}, {1: num_edges}))
+    other = random_case(30, 30, 100)
+    x = torch.randn(30, 6)
+    assert_close(program.module()(x, other.edge_index), model(x, other.edge_index))
 
 
 def test_an_exported_layer_runs_without_us(tmp_path):

@@ -95,7 +95,11 @@ def another_formula(self, x_i, x_j):
     return x_j * 2 if x_j.dtype == torch.float64 else x_j.sin()
 
 
-READ_DTYPE = (smallest_step, root_mean_square, finite, another_formula)
+def tenth(self, x_i, x_j):
+    return x_j * x_i.new_tensor(0.1) + x_i
+
+
+READ_DTYPE = (smallest_step, root_mean_square, finite, another_formula, tenth)
 MESSAGES = (*READ_DTYPE, detached, without_gradients, divided_by_edges, divided_by_nodes, branch_on_edges,
             summed_softmax, distance, normalized, write_into_a_view, relation, time_difference, degree, scaled)
 

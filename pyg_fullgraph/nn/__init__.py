@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch_geometric.nn as pyg_nn
 from torch import Tensor
 
-from pyg_fullgraph.functions import is_traced
 from pyg_fullgraph.nn import derived
 from pyg_fullgraph.nn.classes import drop_in_class
 from pyg_fullgraph.nn.coverage import FUSED
@@ -32,7 +32,7 @@ class DirGNNConv(pyg_nn.DirGNNConv):
     """PyG's DirGNNConv around fused layers: the graph of the reversed edges is made once."""
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        if is_traced():
+        if torch.compiler.is_compiling():
             return super().forward(x, edge_index)
         with derived.remembering(self):
             return super().forward(x, edge_index)

@@ -21,7 +21,7 @@ from pyg_fullgraph.errors import DeviceError, DtypeError, InputError, NotFusable
 from pyg_fullgraph.graph import Graph, graph_of
 from pyg_fullgraph.nn.lazy import EdgeExpr, as_plain
 from pyg_fullgraph.nn.order import LinearExpr
-from pyg_fullgraph.nn.preparation import check_edge_rows, has_numbers, is_derived, prepared_graph
+from pyg_fullgraph.nn.preparation import check_edge_rows, is_derived, prepared_graph
 from pyg_fullgraph.nn.tracing import METHODS, attribute, initialize_lazy, mentioned, result_dtype, traced
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.forms import TARGET_ROWS
@@ -96,8 +96,6 @@ class Call:
         wanted[i] = slots[j] if slots[i] is None else slots[i]
         self.edge_index = edge_index
         self.wanted = wanted[0], wanted[1]
-        if not has_numbers(edge_index):
-            raise NotFusable(["edge_index has no numbers"])
         graph = prepared_graph(edge_index, self.wanted)
         self.graph = graph.reverse() if self.is_reversed else graph
         for name, rows in self.rows.items():

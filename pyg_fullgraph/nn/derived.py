@@ -19,7 +19,7 @@ from torch.nn import Module
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
 from pyg_fullgraph.dense import Products
-from pyg_fullgraph.functions import is_traced
+from pyg_fullgraph.functions import is_recorded
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn.preparation import chosen_edges, note_type, reversed_edges
 
@@ -34,7 +34,7 @@ _nothing: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 def remembering(layer: Module) -> contextlib.AbstractContextManager[Any]:
     """A context for the forward of ``layer``, in which what it derives from an ``edge_index`` is remembered."""
-    if _tries.get(layer, 0) >= MAX_TRIES or is_traced():
+    if _tries.get(layer, 0) >= MAX_TRIES or torch.compiler.is_compiling() or is_recorded():
         return _nothing
     return _Remembering(layer)
 

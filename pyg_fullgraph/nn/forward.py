@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from pyg_fullgraph import dense, functions
-from pyg_fullgraph.errors import LayerInputError, PygFullgraphError, RowCountError
+from pyg_fullgraph.errors import LayerInputError, NotFusedError, PygFullgraphError, RowCountError
+from pyg_fullgraph.graph import is_part
 from pyg_fullgraph.nn import compiled, derived, dots, order, sums
 from pyg_fullgraph.nn.lazy import LazyTensor, as_plain
 from pyg_fullgraph.nn.preparation import REPLACEMENTS, REPLACEMENTS_APART
@@ -125,7 +127,8 @@ def _wrapped(forward: Any, original: Any, is_lazy: bool) -> Any:
     # The globals of what is returned are PyG's, so what it names of ours is bound here.
     is_compiling, takes, can_fuse, as_operator, products, running = torch.compiler.is_compiling, compiled.takes, \
         compiled.can_fuse, compiled.call, dense.in_layer, order.running
-    is_traced, is_exported = functions.is_traced, functions.is_exported
+    is_recorded, is_exported = functions.is_recorded, functions.is_exported
+    is_dynamo = torch.compiler.is_dynamo_compiling
     eager, has_chains = _with_sums(forward, original), order.has_chains
 
     def explained(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -150,16 +153,29 @@ def _wrapped(forward: Any, original: Any, is_lazy: bool) -> Any:
         finally:
             running.layer, running.may_wait = outer
 
+    def recorded(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """PyG's code, without lazy tensors and graphs; what it caches is that of a tracer, so it is not kept."""
+        if any(map(is_part, tree_leaves((args, kwargs)))):
+            raise NotFusedError({type(self).__name__: ["operations are recorded"]})
+        cached = {k: v for k, v in vars(self).items() if k.startswith("_cached")}
+        with functions.unrecorded():
+            given, plain = as_plain((args, kwargs)), as_plain(cached)
+        vars(self).update(plain)
+        try:
+            return original(self, *given[0], **given[1])
+        finally:
+            vars(self).update(cached)
+
     apart = torch.compiler.disable(explained, reason=compiled.REASON)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_traced():
-            if not is_compiling() or is_exported():
-                return original(self, *args, **kwargs)  # what is recorded is PyG's, for anybody to run
+        if is_compiling():
+            if is_exported():
+                return original(self, *args, **kwargs) if is_dynamo() else recorded(self, args, kwargs)
             if takes((args, tuple(kwargs.values()))) and can_fuse(self._fullgraph_handle):
                 return as_operator(self, args, kwargs)
             return apart(self, *args, **kwargs) if is_lazy else forward(self, *args, **kwargs)
-        return explained(self, *args, **kwargs)
+        return recorded(self, args, kwargs) if is_recorded() else explained(self, *args, **kwargs)
 
     function = types.FunctionType(call.__code__, original.__globals__, forward.__name__, None, call.__closure__)
     functools.update_wrapper(function, original)

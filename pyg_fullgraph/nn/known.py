@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.nn import Module
 
 from pyg_fullgraph.autograd import Ways, check_derivatives
-from pyg_fullgraph.functions import is_traced
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn.arguments import Call, inputs_of, is_same
 from pyg_fullgraph.nn.lazy import EdgeExpr
@@ -80,7 +79,7 @@ _layers: weakref.WeakKeyDictionary[Module, _Layer] = weakref.WeakKeyDictionary()
 def find(conv: Any, function: str, edge_index: Any, size: Any, kwargs: Mapping[str, Any]) -> Bound | None:
     """Program, graph and inputs of a call, if one that looks the same came before and the layer is as it was."""
     layer = _layers.get(conv)
-    if layer is None or not layer.calls or is_traced() or has_hooks_of_all():
+    if layer is None or not layer.calls or has_hooks_of_all():
         return None
     look = _look(conv, function, edge_index, size, kwargs)
     found = layer.calls.get(look) if look is not None else None
@@ -141,7 +140,7 @@ def _look(conv: Any, function: str, edge_index: Any, size: Any, kwargs: Mapping[
         if edges is None:
             edges = edge_index.memo[_LOOK] = (edge_index.num_src, edge_index.num_dst, edge_index.num_edges,
                                               is_derived(edge_index), edge_index.device)
-    elif kind is Tensor and not edge_index.is_meta:
+    elif kind is Tensor:
         edges = _look_of(edge_index, [])
     else:
         return None

@@ -32,7 +32,6 @@ from torch_geometric.nn.conv import MessagePassing as PyGMessagePassing
 from pyg_fullgraph import columns, debug, dense, reuse
 from pyg_fullgraph.autograd import Ways
 from pyg_fullgraph.execution import has_kernels
-from pyg_fullgraph.functions import is_traced
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn.lazy import DeferredTensor, LazyTensor, run, unseen
 from pyg_fullgraph.nn.surroundings import has_hooks_of_all
@@ -111,7 +110,7 @@ def may_wait(layer: Any) -> bool:
 
 
 def _nobody_sees(layer: Any) -> bool:
-    if layer.explain or is_traced():
+    if layer.explain or torch.compiler.is_compiling():
         return False
     if has_hooks_of_all() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return False

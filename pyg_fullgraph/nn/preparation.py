@@ -27,7 +27,7 @@ from torch_geometric.utils.loop import compute_loop_attr
 from torch_geometric.utils.num_nodes import maybe_num_nodes
 
 from pyg_fullgraph.errors import DeviceError, DtypeError, IndexRangeError, RowCountError
-from pyg_fullgraph.functions import is_traced
+from pyg_fullgraph.functions import is_recorded
 from pyg_fullgraph.graph import Graph, graph_of, is_part, remembered
 from pyg_fullgraph.memo import Memo, is_unchanged, keep, state_of, taken
 from pyg_fullgraph.nn.ends import EdgeValues, Ends
@@ -220,7 +220,7 @@ def _num_nodes(edge_index: Tensor, num_nodes: int | None) -> int:
 
 
 def _is_known(edge_index: Any, edge_attr: Any = None) -> bool:
-    if is_traced() or not isinstance(edge_index, Tensor):
+    if torch.compiler.is_compiling() or is_recorded() or not isinstance(edge_index, Tensor):
         return False
     if type(edge_index) is Graph:
         return edge_attr is None or isinstance(edge_attr, Tensor)
@@ -232,9 +232,9 @@ def _is_known(edge_index: Any, edge_attr: Any = None) -> bool:
             (edge_attr is None or isinstance(edge_attr, Tensor))
 
 
-def has_numbers(edge_index: Tensor) -> bool:
+def has_numbers(edge_index: Any) -> bool:
     """Whether there are ids in ``edge_index``: tensors on the meta device and fake ones have shapes only."""
-    return not (edge_index.is_meta or isinstance(edge_index, FakeTensor))
+    return not (getattr(edge_index, "is_meta", False) or isinstance(edge_index, FakeTensor))
 
 
 def check_edge_rows(name: str, value: Tensor, edge_index: Tensor) -> None:

@@ -20,11 +20,12 @@ from torch_geometric.utils import is_sparse
 
 from pyg_fullgraph import debug
 from pyg_fullgraph.errors import NotFusable, NotFusedError, ShardedGraphError
-from pyg_fullgraph.functions import is_traced
+from pyg_fullgraph.functions import is_recorded
 from pyg_fullgraph.graph import is_part
 from pyg_fullgraph.nn import classes, compiled, derived, dots, known, order
 from pyg_fullgraph.nn.arguments import Call
 from pyg_fullgraph.nn.lazy import EdgeExpr, as_plain, run
+from pyg_fullgraph.nn.preparation import has_numbers
 from pyg_fullgraph.nn.surroundings import has_hooks_of_all, submodules
 from pyg_fullgraph.nn.tracing import METHODS, mentioned
 
@@ -71,7 +72,7 @@ _INITIALIZERS = ("initialize_parameters", "_infer_parameters")
 
 
 def _momentary_refusals(conv: typing.Any, function: str) -> list[str]:
-    """Reasons that come and go: hooks, explain, tracing."""
+    """Reasons that come and go: hooks and explain."""
     reasons = []
     if conv.explain:
         reasons.append("explain is on")
@@ -85,16 +86,17 @@ def _momentary_refusals(conv: typing.Any, function: str) -> list[str]:
         if names is None or name in names:
             has = "has hooks, as all modules have" if of_all else "has hooks"
             reasons.append(f"submodule {name!r}, which {' or '.join(METHODS[function])} calls, {has}")
-    if is_traced():
-        reasons.append("operations are traced")
     return reasons
 
 
-def _plain(function: str) -> typing.Any:
-    """PyG's own function, with what ours gets."""
-    def run_plain(conv, edge_index, size, kwargs):
-        return getattr(conv, f"_plain_{function}")(edge_index, size=size, **kwargs)
-    return run_plain
+def _recorded(function: str) -> typing.Any:
+    """What a tracer sees in the place of one of our functions: PyG's, which anybody can run."""
+    def run_recorded(conv, edge_index, size, kwargs):
+        return _plain(conv, function, edge_index, ["operations are recorded"])(edge_index, size=size, **kwargs)
+    return run_recorded
+
+
+_recorded_propagate, _recorded_edge_updater = _recorded("propagate"), _recorded("edge_updater")
 
 
 class FusedMixin(_Layer):
@@ -130,9 +132,11 @@ class FusedMixin(_Layer):
         """Asked where a compiler chooses between this layer's operator and PyG's code."""
         return _own_refusals(self)
 
-    @functools.partial(compiled.apart, exported=_plain("propagate"))
+    @functools.partial(compiled.apart, exported=_recorded_propagate)
     @derived.paused
     def _fullgraph_propagate(self, edge_index, size, kwargs):
+        if is_recorded() or not has_numbers(edge_index):
+            return _recorded_propagate(self, edge_index, size, kwargs)
         kwargs, _ = dots.computed(self, kwargs)
         bound = known.find(self, "propagate", edge_index, size, kwargs)
         if bound is not None:
@@ -185,9 +189,11 @@ class FusedMixin(_Layer):
             setattr(self, name, as_plain(value) if is_sparse(edge_index) else value)
         return self.update(call.result(out), **call.update_arguments())
 
-    @functools.partial(compiled.apart, exported=_plain("edge_updater"))
+    @functools.partial(compiled.apart, exported=_recorded_edge_updater)
     @derived.paused
     def _fullgraph_edge_updater(self, edge_index, size, kwargs):
+        if is_recorded() or not has_numbers(edge_index):
+            return _recorded_edge_updater(self, edge_index, size, kwargs)
         kwargs, features = dots.computed(self, kwargs)
         bound = known.find(self, "edge_updater", edge_index, size, kwargs)
         if bound is not None:
@@ -238,21 +244,25 @@ def _own_refusals(conv):
     return known[1]
 
 
-def _run_plain(conv, function, edge_index, size, kwargs, reasons, has_run_hooks=False):
-    """PyG's own function, which needs the whole graph; its pre-hooks are kept from running twice."""
+def _plain(conv, function, edge_index, reasons):
+    """PyG's own function for a layer and such edges; it needs the whole graph."""
     if is_part(edge_index):
         raise NotFusedError({type(conv).__name__: reasons})
-    debug.record(conv, function, reasons=reasons)
-    if isinstance(edge_index, torch.Tensor) and edge_index.layout == torch.sparse_coo:
-        # PyG's generic propagate would mark the caller's matrix as coalesced, without coalescing it.
-        edge_index = edge_index.coalesce()
     plain = getattr(conv, f"_plain_{function}")
     # What PyG generates for a class knows no decomposed layers, and calls message_and_aggregate only if the first layer
     # of the class had an aggregation that can use it. The generic one takes no gradients of a COO matrix.
     is_missing = conv.fuse and (is_sparse(edge_index) or isinstance(edge_index, EdgeIndex)) and \
         "message_and_aggregate" not in plain.__code__.co_names
-    if conv.decomposed_layers > 1 or is_missing:
-        plain = functools.partial(classes.GENERIC[function], conv)
+    return functools.partial(classes.GENERIC[function], conv) if conv.decomposed_layers > 1 or is_missing else plain
+
+
+def _run_plain(conv, function, edge_index, size, kwargs, reasons, has_run_hooks=False):
+    """PyG's own function; its pre-hooks are kept from running twice."""
+    plain = _plain(conv, function, edge_index, reasons)
+    debug.record(conv, function, reasons=reasons)
+    if isinstance(edge_index, torch.Tensor) and edge_index.layout == torch.sparse_coo:
+        # PyG's generic propagate would mark the caller's matrix as coalesced, without coalescing it.
+        edge_index = edge_index.coalesce()
     if not has_run_hooks:
         return plain(edge_index, size=size, **kwargs)
     hooks = conv._propagate_forward_pre_hooks

@@ -160,6 +160,7 @@ _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 # Questions whose answer depends on the dtype.
 _ASK_DTYPE = {Tensor.dtype.__get__, Tensor.itemsize.__get__, Tensor.nbytes.__get__,  # type: ignore[attr-defined]
               Tensor.element_size, Tensor.type, torch.result_type}
+_NEW_TENSOR = Tensor.new_tensor
 # Questions about what a trace has not: it is made with gradients, for calls with and without them.
 _ASK_GRADIENT = {Tensor.requires_grad.__get__, Tensor.is_leaf.__get__, Tensor.grad_fn.__get__}  # type: ignore[attr-defined]
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
@@ -182,7 +183,8 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.asked_dtype |= function in _ASK_DTYPE
+        # Numbers that are rounded to the dtype of a tensor answer, too.
+        self.asked_dtype |= function in _ASK_DTYPE or (function is _NEW_TENSOR and args[0].is_floating_point())
         line = ""
         if self.has_lines:
             line = current_line()
