@@ -145,6 +145,30 @@ def test_nothing_wide_is_multiplied_on_an_edge_twice(name):
     assert [n for n in ir.walk(*roots_of(core)) if n.domain == PARAM and n.op not in ("input", "const")] == []
 
 
+@pytest.mark.parametrize("narrow, wide, is_one", [(3, 8, True), (8, 8, True), (9, 8, False)])
+def test_two_maps_of_edge_data_are_one_where_that_is_no_wider(narrow, wide, is_one):
+    data, x = ir.input("data", EDGE, (narrow,)), ir.input("x", SRC, (4,))
+    first, second = ir.input("A", PARAM, (narrow, wide)), ir.input("B", PARAM, (wide, 5))
+    bias = ir.input("b", PARAM, (wide,))
+    encoded = pointwise("add", ir.mm(data, first), bias)
+    (node,) = reorganize([pointwise("add", ir.mm(encoded, second), ir.mm(x, ir.input("C", PARAM, (4, 5))))])
+    products = {n for n in ir.walk(node) if n.op == "mm" and n.domain == EDGE}
+    assert (ir.mm(data, ir.mm(first, second)) in products) == is_one
+    assert len(products) == (1 if is_one else 2)
+    assert ir.mm(bias, second) in set(ir.walk(node))
+
+
+def test_encoded_edge_features_of_pna_are_multiplied_once_per_tower():
+    """Of `cat(x_i, x_j, encoder(edge_attr)) W_t` an edge multiplies `edge_attr`; the rest is of its end points."""
+    layer = fused_nn.PNAConv(6, 6, ["mean", "max"], ["identity"], torch.tensor([0, 3, 4]), edge_dim=3, towers=2)
+    edge_index = torch.randint(9, (2, 20), generator=torch.Generator().manual_seed(0))
+    with observing() as seen:
+        layer(torch.randn(9, 6), edge_index, torch.randn(20, 3))
+    core = split(seen[0].program).stages[0].core
+    products = [n for n in ir.walk(*roots_of(core)) if n.op == "mm" and n.domain == EDGE]
+    assert [(n.args[0].op, n.args[0].shape) for n in products] == [("input", (3,))] * 2
+
+
 def test_sums_are_regrouped_by_end_point():
     x, y, w = ir.input("x", SRC, (4,)), ir.input("y", DST, (4,)), ir.input("w", EDGE, (4,))
     b = ir.input("b", PARAM, (4,))

@@ -140,7 +140,8 @@ def rewritten(program: EdgeProgram, disable: Sequence[str] = (),
     if "order" not in disable:
         roots = order_products(roots, constant)
         yield "order", roots
-    yield "split features", canonicalize(features.split_features(roots))
+    roots = canonicalize(features.split_features(roots))
+    yield "split features", roots if "reorganize" in disable else reorganize(roots)
 
 
 def split(program: EdgeProgram, disable: Sequence[str] = (), constant: Container[Node] = ()) -> Split:

@@ -100,9 +100,9 @@ def _gather_of_equals(kind: str, value: Node) -> Node | None:
 def reorganize(roots: Iterable[Node]) -> tuple[Node, ...]:
     """Move linear maps off the edges.
 
-    ``(a_j + b_i) W`` becomes ``a_j W + b_i W``, ``cat(a, b) W`` splits ``W`` by rows, sums are regrouped so that what
-    belongs to one end point is added there, and a linear map of edge data that is summed down right after is folded
-    into its weight.
+    ``(a_j + b_i) W`` becomes ``a_j W + b_i W``, ``cat(a, b) W`` splits ``W`` by rows, ``(e A) B`` of narrow edge data is
+    ``e (A B)``, sums are regrouped so that what belongs to one end point is added there, and a linear map of edge data
+    that is summed down right after is folded into its weight.
     """
     return canonicalize(ir.rewrite(roots, _reorganize_node))
 
@@ -121,6 +121,8 @@ def _distribute(x: Node, weight: Node) -> Node:
     mixed = x.domain == Domain.EDGE and any(a.domain != Domain.EDGE for a in x.args)
     if x.op in ("add", "sub") and mixed and all(a.shape == x.shape for a in x.args):
         return _regroup(pointwise(x.op, *(_distribute(a, weight) for a in x.args)))
+    if x.op == "mm" and _is_narrow(x):
+        return ir.mm(x.args[0], ir.mm(x.args[1], weight))
     if x.op == "neg":
         return pointwise("neg", _distribute(x.args[0], weight))
     if x.op == "mul" and mixed:
@@ -138,6 +140,12 @@ def _distribute(x: Node, weight: Node) -> Node:
             total = pointwise("add", total, term)
         return _regroup(total)
     return ir.mm(x, weight)
+
+
+def _is_narrow(product: Node) -> bool:
+    """Whether a product of edge data and a parameter is no narrower than the data: two such in a row are one."""
+    x, weight = product.args
+    return x.domain == Domain.EDGE and not weight.is_row and x.shape[-1] <= product.shape[-1]
 
 
 def terms_of(node: Node, sign: int, shape: ir.Shape) -> list[tuple[int, Node]]:
