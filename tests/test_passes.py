@@ -158,6 +158,16 @@ def test_two_maps_of_edge_data_are_one_where_that_is_no_wider(narrow, wide, is_o
     assert ir.mm(bias, second) in set(ir.walk(node))
 
 
+def test_maps_of_differences_and_of_narrow_edge_data_leave_the_data_alone():
+    """As in the attention of PointTransformerConv: `(a_i - b_j + e A) B`."""
+    a, b, data = ir.input("a", DST, (8,)), ir.input("b", SRC, (8,)), ir.input("data", EDGE, (4,))
+    first, second = ir.input("A", PARAM, (4, 8)), ir.input("B", PARAM, (8, 6))
+    value = pointwise("add", pointwise("sub", a, b), ir.mm(data, first))
+    (node,) = reorganize([pointwise("relu", ir.mm(value, second))])
+    products = {n for n in ir.walk(node) if n.op == "mm" and n.domain != PARAM}
+    assert products == {ir.mm(a, second), ir.mm(b, pointwise("neg", second)), ir.mm(data, ir.mm(first, second))}
+
+
 def test_encoded_edge_features_of_pna_are_multiplied_once_per_tower():
     """Of `cat(x_i, x_j, encoder(edge_attr)) W_t` an edge multiplies `edge_attr`; the rest is of its end points."""
     layer = fused_nn.PNAConv(6, 6, ["mean", "max"], ["identity"], torch.tensor([0, 3, 4]), edge_dim=3, towers=2)

@@ -119,7 +119,7 @@ def _reorganize_node(node: Node) -> Node | None:
 
 def _distribute(x: Node, weight: Node) -> Node:
     mixed = x.domain == Domain.EDGE and any(a.domain != Domain.EDGE for a in x.args)
-    if x.op in ("add", "sub") and mixed and all(a.shape == x.shape for a in x.args):
+    if x.op in ("add", "sub") and (mixed or _is_narrow(x)) and all(a.shape == x.shape for a in x.args):
         return _regroup(pointwise(x.op, *(_distribute(a, weight) for a in x.args)))
     if x.op == "mm" and _is_narrow(x):
         return ir.mm(x.args[0], ir.mm(x.args[1], weight))
@@ -142,10 +142,15 @@ def _distribute(x: Node, weight: Node) -> Node:
     return ir.mm(x, weight)
 
 
-def _is_narrow(product: Node) -> bool:
-    """Whether a product of edge data and a parameter is no narrower than the data: two such in a row are one."""
-    x, weight = product.args
-    return x.domain == Domain.EDGE and not weight.is_row and x.shape[-1] <= product.shape[-1]
+def _is_narrow(value: Node) -> bool:
+    """Whether all that an edge adds to ``value`` are products of data no wider than it with a parameter, so that with
+    another parameter they are such products again.
+    """
+    if value.op != "mm":
+        terms = [t for _, t in terms_of(value, 1, value.shape) if t.domain == Domain.EDGE]
+        return bool(terms) and all(t.op == "mm" and _is_narrow(t) for t in terms)
+    x, weight = value.args
+    return x.domain == Domain.EDGE and not weight.is_row and x.shape[-1] <= value.shape[-1]
 
 
 def terms_of(node: Node, sign: int, shape: ir.Shape) -> list[tuple[int, Node]]:
