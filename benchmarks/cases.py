@@ -99,6 +99,40 @@ CONVS: dict[str, Callable[[SimpleNamespace, int, int, int, bool], nn.Module]] = 
     "edge-mlp": lambda ns, i, o, h, last: ns.EdgeConv(nn.Sequential(
         nn.Linear(2 * i, o), nn.ReLU(), nn.Linear(o, o)), aggr="max"),
 }
+#: The other layers that take features, and at most an array of edge features, in the order of PyG's list.
+MORE_CONVS: dict[str, Callable[[SimpleNamespace, int, int, int, bool], nn.Module]] = {
+    "cheb": lambda ns, i, o, h, last: ns.ChebConv(i, o, K=3),
+    "graph": lambda ns, i, o, h, last: ns.GraphConv(i, o),
+    "gated-graph": lambda ns, i, o, h, last: ns.GatedGraphConv(o, num_layers=2),
+    "res-gated-edges": lambda ns, i, o, h, last: ns.ResGatedGraphConv(i, o, edge_dim=EDGE_FEATURES["res-gated-edges"]),
+    "gat-edges": lambda ns, i, o, h, last: ns.GATConv(i, o if last else o // h, heads=h, concat=not last,
+                                                      edge_dim=EDGE_FEATURES["gat-edges"]),
+    "transformer-edges": lambda ns, i, o, h, last: ns.TransformerConv(i, o // h, heads=h,
+                                                                      edge_dim=EDGE_FEATURES["transformer-edges"]),
+    "agnn": lambda ns, i, o, h, last: ns.AGNNConv(),
+    "tag": lambda ns, i, o, h, last: ns.TAGConv(i, o),
+    "gine": lambda ns, i, o, h, last: ns.GINEConv(nn.Linear(i, o), edge_dim=EDGE_FEATURES["gine"]),
+    "arma": lambda ns, i, o, h, last: ns.ARMAConv(i, o),
+    "sg": lambda ns, i, o, h, last: ns.SGConv(i, o, K=2),
+    "appnp": lambda ns, i, o, h, last: ns.APPNP(K=10, alpha=0.1),
+    "mf": lambda ns, i, o, h, last: ns.MFConv(i, o),
+    "cg": lambda ns, i, o, h, last: ns.CGConv(i, dim=EDGE_FEATURES["cg"]),
+    "feast": lambda ns, i, o, h, last: ns.FeaStConv(i, o, heads=h),
+    "le": lambda ns, i, o, h, last: ns.LEConv(i, o),
+    "pna-edges": lambda ns, i, o, h, last: ns.PNAConv(
+        i, o, ["mean", "min", "max", "std"], ["identity", "amplification", "attenuation"], _DEGREES,
+        edge_dim=EDGE_FEATURES["pna-edges"]),
+    "cluster": lambda ns, i, o, h, last: ns.ClusterGCNConv(i, o),
+    "gen": lambda ns, i, o, h, last: ns.GENConv(i, o, norm="layer"),
+    "gen-edges": lambda ns, i, o, h, last: ns.GENConv(i, o, norm="layer", edge_dim=EDGE_FEATURES["gen-edges"]),
+    "film": lambda ns, i, o, h, last: ns.FiLMConv(i, o),
+    "supergat": lambda ns, i, o, h, last: ns.SuperGATConv(i, o // h, heads=h).eval(),
+    "eg": lambda ns, i, o, h, last: ns.EGConv(i, o, ["sum", "mean", "max"]),
+    "pdn": lambda ns, i, o, h, last: ns.PDNConv(i, o, edge_dim=EDGE_FEATURES["pdn"], hidden_channels=16),
+    "general": lambda ns, i, o, h, last: ns.GeneralConv(i, o, in_edge_channels=EDGE_FEATURES["general"], attention=True,
+                                                        heads=h),
+    "mixhop": lambda ns, i, o, h, last: ns.MixHopConv(i, o // 2, powers=[1, 2]),
+}
 #: The same for edge phases alone, see :mod:`benchmarks.edge_phases`.
 PHASES: dict[str, Callable[[SimpleNamespace, int, int, int, bool], nn.Module]] = {
     "sum": lambda ns, i, o, h, last: ns.Sum(),
@@ -106,12 +140,14 @@ PHASES: dict[str, Callable[[SimpleNamespace, int, int, int, bool], nn.Module]] =
     "gatv2-phase": lambda ns, i, o, h, last: ns.GATv2Attention(h, o),
     "dot-phase": lambda ns, i, o, h, last: ns.DotAttention(h),
 }
-LAYERS = {**CONVS, **PHASES}
+LAYERS = {**CONVS, **MORE_CONVS, **PHASES}
 #: How many nodes have 0, 1, 2 ... edges, as far as PNA's scalers ask: a mean of log(degree + 1).
 _DEGREES = torch.tensor([0, 10, 20, 30, 20, 10])
 #: Features per edge of the layers that take some.
-EDGE_FEATURES = {"gmm": 2, "gatv2-edges": 8}
-_ATTENTION = ("gat", "gatv2", "gatv2-edges", "transformer")
+EDGE_FEATURES = {"gmm": 2, **dict.fromkeys(("gatv2-edges", "res-gated-edges", "gat-edges", "transformer-edges", "gine",
+                                            "cg", "pna-edges", "gen-edges", "pdn", "general"), 8)}
+_ATTENTION = ("gat", "gatv2", "gatv2-edges", "transformer", "gat-edges", "transformer-edges", "feast", "supergat",
+              "general")
 #: Rows of the case's width that a step must read per edge: forward and backward, each source row once per pass.
 _GATHERS = {("gcn", "forward"): 1, ("gcn", "step"): 2, ("sage", "forward"): 1, ("sage", "step"): 2,
             ("gin", "forward"): 1, ("gin", "step"): 2, ("gat", "forward"): 1, ("gat", "step"): 2,
@@ -167,6 +203,7 @@ CASES: dict[str, Case] = {c.name: c for c in [
     Case("gcn-tiny", "gcn", "tiny", "cpu", num_in=12, width=16),
     *[_layer_case(layer, graph) for graph in ("arxiv", "reddit") for layer in CONVS if graph == "arxiv"
       or layer in ("gat", "gatv2", "sage")],
+    *[_layer_case(layer, "arxiv") for layer in MORE_CONVS],
     *[_layer_case(layer, "arxiv", "bfloat16") for layer in ("sage", "gat")],
     *[_layer_case(layer, "arxiv", direction="forward") for layer in ("sage", "gat")],
     Case("edgeconv-points", "edgeconv", "points", num_in=256, width=256),

@@ -100,9 +100,9 @@ def _gather_of_equals(kind: str, value: Node) -> Node | None:
 def reorganize(roots: Iterable[Node]) -> tuple[Node, ...]:
     """Move linear maps off the edges.
 
-    ``(a_j + b_i) W`` becomes ``a_j W + b_i W``, ``cat(a, b) W`` splits ``W`` by rows, ``(e A) B`` of narrow edge data is
-    ``e (A B)``, sums are regrouped so that what belongs to one end point is added there, and a linear map of edge data
-    that is summed down right after is folded into its weight.
+    ``(a_j + b_i) W`` becomes ``a_j W + b_i W``, ``cat(a, b) W`` splits ``W`` by rows, ``(e A) B`` of narrow edge data
+    is ``e (A B)``, sums are regrouped so that what belongs to one end point is added there, and a linear map of edge
+    data that is summed down right after is folded into its weight.
     """
     return canonicalize(ir.rewrite(roots, _reorganize_node))
 
