@@ -33,8 +33,8 @@ from pyg_fullgraph import columns
 from pyg_fullgraph.functions import applying
 from triton_kernels import dense
 
-__all__ = ["Products", "added", "call", "chain", "in_layer", "linear", "matmul", "padded", "takes",
-           "use_tensor_cores"]
+__all__ = ["Products", "added", "call", "chain", "in_layer", "linear", "matmul", "padded", "plus_product",
+           "takes", "use_tensor_cores"]
 
 #: Multiplications (rows x widths) from which a product is taken: torch needs about 0.1 ms for as many on an H200, twice
 #: what two launches from Python take longer than its one, as products were when this was measured.
@@ -104,6 +104,12 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             return _linear(x, weight.t(), None, True)
     y = x @ weight
     return y if bias is None else y + bias
+
+
+def plus_product(x: Tensor, weight: Tensor, total: Tensor) -> Tensor:
+    """``total + x weight`` for a weight ``[K, N]`` and a total like the product; see :func:`added`."""
+    made = added(total, x, weight.t()) if weight.dim() == 2 else None
+    return total + matmul(x, weight) if made is None else made
 
 
 def padded(x: Tensor) -> Tensor:

@@ -78,6 +78,12 @@ def gatv2(width: int = WIDTH, heads: int = HEADS, **options: Any) -> Layer:
                  dict(x_j=spec(SRC, heads, width), alpha=spec(EDGE, heads)), update)
 
 
+def transformer(width: int = WIDTH, heads: int = HEADS, edge_dim: int = 3, **options: Any) -> Layer:
+    args = dict(query_i=spec(DST, heads, width), key_j=spec(SRC, heads, width), value_j=spec(SRC, heads, width),
+                edge_attr=spec(EDGE, edge_dim), index=INDEX, ptr=None, size_i=SIZE_I)
+    return Layer(lambda: pyg.TransformerConv(4, width, heads=heads, edge_dim=edge_dim, **options), "sum", args)
+
+
 def edge_conv(kind: str, *layers: Callable[[], nn.Module], width: int = 4) -> Layer:
     return Layer(lambda: pyg.EdgeConv(nn.Sequential(*(make() for make in layers))), kind,
                  dict(x_i=spec(DST, width), x_j=spec(SRC, width)))
@@ -268,6 +274,8 @@ LAYERS: dict[str, Layer] = {
     "gat-wide": gat(width=32),
     "gatv2": gatv2(),
     "gatv2-edge-dropout": gatv2(edge_dim=2, dropout=0.3),
+    "transformer-edge": transformer(),
+    "transformer-edge-dropout": transformer(heads=1, dropout=0.3),
     **{f"edge-{k}": edge_conv(k, lambda: nn.Linear(8, WIDTH)) for k in ("max", "sum")},
     "edge-mlp": edge_conv("max", lambda: nn.Linear(8, 6), nn.ReLU, lambda: nn.Linear(6, WIDTH)),
     "gmm": gmm(),
@@ -297,6 +305,7 @@ MORE_CASES: dict[str, Callable[[], EdgeProgram]] = {
     "edge-mlp-deep": edge_conv("sum", lambda: nn.Linear(8, 20), nn.Tanh, lambda: nn.Linear(20, 20), nn.Tanh,
                                lambda: nn.Linear(20, 17)),
     "gatv2-edge-wide": gatv2(edge_dim=24),
+    "transformer-edge-wide": transformer(edge_dim=7),
     "plus": plus("sum", WIDTH),
     "plus-mean": plus("mean", 2, 3),
     "plus-wide": plus("sum", 64),
@@ -313,6 +322,7 @@ WIDE_CASES: dict[str, Callable[[], EdgeProgram]] = {
                                                        "edge_attr": spec(EDGE, 64)}),
     "gatv2-edge-128": gatv2(128, 2, edge_dim=3),
     "transformer-edge-32": weighted_edges,
+    "transformer-edge-64": transformer(64, 4, edge_dim=8),
     "wide-edges": lambda: wide_edges(8, 64),
     "nn-16": Layer(lambda: pyg.NNConv(16, 16, nn.Linear(1, 256)), "sum", {"x_j": spec(SRC, 16),
                                                                          "edge_attr": spec(EDGE, 1)}),

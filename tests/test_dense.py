@@ -336,6 +336,30 @@ def test_a_map_that_is_added_is_one_kernel(name, is_large, device, taken, monkey
     assert [type(out) for out in seen] == [torch.Tensor] and "added" not in [kind for kind, *_ in taken]
 
 
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+def test_a_map_of_what_attention_sums_up_of_edges_is_added_by_its_kernel(device, taken):
+    """As the skip after it is."""
+
+    def case(dtype):
+        torch.manual_seed(0)
+        layer = pfg.nn.TransformerConv(12, 8, heads=2, edge_dim=3).to(device, dtype)
+        given = [normal(30, 12).to(device, dtype).requires_grad_(), normal(200, 3).to(device, dtype).requires_grad_()]
+        return layer, given, torch.randint(30, (2, 200), generator=torch.Generator().manual_seed(1)).to(device)
+
+    def run(layer, given, edge_index):
+        out = layer(given[0], edge_index, given[1])
+        forward = list(taken)
+        cotangent = normal(*out.shape, seed=5).to(out)
+        return [out, *torch.autograd.grad((out * cotangent).sum(), [*given, *layer.parameters()])], forward
+
+    want, _ = run(*case(torch.float64))
+    taken.clear()
+    got, forward = run(*case(torch.float32))
+    assert max(error(g, w) for g, w in zip(got, want, strict=True)) < 1e-5
+    maps = [("product", 30, 12, 16)] * 3 + [("product", 30, 16, 6)]
+    assert sorted(forward) == sorted([*maps, ("added", 30, 6, 16), ("added", 30, 12, 16)])
+
+
 #: Layers that add a map, and its name.
 ADDED = [("SAGEConv", "lin_r"), ("GraphConv", "lin_root"), ("TransformerConv", "lin_skip"),
          ("ResGatedGraphConv", "lin_skip")]

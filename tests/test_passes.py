@@ -1,6 +1,7 @@
 """Passes keep what a program means, each and all; and they do the work they are there for, counted in operations."""
 
 import dataclasses
+import math
 from collections import Counter
 from functools import partial
 
@@ -136,6 +137,62 @@ def test_attention_over_edge_features_is_folded_into_one_narrow_map():
     (product,) = [n for n in ir.walk(*roots_of(core)) if n.op == "mm"]
     assert product.shape == (3,)
     assert not product.args[1].is_row
+
+
+@pytest.mark.parametrize("reads_rows", [False, True])
+def test_scores_of_what_attention_sums_up_are_made_of_numbers_of_end_points(reads_rows):
+    """`sum((a_i + b_j + e W + bias) * att)`, but not where wide features of edges are left in it."""
+    shape = (2, 4)
+    a, b, w = ir.input("a", DST, (8,)), ir.input("b", SRC, (8,)), ir.input("w", PARAM, (3, 8))
+    total = pointwise("add", pointwise("sub", b, a), ir.mm(ir.input("e", EDGE, (3,)), w))
+    total = pointwise("add", total, ir.input("bias", PARAM, (8,)))
+    total = pointwise("add", total, ir.input("rows", EDGE, (8,))) if reads_rows else total
+    scaled = pointwise("mul", ir.view(total, shape), ir.input("att", PARAM, shape))
+    program = EdgeProgram((Output("max", ir.reduce_features("sum", scaled, (1,))),))
+    inputs = split(program).stages[0].core.inputs
+    assert {n.shape for n in inputs if n.is_row} == ({(3,), (8,)} if reads_rows else {(2,), (3,)})
+    for case in GRAPHS:
+        check(program, case)
+
+
+def attention(edge_dim, heads=2, width=4, kind="sum", scale=None, lead=(), more=(), keys=True):
+    """Dot products and sums over keys, values and a linear map of edge data."""
+    shape = (*lead, heads, width)
+    count = math.prod(shape)
+    q, k, v = ir.input("q", DST, shape), ir.input("k", SRC, shape), ir.input("v", SRC, shape)
+    product = ir.view(ir.mm(ir.input("e", EDGE, (edge_dim,)), ir.input("w", PARAM, (edge_dim, count))), shape)
+    with_key = pointwise("sub", k, product) if keys else pointwise("neg", product)
+    score = ir.reduce_features("sum", pointwise("mul", with_key, q), (len(shape) - 1,), keepdim=True)
+    weight = ir.softmax(pointwise("div", score, 2.0))
+    value = pointwise("mul", weight, pointwise("add", v, product))
+    value = value if scale is None else pointwise("div", value, scale)
+    return EdgeProgram((Output(kind, value), *(Output(k, product, f"more-{k}") for k in more)))
+
+
+@pytest.mark.parametrize("given, leaves", [
+    ({"edge_dim": 3}, True), ({"edge_dim": 4}, True), ({"edge_dim": 5}, False), ({"edge_dim": 1}, True),
+    ({"edge_dim": 3, "kind": "mean"}, True), ({"edge_dim": 3, "kind": "max"}, False),
+    ({"edge_dim": 3, "heads": 1}, True), ({"edge_dim": 5, "heads": 1}, False), ({"edge_dim": 3, "lead": (3,)}, True),
+    ({"edge_dim": 3, "scale": ir.input("s", EDGE, (1, 1))}, True),
+    ({"edge_dim": 3, "scale": ir.input("s", SRC, (2, 1))}, True),
+    ({"edge_dim": 3, "scale": ir.input("s", SRC, (2, 4))}, False),
+    ({"edge_dim": 3, "more": ("max",)}, False), ({"edge_dim": 3, "more": ("sum",)}, True),
+    ({"edge_dim": 3, "keys": False}, True)], ids=str)
+def test_maps_of_edge_data_leave_dot_products_and_sums_by_head(given, leaves):
+    """Unless the data is wider than a head, or something else reads the product."""
+    program = attention(**given)
+    core = split(program).stages[0].core
+    products = [n for n in ir.walk(*roots_of(core)) if n.op == "mm" and n.domain == EDGE]
+    assert len(products) == (0 if leaves else 1)
+    for case in GRAPHS:
+        check(program, case)
+
+
+def test_attention_over_edge_data_goes_back_in_one_sweep_per_side():
+    """What softmax weights add up in all results stands for a pass of its own."""
+    stage = split(attention(3)).stages[0]
+    sweeps = EdgePhase(stage.core).backward_plan(KERNELS, (True,) * len(stage.core.inputs), False).sweeps
+    assert sorted(s.rows.label for s in sweeps) == ["dst", "src"]
 
 
 @pytest.mark.parametrize("name", ["gcn", "gin", "sage-mean", "gat", "gatv2", "gat-dropout", "gmm"])

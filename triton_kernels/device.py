@@ -83,13 +83,13 @@ def dropout(seed, counter, THRESHOLD: tl.constexpr, SCALE: tl.constexpr, FLOAT: 
 
 
 @triton.jit
-def rounded(product):
-    """``product`` as it is before it is summed up over lanes, of which each has one.
+def rounded(product, COUNT: tl.constexpr = 2):
+    """``product`` as it is before ``COUNT`` of them are summed up over lanes, of which each has one.
 
     A compiler fuses a product with the addition after it: each lane would add the rounded products of others to its
     own, which is not, and copies of one sum would differ in their last bits. Fused with this zero it costs nothing.
     """
-    return product + 0.0
+    return product + 0.0 if COUNT > 1 else product
 
 
 @triton.jit

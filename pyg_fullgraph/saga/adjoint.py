@@ -7,6 +7,7 @@ table of ``aten``: gradients of vertex inputs are gathered to their side, those 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -48,7 +49,7 @@ def adjoint(outputs: tuple[Output, ...]) -> Adjoint:
 
     Returns:
         Gradients with respect to every floating input. A softmax is rebuilt from the saved log-sum-exp of its row,
-        and where its weights only scale what is summed, ``sum_j a_ij da_ij`` is taken from the saved result,
+        and where its weights only scale what is summed, ``sum_j a_ij da_ij`` is taken from the saved results,
         ``<dout_i, out_i>``, so that backward needs no pass of its own for it (SAGA-opt 6).
     """
     saved: dict[str, tuple[Node, Node]] = {}
@@ -85,11 +86,12 @@ def adjoint(outputs: tuple[Output, ...]) -> Adjoint:
     def weighted_sum(grad: Node, weight: Node) -> Node:
         """``sum_j a_ij da_ij`` for each destination, without a pass over the edges where the output allows it."""
         users = [o for o in outputs if ir.depends_on(o.value, weight)]
-        if len(users) == 1 and users[0].kind == "sum" and scales_linearly(users[0].value, weight):
-            output = users[0]
-            out = save(f"out.{output.name}", ir.gather("sum", Domain.DST, output.value))
-            return _sum_to(ir.pointwise("mul", out, grad_input(output)), output.value, weight)
-        return ir.gather("sum", Domain.DST, ir.pointwise("mul", grad, weight))
+        if not users or not all(o.kind == "sum" and scales_linearly(o.value, weight) for o in users):
+            return ir.gather("sum", Domain.DST, ir.pointwise("mul", grad, weight))
+        outs = [save(f"out.{o.name}", ir.gather("sum", Domain.DST, o.value)) for o in users]
+        terms = [_sum_to(ir.pointwise("mul", out, grad_input(o)), o.value, weight)
+                 for out, o in zip(outs, users, strict=True)]
+        return functools.reduce(functools.partial(ir.pointwise, "add"), terms)
 
     def softmax_backward(grad: Node, weight: Node) -> Node:
         grad = ir.expand(grad, weight.shape)

@@ -151,13 +151,22 @@ class Emitter:
 
         Where values of two loads meet, Triton arranges the result like the later load, and it is the wide one that
         should not have to move. Sums over features are the other way round: what they give is narrow. Beside these
-        packed values are not read at once either: Triton arranged what met them in more instructions.
+        packed values are not read at once either: Triton arranged what met them in more instructions. Sums over narrow
+        features of their own come before sums over wide ones, unless something narrow is made of such features again.
         """
-        nodes = list(ir.walk(*roots))
-        self.reads_columns = not any(ir.OPS[n.op].kind == "reduce" for n in nodes)
+        roots = tuple(roots)
+        nodes, padded, axes = list(ir.walk(*roots)), self.tile.padded, self.tile.axes.axes
+        sums = [n for n in nodes if ir.OPS[n.op].kind == "reduce"]
+        self.reads_columns = not sums
         if self.reads_columns:
             for node in nodes:
                 if node.op == "input" and node not in self.lowering.tables and not self.tile.is_flat(node):
+                    self.number(node)
+            return
+        widest = max(map(axes, nodes), key=padded)
+        if all(set(axes(r)) <= set(widest) for r in roots):
+            for node in sums:
+                if node.domain not in self.fixed and not any(set(axes(n)) >= set(widest) for n in ir.walk(node)):
                     self.number(node)
 
     def number(self, root: Node) -> str:
@@ -185,7 +194,8 @@ class Emitter:
         """The sum of ``root`` over what of the edges of a block is carried as one."""
         value = self.masked(root)
         may_cross_lanes = self._may_be_alone(self.tile.width, WARP) and _is_product(root)
-        return self.tile.over_block(f"device.rounded({value})" if may_cross_lanes else value)
+        count = f"BLOCK_E // {self.tile.edge_lanes}" if self.tile.edge_lanes else "BLOCK_E"
+        return self.tile.over_block(f"device.rounded({value}, {count})" if may_cross_lanes else value)
 
     def _may_be_alone(self, features: int, most: int) -> bool:
         """Whether a lane may have one number of what is summed up over lanes.

@@ -62,6 +62,9 @@ def apply(node: Node, args: Sequence[Tensor], like: Tensor | None = None) -> Ten
         count = max((a.shape[0] for a, n in zip(args, node.args, strict=True) if n.is_row), default=0)
         parts = [a if n.is_row or not lead else a.expand(count, *n.shape) for a, n in zip(args, node.args, strict=True)]
         return torch.cat(parts, node.attr("dim") + lead)
+    if node.op == "block_diagonal":
+        by_head = x.reshape(x.shape[0], node.attr("heads"), -1)
+        return torch.diag_embed(by_head.transpose(1, 2), dim1=0, dim2=2).reshape(node.shape)
     if node.op == "sum":
         return x.sum([d + lead for d in node.attr("dims")])
     if node.op == "amax":
@@ -85,7 +88,10 @@ def evaluate(roots: Sequence[Node], leaf: Callable[[Node, list[Tensor]], Tensor]
     for step in _steps(tuple(roots)):
         node, args = step.node, [values[a] for a in step.operands]
         if step.is_linear:
-            values[node] = dense.matmul(args[0].to(args[1].dtype), *args[1:])
+            x, weight, added = args
+            is_bias = not step.operands[2].is_row
+            product = dense.matmul if is_bias else dense.plus_product
+            values[node] = product(x.to(weight.dtype), weight, added)
         else:
             values[node] = leaf(node, args) if step.is_leaf else apply(node, args, like)
         for gone in step.dead:
@@ -100,7 +106,7 @@ class _Step(NamedTuple):
         node: What.
         operands: From these.
         is_leaf: Whether the caller gives the value.
-        is_linear: Whether it is the product of the first two operands plus the third, a bias.
+        is_linear: Whether it is the product of the first two operands plus the third, a bias or as many rows.
         dead: What nothing reads from then on.
     """
 
@@ -119,10 +125,10 @@ def _steps(roots: tuple[Node, ...]) -> tuple[_Step, ...]:
     users = Counter(a for n in nodes for a in n.args)
     operands = {n: n.args for n in nodes}
     for node in nodes:
-        for product, bias in (node.args, node.args[::-1]) if node.op == "add" else ():
+        for product, added in (node.args, node.args[::-1]) if node.op == "add" else ():
             if _is_product(product) and users[product] == 1 and product not in kept and product in operands and \
-                    bias.domain == Domain.PARAM and bias.shape == node.shape:
-                operands[node] = (*product.args, bias)
+                    added.domain in (Domain.PARAM, product.domain) and added.shape == node.shape:
+                operands[node] = (*product.args, added)
                 del operands[product]
                 break
     last = {a: n for n, args in operands.items() for a in args if a not in kept}

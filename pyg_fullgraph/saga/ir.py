@@ -47,7 +47,7 @@ class Op:
     Args:
         name: The name used in programs.
         kind: ``pointwise`` (broadcasts), ``layout`` (moves features about), ``reduce`` (over features), ``dense``
-            (a product with a parameter matrix), ``leaf`` or ``gather`` (over edges).
+            (a product with a parameter matrix, a table, or made of one), ``leaf`` or ``gather`` (over edges).
         torch: ``torch(*tensors)`` for pointwise operations; the interpreter has the rules of the other kinds.
         triton: The expression of a pointwise operation, with ``{0}``, ``{1}`` for its operands; without one, what
             needs the operation runs in chunks.
@@ -139,6 +139,7 @@ OPS: Mapping[str, Op] = _table(
     Op("sum", "reduce"),
     Op("amax", "reduce"),
     Op("mm", "dense"),
+    Op("block_diagonal", "dense"),
     Op("lookup", "dense"),
     Op("softmax", "gather"),
     Op("gather", "gather"),
@@ -420,6 +421,19 @@ def reduce_features(op: str, node: Node, dims: Iterable[int], keepdim: bool = Fa
 def mm(x: Node, weight: Node) -> Node:
     """``x @ weight`` with ``x`` ``[rows, K]``, or a parameter ``[P, K]``, and ``weight`` ``[K, M]`` a parameter."""
     return Node("mm", (x, weight), (*x.shape[:-1], weight.shape[1]), join(x, weight))
+
+
+def block_diagonal(weight: Node, heads: int) -> Node:
+    """The map of each head's own ``K`` features to its ``C``, ``[heads K, heads C]``.
+
+    Args:
+        weight: ``[K, heads C]``, the map of the same ``K`` features for all heads.
+        heads: Number of heads.
+    """
+    if heads == 1:
+        return weight
+    rows, columns = weight.shape
+    return Node("block_diagonal", (weight,), (heads * rows, columns), weight.domain, heads=heads)
 
 
 def lookup(table: Node, index: Node) -> Node:

@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, Node, pointwise
@@ -102,7 +104,7 @@ def reorganize(roots: Iterable[Node]) -> tuple[Node, ...]:
 
     ``(a_j + b_i) W`` becomes ``a_j W + b_i W``, ``cat(a, b) W`` splits ``W`` by rows, ``(e A) B`` of narrow edge data
     is ``e (A B)``, sums are regrouped so that what belongs to one end point is added there, and a linear map of edge
-    data that is summed down right after is folded into its weight.
+    data that is summed down right after is folded into its weight, alone or beside what else is summed.
     """
     return canonicalize(ir.rewrite(roots, _reorganize_node))
 
@@ -113,7 +115,7 @@ def _reorganize_node(node: Node) -> Node | None:
     if node.op in ("add", "sub") and node.domain == Domain.EDGE:
         return _regroup(node)
     if node.op == "sum" and node.domain == Domain.EDGE:
-        return _fold(node)
+        return _fold(node) or _fold_terms(node)
     return None
 
 
@@ -239,40 +241,200 @@ def _fold(node: Node) -> Node | None:
     return ir.view(ir.mm(x, ir.view(value, (rows, node.numel))), node.shape)
 
 
+def _fold_terms(node: Node) -> Node | None:
+    """``sum((a_i + b_j + x W) * p)`` as ``sum(a_i * p) + sum(b_j * p) + x sum(W * p)``, where nothing wide is left."""
+    if node.args[0].op != "mul":
+        return None
+    for p, value in (node.args[0].args, node.args[0].args[::-1]):
+        whole = value.args[0] if value.op == "view" else value
+        terms = terms_of(whole, 1, whole.shape)
+        if p.is_row or len(terms) == 1 or any(t.shape != whole.shape for _, t in terms):
+            continue
+        home = next((d for d in (Domain.DST, Domain.SRC) if any(t.domain == d for _, t in terms)), Domain.PARAM)
+        ends = [[(s, t) for s, t in terms if t.domain == d or (d == home and not t.is_row)]
+                for d in (Domain.DST, Domain.SRC, Domain.PARAM)[:2 if home else 3]]
+        parts = [_add_up(of_one) for of_one in ends if of_one]
+        parts += [t if s > 0 else pointwise("neg", t) for s, t in terms if t.domain == Domain.EDGE]
+        scaled = [pointwise("mul", ir.view(t, value.shape), p) for t in parts]
+        sums = [ir.reduce_features("sum", t, node.attr("dims")) for t in scaled]
+        made = [_fold(t) if t.domain == Domain.EDGE else t for t in sums]
+        found = [t for t in made if t is not None]
+        if len(found) == len(made) and all(t.shape == node.shape for t in found):
+            return functools.reduce(functools.partial(pointwise, "add"), found)
+    return None
+
+
+# --- products among the terms of a sum --------------------------------------------------------------------------
+
+
+class _Product(NamedTuple):
+    """A term ``factor * (x @ weight)`` of a sum, with its sign; the factor is None or one number, alone or per head."""
+
+    sign: int
+    factor: Node | None
+    x: Node
+    weight: Node
+
+
+#: Whether to take a product out of a sum: of its factor, data, weight and the number of heads that the factor has.
+_Moves = Callable[[Node | None, Node, Node, int], bool]
+
+
+def _take_products(value: Node, sign: int, factor: Node | None, shape: ir.Shape,
+                   moves: _Moves) -> tuple[Node | None, list[_Product]]:
+    """``value`` without those of its terms that are products to be moved (None if no others are left), and these.
+
+    Args:
+        value: A term of what is summed.
+        sign: Its sign.
+        factor: What it is multiplied by.
+        shape: The features of the whole sum, in the last dimension those of one head.
+        moves: Which products are to be moved.
+    """
+    parts: Sequence[Node] = ()
+    scale: Node | None = None
+    if value.op == "mm":
+        x, weight = value.args
+        heads = 1 if factor is None else factor.numel
+        if len(value.shape) == 1 and value.numel == math.prod(shape) and moves(factor, x, weight, heads):
+            return None, [_Product(sign, factor, x, weight)]
+    elif value.op in ("add", "sub", "neg"):
+        if all(a.shape == value.shape or not a.is_row for a in value.args):
+            parts = value.args
+    elif value.op == "view":
+        parts = value.args
+    elif value.op in ("mul", "div"):
+        pairs = [value.args, value.args[::-1]] if value.op == "mul" else [value.args[::-1]]
+        scale, *parts = next(((s, v) for s, v in pairs if v.shape == shape and v.op in _TERMS and
+                              s.numel in (1, math.prod(shape[:-1])) and s.shape[-1:] in ((), (1,))), (None,))
+        if scale is not None:
+            inverse = pointwise("div", 1.0, scale) if value.op == "div" else scale
+            factor = inverse if factor is None else pointwise("mul", factor, inverse)
+    signs = (1, 1) if value.op == "add" else (-1,) if value.op == "neg" else (1, -1)
+    left: Node | None = None
+    found: list[_Product] = []
+    for part, own in zip(parts, signs, strict=False):
+        rest, more = _take_products(part, own * sign, factor, shape, moves)
+        found += more
+        if rest is not None:
+            left = _plus(left, own, _broadcast(rest, part.shape))
+    if not found:
+        return value, []
+    if left is not None and scale is not None:
+        left = pointwise(value.op, left, scale)
+    return ir.view(left, value.shape) if left is not None and value.op == "view" else left, found
+
+
+#: What may be, or have among its terms, a product.
+_TERMS = ("mm", "add", "sub", "neg", "view", "mul", "div")
+
+
+def _plus(total: Node | None, sign: int, term: Node) -> Node:
+    if total is None:
+        return term if sign > 0 else pointwise("neg", term)
+    return pointwise("add" if sign > 0 else "sub", total, term)
+
+
+def _broadcast(node: Node, shape: ir.Shape) -> Node:
+    return node if node.shape == shape else ir.expand(node, shape)
+
+
+def _split_dot(node: Node, moves: _Moves) -> tuple[Node | None, list[_Product]]:
+    """``sum(r * (a + e W))`` over the features of each head as ``sum(r * a)`` plus ``sum(e * (r W^T))``, where ``r``
+    belongs to one end point, and which products that leaves out; None if there are none.
+    """
+    product = node.args[0]
+    *lead, last = product.shape
+    heads = math.prod(lead)
+    if product.op != "mul" or node.attr("dims") != (len(lead),):
+        return None, []
+    for r, value in (product.args, product.args[::-1]):
+        if r.domain not in (Domain.SRC, Domain.DST) or r.shape[-1] != last or value.shape != product.shape:
+            continue
+        rest, found = _take_products(value, 1, None, product.shape, moves)
+        total = None if rest is None else ir.reduce_features("sum", pointwise("mul", r, rest), (len(lead),))
+        for sign, factor, x, weight in found:
+            turned = ir.permute(ir.block_diagonal(weight, heads), (1, 0))
+            narrow = ir.mm(ir.view(_broadcast(r, product.shape), (heads * last,)), turned)
+            term = pointwise("mul", ir.view(narrow, (*lead, x.numel)), ir.view(x, (*(1,) * len(lead), x.numel)))
+            dot = ir.reduce_features("sum", term, (len(lead),))
+            if factor is not None:
+                dot = pointwise("mul", dot, ir.view(factor, lead if factor.numel > 1 else (1,) * len(lead)))
+            total = _plus(total, sign, dot)
+        if found:
+            return total, found
+    return None, []
+
+
+def _sums_first(node: Node, rest: Node | None, found: Sequence[_Product]) -> Node:
+    """The sum or mean ``node`` over edges, of ``rest``, with ``found`` products after it."""
+    kind, products = node.attr("kind"), []
+    for sign, factor, x, weight in found:
+        heads = 1 if factor is None else factor.numel
+        if factor is not None:
+            x = pointwise("mul", ir.view(factor, (heads, 1) if heads > 1 else (1,)), x)
+        total = ir.gather(kind, Domain.DST, x)
+        products.append((sign, ir.mm(ir.view(total, (total.numel,)), ir.block_diagonal(weight, heads))))
+    total = _add_up(products)
+    if rest is not None:
+        alone = ir.gather(kind, Domain.DST, _broadcast(rest, node.shape))
+        total = pointwise("add", ir.view(alone, total.shape), total)
+    return ir.view(total, node.shape)
+
+
 # --- order of products and sums (MG-GCN 4.4) --------------------------------------------------------------------
 
 
 def order_products(roots: Iterable[Node], constant: Container[Node] = ()) -> tuple[Node, ...]:
-    """Put linear maps before or after the sum over edges, wherever the sum is narrower.
+    """Put linear maps before or after sums, wherever what is summed is narrower.
 
     ``sum_j s_ij (x_j W)`` is ``(sum_j s_ij x_j) W``. The sum comes first if ``W`` widens; if ``x`` is edge data, whose
     product would be computed per edge; and if everything summed is ``constant``, because it is then computed once. Else
-    the product comes first, also where the program has it after the sum.
+    the product comes first, also where the program has it after the sum. Of one factor per head the sum comes first if
+    ``x`` is edge data no wider than a head; and ``sum(q_i * (x W))`` over the features of each head is then
+    ``sum(x * (q_i W^T))``. Products of edge data that anything else reads stay where they are.
 
     Args:
         roots: Expressions with gathers.
         constant: Inputs that are the same from run to run and have no gradient.
     """
+    roots = tuple(roots)
+    roots = ir.substitute(roots, _products_first(roots, constant))
+    kept: set[tuple[Node, ...]] = set()
+    while True:
+        ordered, taken = _order(roots, constant, kept)
+        left = {n.args for n in ir.walk(*ordered) if n.op == "mm"} & taken
+        if not left:
+            return ordered
+        kept |= left
+
+
+def _order(roots: Iterable[Node], constant: Container[Node],
+           kept: Container[tuple[Node, ...]]) -> tuple[tuple[Node, ...], set[tuple[Node, ...]]]:
+    """``roots`` with sums before products, but for the products ``kept``, and the products of edge data among these."""
+    taken: set[tuple[Node, ...]] = set()
+
+    def is_postponed(factor: Node | None, x: Node, weight: Node, heads: int) -> bool:
+        if x.domain == Domain.EDGE and (x, weight) in kept:
+            return False
+        return _sum_first(factor, x, weight, constant) if heads == 1 else is_narrow(factor, x, weight, heads)
+
+    def is_narrow(factor: Node | None, x: Node, weight: Node, heads: int) -> bool:
+        return x.domain == Domain.EDGE and (x, weight) not in kept and x.numel * heads <= weight.shape[1]
 
     def rule(node: Node) -> Node | None:
-        if node.op != "gather" or node.attr("kind") not in ("sum", "mean") or node.domain != Domain.DST:
-            return None
-        terms = terms_of(node.args[0], 1, node.shape)
-        found = [(sign, _product(t)) for sign, t in terms]
-        moves = [p is not None and _sum_first(*p, constant) for _, p in found]
-        if not any(moves):
-            return None
-        left = [(sign, t) for (sign, t), move in zip(terms, moves, strict=True) if not move]
-        parts = [(1, ir.gather(node.attr("kind"), Domain.DST, _broadcast(_add_up(left), node.shape)))] if left else []
-        for (sign, product), move in zip(found, moves, strict=True):
-            if move and product is not None:
-                scale, x, weight = product
-                value = x if scale is None else pointwise("mul", ir.view(scale, (1,)), x)
-                parts.append((sign, ir.mm(ir.gather(node.attr("kind"), Domain.DST, value), weight)))
-        return _add_up(parts)
+        made: Node | None = None
+        found: Sequence[_Product] = ()
+        if node.op == "gather" and node.attr("kind") in ("sum", "mean") and node.domain == Domain.DST:
+            rest, found = _take_products(node.args[0], 1, None, node.shape, is_postponed)
+            made = _sums_first(node, rest, found) if found else None
+        elif node.op == "sum" and node.domain == Domain.EDGE:
+            heads = node.numel
+            made, found = _split_dot(node, lambda factor, x, weight, _: is_narrow(factor, x, weight, heads))
+        taken.update((p.x, p.weight) for p in found if p.x.domain == Domain.EDGE)
+        return made
 
-    roots = tuple(roots)
-    return canonicalize(ir.rewrite(ir.substitute(roots, _products_first(roots, constant)), rule))
+    return canonicalize(ir.rewrite(roots, rule)), taken
 
 
 def _products_first(roots: Sequence[Node], constant: Container[Node]) -> dict[Node, Node]:
@@ -299,25 +461,6 @@ def _scaled(value: Node) -> tuple[Node | None, Node]:
             if scale.numel == 1 and rest.shape == value.shape:
                 return scale, rest
     return None, value
-
-
-def _broadcast(node: Node, shape: ir.Shape) -> Node:
-    return node if node.shape == shape else ir.expand(node, shape)
-
-
-def _product(value: Node) -> tuple[Node | None, Node, Node] | None:
-    """``(s, x, W)`` if ``value`` is ``s (x W)`` with one factor ``s`` per edge, or none."""
-    if value.op == "mm":
-        return (None, *value.args)  # type: ignore[return-value]
-    if value.op in ("mul", "div"):
-        pairs = [value.args, value.args[::-1]] if value.op == "mul" else [(value.args[1], value.args[0])]
-        for scale, rest in pairs:
-            found = _product(rest) if scale.numel == 1 and rest.shape == value.shape else None
-            if found is not None:
-                scale = ir.view(scale, (1,))
-                scale = pointwise("div", 1.0, scale) if value.op == "div" else scale
-                return (scale if found[0] is None else pointwise("mul", found[0], scale), *found[1:])
-    return None
 
 
 def _sum_first(scale: Node | None, x: Node, weight: Node, constant: Container[Node]) -> bool:
