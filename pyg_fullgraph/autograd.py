@@ -246,10 +246,9 @@ def _padded(run_stage: Callable[[], Sequence[Tensor]]) -> list[Tensor]:
 def _run_stage(stage: Stage, phase: EdgePhase, call: Callable[..., Sequence[Tensor]], graph: Graph, like: Tensor,
                env: dict[Node, Tensor], is_plain: bool) -> Sequence[Tensor]:
     if stage.dots and is_plain:
+        _hoist({x: stage.hoisted[x] for _, x, _ in stage.dots if x in stage.hoisted}, env, like)
         _take_dots(stage, env, like)
-    for result, expression in stage.hoisted.items():
-        if result not in env:
-            env[result] = _vertex(expression, env, like)
+    _hoist(stage.hoisted, env, like)
     return call(phase, graph, like, [env[n] for n in phase.inputs])
 
 
@@ -286,21 +285,41 @@ def _linked(phase: EdgePhase, graph: Graph, like: Tensor, tensors: Sequence[Tens
     return (out,)
 
 
+def _hoist(hoisted: Mapping[Node, Node], env: dict[Node, Tensor], like: Tensor) -> None:
+    """Put into ``env`` what is not there yet of ``hoisted``; what expressions of one side share is computed once."""
+    groups: dict[Any, tuple[Tensor, list[Node]]] = {}
+    for result, expression in hoisted.items():
+        if result not in env:
+            own = _like(expression, env, like)
+            groups.setdefault((expression.domain, own.dtype, own.device), (own, []))[1].append(result)
+    for own, results in groups.values():
+        made = interpret.evaluate([hoisted[r] for r in results], lambda n, a: env[n], own)
+        env.update(zip(results, made, strict=True))
+
+
+def _like(expression: Node, env: Mapping[Node, Tensor], like: Tensor) -> Tensor:
+    """The tensor whose dtype and device constants of a vertex expression take."""
+    floats = [n for n in ir.inputs_of(expression) if env[n].is_floating_point()]
+    return next((env[n] for n in floats if n.is_row), env[floats[0]] if floats else like)
+
+
 def _vertex(expression: Node, env: Mapping[Node, Tensor], like: Tensor) -> Tensor:
-    inputs = ir.inputs_of(expression)
-    floats = [n for n in inputs if env[n].is_floating_point()]
-    like = next((env[n] for n in floats if n.is_row), env[floats[0]] if floats else like)
-    return interpret.evaluate([expression], lambda n, a: env[n], like)[0]
+    return interpret.evaluate([expression], lambda n, a: env[n], _like(expression, env, like))[0]
 
 
 def _take_dots(stage: Stage, env: dict[Node, Tensor], like: Tensor) -> None:
     """Put the scores among what is hoisted into ``env``, and there what stands for the features they are of."""
-    found = {r: (env[x], _vertex(weight, env, like).expand(x.shape).unsqueeze(0)) for r, x, weight in stage.dots}
+    weights = {r: _vertex(weight, env, like) for r, _, weight in stage.dots}
+    shapes = {r: stage.hoisted[r].args[0].shape for r, _, _ in stage.dots}
+    given = {(x, shapes[r]): env[x] for r, x, _ in stage.dots}
+    given = {(x, shape): t if t.shape[1:] == shape else t.view(-1, *shape) for (x, shape), t in given.items()}
+    found = {r: (given[x, shapes[r]], weights[r].expand(shapes[r]).unsqueeze(0)) for r, x, _ in stage.dots}
     asked = {r: pair for r, pair in found.items() if dots.can_take(*pair)}
     if asked:
         scores, stand_ins = dots.scores(list(asked.values()))
         env.update(zip(asked, scores, strict=True))
         known = {id(x): y for x, y in stand_ins}
+        env.update({x: known[id(t)].view(env[x].shape) for (x, _), t in given.items() if id(t) in known})
         env.update({n: known[id(t)] for n, t in env.items() if id(t) in known})
 
 

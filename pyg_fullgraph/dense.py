@@ -107,9 +107,16 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def plus_product(x: Tensor, weight: Tensor, total: Tensor) -> Tensor:
-    """``total + x weight`` for a weight ``[K, N]`` and a total like the product; see :func:`added`."""
-    made = added(total, x, weight.t()) if weight.dim() == 2 else None
-    return total + matmul(x, weight) if made is None else made
+    """``total + x weight`` for a weight ``[K, N]`` and a total like the product, of which none is written; see
+    :func:`added`.
+    """
+    if x.dim() == total.dim() == 2 and not torch.is_autocast_enabled(x.device.type):
+        made = added(total, x, weight.t())
+        if made is not None:
+            return made
+        if total.dtype == x.dtype == weight.dtype:
+            return torch.addmm(total, x, weight)
+    return total + matmul(x, weight)
 
 
 def padded(x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 import torch_geometric.nn as pyg_nn
 from test_kernels import GPU, INTERPRETER, poisoned  # noqa: F401
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import pyg_fullgraph as pfg
 from oracle import TOLERANCE, error
@@ -289,6 +290,40 @@ def test_scores_that_message_writes(name, device, taken):
             got, want = step(ours, moved, edges().to(device)), step(pygs, x, edges())
             assert_equal([t if t is None else t.cpu() for t in got], want)
     assert taken == [(23, 2)] * 8
+
+
+class Products(TorchDispatchMode):
+    """Counts products with a matrix of ``shape``."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape, self.count = shape, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        is_product = func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        self.count += is_product and any(a.shape == self.shape for a in args)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("options", [{"directed_msg": False}, {"in_edge_channels": 3}, {}], ids=str)
+def test_scores_of_a_linear_map_that_message_writes(options, taken):
+    """The map is computed once, for the scores and for what they weigh."""
+    given = [normal(90, 3, seed=4)] if "in_edge_channels" in options else []
+    layers = []
+    for n in (pyg_nn, fused_nn):
+        torch.manual_seed(0)
+        layers.append(n.GeneralConv(6, 4, heads=3, attention=True, **options).double())
+    results = []
+    for layer in layers:
+        x = normal(23, 6).requires_grad_()
+        layer(x, edges(), *given)
+        taken.clear()
+        with Products(x.shape) as products:
+            out = layer(x, edges(), *given)
+        results.append([out, *torch.autograd.grad((out * normal(*out.shape, seed=8)).sum(), [x, *layer.parameters()])])
+    assert_equal(*results)
+    assert products.count == (3 if "directed_msg" in options else 2)  # one is the skip
+    assert len(taken) == {"directed_msg": 2, "in_edge_channels": 1}.get(next(iter(options), ""), 0)
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])

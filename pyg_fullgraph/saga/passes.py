@@ -99,8 +99,13 @@ class Stage:
 
     @cached_property
     def dots(self) -> tuple[tuple[Node, Node, Node], ...]:
-        """What is hoisted of the form ``(x * weight).sum(-1)``, for an input ``x`` of a side: result, x and weight."""
-        return tuple((result, *found) for result, e in self.hoisted.items() if (found := _dot(e)) is not None)
+        """What is hoisted of the form ``(x * weight).sum(-1)``, for features ``x`` of a side that are an input or are
+        hoisted, perhaps in one dimension: result, x and weight.
+        """
+        made = {e: r for r, e in self.hoisted.items()}
+        pairs = ((r, found) for r, e in self.hoisted.items() if (found := _dot(e)) is not None)
+        known = ((r, made.get(x, made.get(x.args[0]) if x.op == "view" else x), weight) for r, (x, weight) in pairs)
+        return tuple((r, x, weight) for r, x, weight in known if x is not None and x.op == "input")
 
 
 def _dot(node: Node) -> tuple[Node, Node] | None:
@@ -109,7 +114,7 @@ def _dot(node: Node) -> tuple[Node, Node] | None:
         return None
     product = node.args[0]
     for x, weight in (product.args, product.args[::-1]):
-        if x.op == "input" and x.is_row and x.shape == product.shape and weight.domain == Domain.PARAM:
+        if x.is_row and x.shape == product.shape and weight.domain == Domain.PARAM:
             return x, weight
     return None
 

@@ -56,7 +56,7 @@ def softmax_sum_lse_by_dst_977711(other_ptr, eid_ptr, piece_row_ptr, piece_start
         peak0 = top_peak0
         v10 = tl.reshape(tl.load(in2_ptr + ((f0_0 * 8 + f1_0)[None, :]) + other_flat.to(OFFSET)[:, None] * in2_stride, mask=alive_flat[:, None] & ((f0_0 < 3))[None, :], other=0).to(FLOAT), [BLOCK_E // 4, 4, 4, 8])
         v11 = (weight0 * v10)
-        acc0_0 = acc0_0 * scale0 + tl.sum(device.rounded(v11), axis=0, keep_dims=True)
+        acc0_0 = acc0_0 * scale0 + tl.sum(device.rounded(v11, BLOCK_E // 4), axis=0, keep_dims=True)
     top_peak0 = tl.max(peak0, axis=1, keep_dims=True)
     scale0 = tl.exp(peak0 - device.finite_or_zero(top_peak0))
     total0 = tl.sum(device.rounded(total0 * scale0), axis=1, keep_dims=True)
