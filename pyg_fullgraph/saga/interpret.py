@@ -127,7 +127,8 @@ def _steps(roots: tuple[Node, ...]) -> tuple[_Step, ...]:
     for node in nodes:
         for product, added in (node.args, node.args[::-1]) if node.op == "add" else ():
             if _is_product(product) and users[product] == 1 and product not in kept and product in operands and \
-                    added.domain in (Domain.PARAM, product.domain) and added.shape == node.shape:
+                    added.shape == node.shape and (added.domain == Domain.PARAM or
+                                                   added.domain == product.domain != Domain.EDGE):
                 operands[node] = (*product.args, added)
                 del operands[product]
                 break
