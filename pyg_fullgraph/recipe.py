@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -263,10 +263,15 @@ def _apply(node: Node, *values: Tensor) -> Tensor:
 @lru_cache(maxsize=4096)
 def _is_floating(node: Node) -> bool:
     """Whether a value is floating for certain, so that a number beside it does not change its dtype."""
-    if node.is_integer or node.op in ("gt", "ge", "lt", "le", "eq", "ne", "and", "or", "not"):
-        return False
-    operands: Iterable[Node] = node.args[1:] if node.op == "where" else node.args
-    return all(_is_floating(a) for a in operands if a.op != "const")
+    seen, waiting = {node}, [node]
+    while waiting:
+        below = waiting.pop()
+        if below.is_integer or below.op in ir.TRUTHS:
+            return False
+        operands = {a for a in below.args[below.op == "where":] if a.op != "const"}
+        waiting += operands - seen
+        seen |= operands
+    return True
 
 
 def _native_form(node: Node) -> Form | None:

@@ -16,8 +16,14 @@ from torch_geometric.utils import softmax
 import pyg_fullgraph.nn as fused_nn
 import zoo
 from pyg_fullgraph import convert, debug
-from pyg_fullgraph.errors import ForwardModeError, FunctionTransformError, InputError
+from pyg_fullgraph.autograd import observing
+from pyg_fullgraph.errors import ForwardModeError, FunctionTransformError, InputError, NotFusable
+from pyg_fullgraph.execution import kernel_of
 from pyg_fullgraph.nn import tracing
+from pyg_fullgraph.phases import EdgePhase
+from pyg_fullgraph.saga.codegen import KernelSource
+from pyg_fullgraph.saga.passes import split
+from pyg_fullgraph.saga.plans import KERNELS
 
 CASE = zoo.self_loops()
 FACTOR = 2.0
@@ -439,3 +445,44 @@ def test_function_transforms_of_parameters_are_refused():
     module(x, CASE.edge_index)
     with pytest.raises(FunctionTransformError, match="none of vmap, grad"):
         step(dict(module.named_parameters()))
+
+
+class Repeated(pyg_nn.MessagePassing):
+    """A message that takes what it has so far again and again, up to twice at a time."""
+
+    def __init__(self, step, times, is_weighed):
+        super().__init__(aggr="sum")
+        torch.manual_seed(0)
+        self.lin, self.step, self.times, self.is_weighed = nn.Linear(3, 4), step, times, is_weighed
+
+    def forward(self, x, edge_index, edge_attr):
+        return self.propagate(edge_index, x=x, edge_attr=edge_attr)
+
+    def message(self, x_i, x_j, edge_attr):
+        value = x_j + self.lin(edge_attr)
+        for _ in range(self.times):
+            value = self.step(value, x_i)
+        return (value * x_i).sum(-1, keepdim=True) * value if self.is_weighed else value
+
+
+@pytest.mark.parametrize("step, times, is_weighed", [
+    (lambda value, x_i: value + value, 24, True), (lambda value, x_i: torch.tanh(value * value + value), 40, False),
+    (lambda value, x_i: value + x_i.tanh(), 400, True), (lambda value, x_i: value * x_i.cos(), 400, False)],
+    ids=["doubled", "twice", "added", "multiplied"])
+def test_long_messages_take_as_long_as_they_are(step, times, is_weighed):
+    """Not twice as long for each value that is read twice, nor longer than Python's stack."""
+    pygs = Repeated(step, times, is_weighed).double()
+    ours = convert(copy.deepcopy(pygs))
+    x, edge_attr = torch.randn(CASE.num_src, 4).double() / 9, torch.randn(CASE.num_edges, 3).double() / 9
+    x.requires_grad_()
+    with debug.strict():
+        out = ours(x, CASE.edge_index, edge_attr)
+    want = pygs(x, CASE.edge_index, edge_attr)
+    grads = [torch.autograd.grad(t.sum(), [x, *m.parameters()]) for t, m in ((out, ours), (want, pygs))]
+    for got, expected in zip([out, *grads[0]], [want, *grads[1]], strict=True):
+        assert torch.allclose(got, expected, rtol=1e-9, atol=1e-12)
+    with observing() as seen:
+        ours(x, CASE.edge_index, edge_attr)
+    stage = split(seen[0].program).stages[0]
+    for sweep in EdgePhase(stage.core).forward_plan(KERNELS, True, False).sweeps:
+        assert isinstance(kernel_of(sweep), KernelSource | NotFusable)

@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -98,6 +99,7 @@ def _join(nodes: Sequence[Node], dim: int) -> Node:
 # --- slices inwards ---------------------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=4096)  # what is read several times is cut once, or longer expressions take for ever
 def cut(node: Node, dim: int, start: int, stop: int) -> Node:
     """Features ``start`` to ``stop`` of dimension ``dim``, taken as far inside as they can be."""
     if start == 0 and stop == node.shape[dim]:

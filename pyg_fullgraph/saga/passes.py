@@ -49,10 +49,13 @@ def hoist(roots: Sequence[Node]) -> tuple[tuple[Node, ...], dict[Node, Node]]:
     """
     steps: dict[Node, Node] = {}
     known: dict[Node, Node] = {}
-
-    def visit(node: Node) -> None:
-        if node in known or node.op in ("input", "const"):
-            return
+    seen: set[Node] = set()
+    waiting = [*reversed(roots)]
+    while waiting:
+        node = waiting.pop()
+        if node in seen or node.op in ("input", "const"):
+            continue
+        seen.add(node)
         if is_vertex_work(node):
             name = f"hoisted.{node.digest[:8]}"
             # What is stored are numbers, integers among them in 64 bits.
@@ -60,15 +63,12 @@ def hoist(roots: Sequence[Node]) -> tuple[tuple[Node, ...], dict[Node, Node]]:
             stored = ir.input(name, node.domain, node.shape, value.is_integer)
             known[node] = stored if value is node else pointwise("ne", stored, 0.0)
             steps[stored] = value
-            return
-        for a in node.args:
+            continue
+        for a in reversed(node.args):
             # An unrolled product reads a transposed matrix where it is. One on tensor cores would keep its columns side
             # by side, and take 3.5 times as long (64 x 64, by rows of a graph, on an H200).
             is_read = node.op == "mm" and a.op == "permute" and min(a.shape) <= MAX_UNROLLED
-            visit(a.args[0] if is_read else a)
-
-    for root in roots:
-        visit(root)
+            waiting.append(a.args[0] if is_read else a)
     return ir.substitute(tuple(roots), known), steps
 
 

@@ -155,12 +155,26 @@ def _is_narrow(value: Node) -> bool:
     return x.domain == Domain.EDGE and not weight.is_row and x.shape[-1] <= value.shape[-1]
 
 
+#: Terms of a sum that are looked at one by one.
+MAX_TERMS = 256
+
+
 def terms_of(node: Node, sign: int, shape: ir.Shape) -> list[tuple[int, Node]]:
-    """The terms of a sum, each with its sign; ``sign`` is that of the whole, ``shape`` what rows among them have."""
-    if node.op in ("add", "sub") and all(a.shape == shape or not a.is_row for a in node.args):
-        right = sign if node.op == "add" else -sign
-        return terms_of(node.args[0], sign, shape) + terms_of(node.args[1], right, shape)
-    return terms_of(node.args[0], -sign, shape) if node.op == "neg" else [(sign, node)]
+    """The terms of a sum, each with its sign; ``sign`` is that of the whole, ``shape`` what rows among them have. Where
+    there are more than :data:`MAX_TERMS`, some are sums themselves.
+    """
+    found: list[tuple[int, Node]] = []
+    waiting = [(sign, node)]
+    while waiting:
+        own, term = waiting.pop()
+        is_full = len(found) + len(waiting) >= MAX_TERMS
+        if term.op in ("add", "sub") and not is_full and all(a.shape == shape or not a.is_row for a in term.args):
+            waiting += [(own if term.op == "add" else -own, term.args[1]), (own, term.args[0])]
+        elif term.op == "neg":
+            waiting.append((-own, term.args[0]))
+        else:
+            found.append((own, term))
+    return found
 
 
 def _regroup(node: Node) -> Node:
@@ -329,6 +343,15 @@ def _take_products(value: Node, sign: int, factor: Node | None, shape: ir.Shape,
 _TERMS = ("mm", "add", "sub", "neg", "view", "mul", "div")
 
 
+def _is_short(value: Node) -> bool:
+    """Whether the terms of a sum, products taken apart, are few, and none is deep in it."""
+    sizes: dict[Node, tuple[int, int]] = {}
+    for node in ir.walk(value):
+        inner = [sizes[a] for a in node.args] if node.op in _TERMS and node.op != "mm" else []
+        sizes[node] = (sum(count for count, _ in inner) or 1, 1 + max((depth for _, depth in inner), default=0))
+    return max(sizes[value]) <= MAX_TERMS
+
+
 def _plus(total: Node | None, sign: int, term: Node) -> Node:
     if total is None:
         return term if sign > 0 else pointwise("neg", term)
@@ -425,6 +448,8 @@ def _order(roots: Iterable[Node], constant: Container[Node],
     def rule(node: Node) -> Node | None:
         made: Node | None = None
         found: Sequence[_Product] = ()
+        if node.op not in ("gather", "sum") or not _is_short(node.args[0]):
+            return None
         if node.op == "gather" and node.attr("kind") in ("sum", "mean") and node.domain == Domain.DST:
             rest, found = _take_products(node.args[0], 1, None, node.shape, is_postponed)
             made = _sums_first(node, rest, found) if found else None
