@@ -248,7 +248,9 @@ def _run_stage(stage: Stage, phase: EdgePhase, call: Callable[..., Sequence[Tens
     if stage.dots and is_plain:
         _hoist({x: stage.hoisted[x] for _, x, _ in stage.dots if x in stage.hoisted}, env, like)
         _take_dots(stage, env, like)
-    _hoist(stage.hoisted, env, like)
+        _hoist(stage.beside_dots, env, like)
+    else:
+        _hoist(stage.hoisted, env, like)
     return call(phase, graph, like, [env[n] for n in phase.inputs])
 
 
@@ -312,8 +314,10 @@ def _take_dots(stage: Stage, env: dict[Node, Tensor], like: Tensor) -> None:
     weights = {r: _vertex(weight, env, like) for r, _, weight in stage.dots}
     shapes = {r: stage.hoisted[r].args[0].shape for r, _, _ in stage.dots}
     given = {(x, shapes[r]): env[x] for r, x, _ in stage.dots}
-    given = {(x, shape): t if t.shape[1:] == shape else t.view(-1, *shape) for (x, shape), t in given.items()}
-    found = {r: (given[x, shapes[r]], weights[r].expand(shapes[r]).unsqueeze(0)) for r, x, _ in stage.dots}
+    given = {(x, shape): t if t.shape[1:] == shape else t.view(-1, *shape) for (x, shape), t in given.items()
+             if t.shape[1:] == shape or t.is_contiguous()}
+    found = {r: (given[x, shapes[r]], weights[r].expand(shapes[r]).unsqueeze(0)) for r, x, _ in stage.dots
+             if (x, shapes[r]) in given}
     asked = {r: pair for r, pair in found.items() if dots.can_take(*pair)}
     if asked:
         scores, stand_ins = dots.scores(list(asked.values()))

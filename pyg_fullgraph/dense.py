@@ -95,9 +95,7 @@ def added(total: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x weight + bias`` for a weight ``[K, N]``; see :func:`linear`."""
     if weight.dim() == 2 and (bias is None or bias.dtype == weight.dtype):
-        wide = _padded.get(x) if x.dim() == 2 and x.stride(0) > x.shape[1] else None
-        if wide is not None:
-            x, weight = wide, F.pad(weight, (0, 0, 0, wide.shape[1] - weight.shape[0]))
+        x, weight = _with_zeros(x, weight)
         if bias is not None:
             return linear(x, weight.t(), bias)
         if takes(x, weight.t(), None):
@@ -107,16 +105,14 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def plus_product(x: Tensor, weight: Tensor, total: Tensor) -> Tensor:
-    """``total + x weight`` for a weight ``[K, N]`` and a total like the product, of which none is written; see
+    """``total + x weight`` for a weight ``[K, N]`` and a total like the product, in the dtype of the total; see
     :func:`added`.
     """
-    if x.dim() == total.dim() == 2 and not torch.is_autocast_enabled(x.device.type):
-        made = added(total, x, weight.t())
-        if made is not None:
-            return made
-        if total.dtype == x.dtype == weight.dtype:
-            return torch.addmm(total, x, weight)
-    return total + matmul(x, weight)
+    if total.dim() != 2 or torch.is_autocast_enabled(x.device.type):
+        return total + matmul(x.to(weight.dtype), weight)
+    x, weight = _with_zeros(x.to(total.dtype), weight.to(total.dtype))
+    made = added(total, x, weight.t())
+    return torch.addmm(total, x, weight) if made is None else made
 
 
 def padded(x: Tensor) -> Tensor:
@@ -133,6 +129,12 @@ def padded(x: Tensor) -> Tensor:
     made = wide.narrow(1, 0, x.shape[1])
     _padded[made] = wide
     return made
+
+
+def _with_zeros(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Both factors with zeros where :func:`padded` has put some behind the rows of ``x``."""
+    wide = _padded.get(x) if x.dim() == 2 and x.stride(0) > x.shape[1] else None
+    return (x, weight) if wide is None else (wide, F.pad(weight, (0, 0, 0, wide.shape[1] - weight.shape[0])))
 
 
 def _pays_to_pad(device: torch.device) -> bool:

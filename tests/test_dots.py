@@ -1,5 +1,6 @@
 """Attention scores in one pass, and their gradients in another: PyG's numbers, whatever is asked for or seen."""
 
+import copy
 import dis
 import functools
 import json
@@ -324,6 +325,33 @@ def test_scores_of_a_linear_map_that_message_writes(options, taken):
     assert_equal(*results)
     assert products.count == (3 if "directed_msg" in options else 2)  # one is the skip
     assert len(taken) == {"directed_msg": 2, "in_edge_channels": 1}.get(next(iter(options), ""), 0)
+
+
+class Permuted(Additive):
+    """Scores of a linear map whose features lie in another order."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = torch.nn.Linear(12, 12)
+
+    def message(self, x_j):
+        rows = self.lin(x_j.flatten(1)).view(-1, 3, 2, 2).permute(0, 1, 3, 2)
+        return (rows.reshape(-1, 3, 4) * self.att[0]).sum(-1).tanh()[:, :, None, None] * rows
+
+
+def test_scores_of_features_in_another_order(taken):
+    pygs, x = Permuted().double(), normal(23, 12).requires_grad_()
+    assert_equal(step(pfg.convert(copy.deepcopy(pygs)), x, edges()), step(pygs, x, edges()))
+    assert taken == []
+
+
+def test_scores_that_no_kernel_makes_share_their_features(taken):
+    layer, x = fused_nn.GeneralConv(6, 4100, heads=2, attention=True, directed_msg=False), normal(23, 6).float()
+    with torch.no_grad():
+        layer(x, edges())
+        with Products(x.shape) as products:
+            layer(x, edges())
+    assert products.count == 3 and taken == []
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])

@@ -139,18 +139,19 @@ def test_attention_over_edge_features_is_folded_into_one_narrow_map():
     assert not product.args[1].is_row
 
 
-@pytest.mark.parametrize("reads_rows", [False, True])
-def test_scores_of_what_attention_sums_up_are_made_of_numbers_of_end_points(reads_rows):
-    """`sum((a_i + b_j + e W + bias) * att)`, but not where wide features of edges are left in it."""
+@pytest.mark.parametrize("op, reads_rows, is_split", [("add", False, True), ("add", True, False),
+                                                      ("sub", False, False)])
+def test_scores_of_what_attention_sums_up_are_made_of_numbers_of_end_points(op, reads_rows, is_split):
+    """`sum((a_i + b_j + e W + bias) * att)`, not of differences, nor where wide features of edges are left in it."""
     shape = (2, 4)
     a, b, w = ir.input("a", DST, (8,)), ir.input("b", SRC, (8,)), ir.input("w", PARAM, (3, 8))
-    total = pointwise("add", pointwise("sub", b, a), ir.mm(ir.input("e", EDGE, (3,)), w))
+    total = pointwise("add", pointwise(op, b, a), ir.mm(ir.input("e", EDGE, (3,)), w))
     total = pointwise("add", total, ir.input("bias", PARAM, (8,)))
     total = pointwise("add", total, ir.input("rows", EDGE, (8,))) if reads_rows else total
     scaled = pointwise("mul", ir.view(total, shape), ir.input("att", PARAM, shape))
     program = EdgeProgram((Output("max", ir.reduce_features("sum", scaled, (1,))),))
     inputs = split(program).stages[0].core.inputs
-    assert {n.shape for n in inputs if n.is_row} == ({(3,), (8,)} if reads_rows else {(2,), (3,)})
+    assert {n.shape for n in inputs if n.is_row} == ({(2,), (3,)} if is_split else {(3,), (8,)})
     for case in GRAPHS:
         check(program, case)
 
@@ -170,16 +171,18 @@ def attention(edge_dim, heads=2, width=4, kind="sum", scale=None, lead=(), more=
 
 
 @pytest.mark.parametrize("given, leaves", [
-    ({"edge_dim": 3}, True), ({"edge_dim": 4}, True), ({"edge_dim": 5}, False), ({"edge_dim": 1}, True),
-    ({"edge_dim": 3, "kind": "mean"}, True), ({"edge_dim": 3, "kind": "max"}, False),
-    ({"edge_dim": 3, "heads": 1}, True), ({"edge_dim": 5, "heads": 1}, False), ({"edge_dim": 3, "lead": (3,)}, True),
-    ({"edge_dim": 3, "scale": ir.input("s", EDGE, (1, 1))}, True),
-    ({"edge_dim": 3, "scale": ir.input("s", SRC, (2, 1))}, True),
-    ({"edge_dim": 3, "scale": ir.input("s", SRC, (2, 4))}, False),
-    ({"edge_dim": 3, "more": ("max",)}, False), ({"edge_dim": 3, "more": ("sum",)}, True),
-    ({"edge_dim": 3, "keys": False}, True)], ids=str)
+    ({"edge_dim": 2}, True), ({"edge_dim": 3}, False), ({"edge_dim": 1}, True),
+    ({"edge_dim": 2, "kind": "mean"}, True), ({"edge_dim": 2, "kind": "max"}, False),
+    ({"edge_dim": 2, "heads": 1}, True), ({"edge_dim": 3, "heads": 1}, False), ({"edge_dim": 2, "lead": (3,)}, True),
+    ({"edge_dim": 2, "scale": ir.input("s", EDGE, (1, 1))}, True),
+    ({"edge_dim": 2, "scale": ir.input("s", SRC, (2, 1))}, True),
+    ({"edge_dim": 2, "scale": ir.input("s", PARAM, (2, 1))}, True),
+    ({"edge_dim": 2, "scale": ir.input("s", PARAM, (1,))}, True),
+    ({"edge_dim": 2, "scale": ir.input("s", SRC, (2, 4))}, False),
+    ({"edge_dim": 2, "more": ("max",)}, False), ({"edge_dim": 2, "more": ("sum",)}, True),
+    ({"edge_dim": 2, "keys": False}, True)], ids=str)
 def test_maps_of_edge_data_leave_dot_products_and_sums_by_head(given, leaves):
-    """Unless the data is wider than a head, or something else reads the product."""
+    """Unless the data is wider than half a head, or something else reads the product."""
     program = attention(**given)
     core = split(program).stages[0].core
     products = [n for n in ir.walk(*roots_of(core)) if n.op == "mm" and n.domain == EDGE]
@@ -188,9 +191,23 @@ def test_maps_of_edge_data_leave_dot_products_and_sums_by_head(given, leaves):
         check(program, case)
 
 
+@pytest.mark.parametrize("domain", [EDGE, SRC, PARAM])
+@pytest.mark.parametrize("heads, width", [(2, 4), (1, 4), (3, 1)])
+def test_maps_of_edge_data_with_one_factor_per_head_come_after_the_sum(heads, width, domain):
+    """Beside rows, also where a factor is of no row."""
+    shape, factor = (heads, width), ir.input("s", domain, (heads, 1))
+    product = ir.view(ir.mm(ir.input("e", EDGE, (1,)), ir.input("w", PARAM, (1, heads * width))), shape)
+    value = pointwise("add", ir.input("x", SRC, shape), pointwise("mul", factor, product))
+    for kind in ("sum", "mean"):
+        program = EdgeProgram((Output(kind, value),))
+        assert edge_ops(program)["mm"] == (1 if width == 1 < heads else 0)
+        for case in GRAPHS:
+            check(program, case)
+
+
 def test_attention_over_edge_data_goes_back_in_one_sweep_per_side():
     """What softmax weights add up in all results stands for a pass of its own."""
-    stage = split(attention(3)).stages[0]
+    stage = split(attention(2)).stages[0]
     sweeps = EdgePhase(stage.core).backward_plan(KERNELS, (True,) * len(stage.core.inputs), False).sweeps
     assert sorted(s.rows.label for s in sweeps) == ["dst", "src"]
 

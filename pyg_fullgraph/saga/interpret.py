@@ -90,8 +90,8 @@ def evaluate(roots: Sequence[Node], leaf: Callable[[Node, list[Tensor]], Tensor]
         if step.is_linear:
             x, weight, added = args
             is_bias = not step.operands[2].is_row
-            product = dense.matmul if is_bias else dense.plus_product
-            values[node] = product(x.to(weight.dtype), weight, added)
+            values[node] = dense.matmul(x.to(weight.dtype), weight, added) if is_bias else \
+                dense.plus_product(x, weight, added)
         else:
             values[node] = leaf(node, args) if step.is_leaf else apply(node, args, like)
         for gone in step.dead:

@@ -107,6 +107,12 @@ class Stage:
         known = ((r, made.get(x, made.get(x.args[0]) if x.op == "view" else x), weight) for r, (x, weight) in pairs)
         return tuple((r, x, weight) for r, x, weight in known if x is not None and x.op == "input")
 
+    @cached_property
+    def beside_dots(self) -> dict[Node, Node]:
+        """What is hoisted, where the features of :attr:`dots` are hoisted first."""
+        features = {self.hoisted[x]: x for _, x, _ in self.dots if x in self.hoisted}
+        return {r: e if e in features else ir.substitute(e, features) for r, e in self.hoisted.items()}
+
 
 def _dot(node: Node) -> tuple[Node, Node] | None:
     """``(x, weight)`` if ``node`` is their product summed over the last of two dimensions."""

@@ -256,13 +256,17 @@ def _fold(node: Node) -> Node | None:
 
 
 def _fold_terms(node: Node) -> Node | None:
-    """``sum((a_i + b_j + x W) * p)`` as ``sum(a_i * p) + sum(b_j * p) + x sum(W * p)``, where nothing wide is left."""
+    """``sum((a_i + b_j + x W) * p)`` as ``sum(a_i * p) + sum(b_j * p) + x sum(W * p)``, where nothing wide is left.
+
+    Not of differences of both ends, which may be much smaller than these.
+    """
     if node.args[0].op != "mul":
         return None
     for p, value in (node.args[0].args, node.args[0].args[::-1]):
         whole = value.args[0] if value.op == "view" else value
         terms = terms_of(whole, 1, whole.shape)
-        if p.is_row or len(terms) == 1 or any(t.shape != whole.shape for _, t in terms):
+        signs = {s for s, t in terms if t.domain in (Domain.DST, Domain.SRC)}
+        if p.is_row or len(terms) == 1 or len(signs) > 1 or any(t.shape != whole.shape for _, t in terms):
             continue
         home = next((d for d in (Domain.DST, Domain.SRC) if any(t.domain == d for _, t in terms)), Domain.PARAM)
         ends = [[(s, t) for s, t in terms if t.domain == d or (d == home and not t.is_row)]
@@ -310,7 +314,8 @@ def _take_products(value: Node, sign: int, factor: Node | None, shape: ir.Shape,
     if value.op == "mm":
         x, weight = value.args
         heads = 1 if factor is None else factor.numel
-        if len(value.shape) == 1 and value.numel == math.prod(shape) and moves(factor, x, weight, heads):
+        fits = value.shape == (shape if heads == 1 and len(value.shape) > 1 else (math.prod(shape),))
+        if fits and moves(factor, x, weight, heads):
             return None, [_Product(sign, factor, x, weight)]
     elif value.op in ("add", "sub", "neg"):
         if all(a.shape == value.shape or not a.is_row for a in value.args):
@@ -343,13 +348,15 @@ def _take_products(value: Node, sign: int, factor: Node | None, shape: ir.Shape,
 _TERMS = ("mm", "add", "sub", "neg", "view", "mul", "div")
 
 
-def _is_short(value: Node) -> bool:
-    """Whether the terms of a sum, products taken apart, are few, and none is deep in it."""
-    sizes: dict[Node, tuple[int, int]] = {}
+def _may_have_products(value: Node) -> bool:
+    """Whether there are products among the terms of a sum, and these are few, and none is deep in it."""
+    found: dict[Node, tuple[bool, int, int]] = {}
     for node in ir.walk(value):
-        inner = [sizes[a] for a in node.args] if node.op in _TERMS and node.op != "mm" else []
-        sizes[node] = (sum(count for count, _ in inner) or 1, 1 + max((depth for _, depth in inner), default=0))
-    return max(sizes[value]) <= MAX_TERMS
+        inner = [found[a] for a in node.args] if node.op in _TERMS and node.op != "mm" else []
+        found[node] = (node.op == "mm" or any(has for has, _, _ in inner), sum(count for _, count, _ in inner) or 1,
+                       1 + max((depth for *_, depth in inner), default=0))
+    has_products, count, depth = found[value]
+    return has_products and max(count, depth) <= MAX_TERMS
 
 
 def _plus(total: Node | None, sign: int, term: Node) -> Node:
@@ -395,9 +402,13 @@ def _sums_first(node: Node, rest: Node | None, found: Sequence[_Product]) -> Nod
     for sign, factor, x, weight in found:
         heads = 1 if factor is None else factor.numel
         if factor is not None:
-            x = pointwise("mul", ir.view(factor, (heads, 1) if heads > 1 else (1,)), x)
+            lead = () if heads == 1 else (1,)
+            x = pointwise("mul", ir.view(factor, (heads, *lead)), ir.view(x, (*lead, *x.shape)))
         total = ir.gather(kind, Domain.DST, x)
-        products.append((sign, ir.mm(ir.view(total, (total.numel,)), ir.block_diagonal(weight, heads))))
+        flat = total if heads == 1 else ir.view(total, (total.numel,))
+        products.append((sign, ir.mm(flat, ir.block_diagonal(weight, heads))))
+    if len({p.shape for _, p in products}) > 1:
+        products = [(sign, ir.view(p, node.shape)) for sign, p in products]
     total = _add_up(products)
     if rest is not None:
         alone = ir.gather(kind, Domain.DST, _broadcast(rest, node.shape))
@@ -414,8 +425,8 @@ def order_products(roots: Iterable[Node], constant: Container[Node] = ()) -> tup
     ``sum_j s_ij (x_j W)`` is ``(sum_j s_ij x_j) W``. The sum comes first if ``W`` widens; if ``x`` is edge data, whose
     product would be computed per edge; and if everything summed is ``constant``, because it is then computed once. Else
     the product comes first, also where the program has it after the sum. Of one factor per head the sum comes first if
-    ``x`` is edge data no wider than a head; and ``sum(q_i * (x W))`` over the features of each head is then
-    ``sum(x * (q_i W^T))``. Products of edge data that anything else reads stay where they are.
+    ``x`` is edge data at most half as wide as a head, as that pays for few edges as well; ``sum(q_i * (x W))`` over the
+    features of each head is ``sum(x * (q_i W^T))`` then. Products of edge data that anything else reads stay.
 
     Args:
         roots: Expressions with gathers.
@@ -443,12 +454,12 @@ def _order(roots: Iterable[Node], constant: Container[Node],
         return _sum_first(factor, x, weight, constant) if heads == 1 else is_narrow(factor, x, weight, heads)
 
     def is_narrow(factor: Node | None, x: Node, weight: Node, heads: int) -> bool:
-        return x.domain == Domain.EDGE and (x, weight) not in kept and x.numel * heads <= weight.shape[1]
+        return x.domain == Domain.EDGE and (x, weight) not in kept and 2 * x.numel * heads <= weight.shape[1]
 
     def rule(node: Node) -> Node | None:
         made: Node | None = None
         found: Sequence[_Product] = ()
-        if node.op not in ("gather", "sum") or not _is_short(node.args[0]):
+        if node.op not in ("gather", "sum") or not _may_have_products(node.args[0]):
             return None
         if node.op == "gather" and node.attr("kind") in ("sum", "mean") and node.domain == Domain.DST:
             rest, found = _take_products(node.args[0], 1, None, node.shape, is_postponed)
