@@ -105,12 +105,14 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def plus_product(x: Tensor, weight: Tensor, total: Tensor) -> Tensor:
-    """``total + x weight`` for a weight ``[K, N]`` and a total like the product, in the dtype of the total; see
+    """``total + x weight`` for a weight ``[K, N]`` and a total like the product, in the wider of their dtypes; see
     :func:`added`.
     """
     if total.dim() != 2 or torch.is_autocast_enabled(x.device.type):
         return total + matmul(x.to(weight.dtype), weight)
-    x, weight = _with_zeros(x.to(total.dtype), weight.to(total.dtype))
+    dtype = torch.promote_types(total.dtype, weight.dtype)
+    total = total.to(dtype)
+    x, weight = _with_zeros(x.to(dtype), weight.to(dtype))
     made = added(total, x, weight.t())
     return torch.addmm(total, x, weight) if made is None else made
 
