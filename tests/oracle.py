@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from programs import CASES, MORE_CASES, make_tensors
 from pyg_fullgraph.autograd import run
@@ -22,6 +23,23 @@ from zoo import Case
 
 #: Largest error relative to the norm of the right answer (to 1, where that is smaller).
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+class Counted(TorchDispatchMode):
+    """Counts calls of torch's ``operations`` with at least ``times`` tensors of ``shape`` among the last two."""
+
+    def __init__(self, operations: Sequence[Callable], shape: Sequence[int], times: int = 1) -> None:
+        super().__init__()
+        self.operations, self.shape, self.times, self.count = operations, shape, times, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in self.operations:
+            self.count += sum(getattr(a, "shape", None) == self.shape for a in args[-2:]) >= self.times
+        return func(*args, **(kwargs or {}))
+
+
+SUMS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
 @functools.cache

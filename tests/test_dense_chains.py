@@ -11,10 +11,9 @@ import torch.nn.functional as F
 import torch_geometric.nn as pyg_nn
 from test_dense import exact, layer_case, normal, taken  # noqa: F401
 from test_kernels import GPU, INTERPRETER
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import pyg_fullgraph as pfg
-from oracle import error
+from oracle import SUMS, Counted, error
 from pyg_fullgraph import dense
 from pyg_fullgraph.autograd import observing
 from pyg_fullgraph.errors import DoubleBackwardError
@@ -27,19 +26,6 @@ CHAINS = {
     "gat": ("GATConv", {"heads": 2, "residual": True}, 2),
     "sage": ("SAGEConv", {}, 2),
 }
-
-
-class Sums(TorchDispatchMode):
-    """Counts sums of two tensors of ``shape``."""
-
-    def __init__(self, shape):
-        super().__init__()
-        self.shape, self.count = shape, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        is_sum = func in (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
-        self.count += is_sum and all(getattr(a, "shape", None) == self.shape for a in args[:2])
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
@@ -59,7 +45,7 @@ def test_gradients_of_the_same_features_meet_in_kernels(name, is_leaf, device, t
         x.register_hook(seen.append)
         x.retain_grad()
         out = layer(x, edge_index)
-        with Sums(x.shape) as sums:
+        with Counted(SUMS, x.shape, 2) as sums:
             (out * normal(*out.shape, seed=5).to(out)).sum().backward(retain_graph=True)
         once, first, version = x.grad.clone(), seen[0].clone(), x._version
         (out * normal(*out.shape, seed=5).to(out)).sum().backward()
@@ -97,7 +83,7 @@ def test_an_edge_phase_gives_features_back_to_a_product(name, is_leaf, device, t
         x.register_hook(seen.append)
         out = layer(x, edge_index)
         cotangent = normal(*out.shape, seed=5).to(out)
-        with Sums(x.shape) as sums:
+        with Counted(SUMS, x.shape, 2) as sums:
             inputs = [t for t, ask in zip([given, *layer.parameters()], asked, strict=True) if ask]
             grads = torch.autograd.grad((out * cotangent).sum(), inputs, retain_graph=True)
         again = torch.autograd.grad((out * cotangent).sum(), inputs)

@@ -14,10 +14,9 @@ import torch
 import torch_geometric.nn as pyg_nn
 from test_kernels import GPU, INTERPRETER, poisoned  # noqa: F401
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import pyg_fullgraph as pfg
-from oracle import TOLERANCE, error
+from oracle import PRODUCTS, TOLERANCE, Counted, error
 from pyg_fullgraph import dots
 from pyg_fullgraph import nn as fused_nn
 from pyg_fullgraph.errors import DoubleBackwardError, InputError
@@ -293,19 +292,6 @@ def test_scores_that_message_writes(name, device, taken):
     assert taken == [(23, 2)] * 8
 
 
-class Products(TorchDispatchMode):
-    """Counts products with a matrix of ``shape``."""
-
-    def __init__(self, shape):
-        super().__init__()
-        self.shape, self.count = shape, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        is_product = func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-        self.count += is_product and any(a.shape == self.shape for a in args)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("options", [{"directed_msg": False}, {"in_edge_channels": 3}, {}], ids=str)
 def test_scores_of_a_linear_map_that_message_writes(options, taken):
     """The map is computed once, for the scores and for what they weigh."""
@@ -319,7 +305,7 @@ def test_scores_of_a_linear_map_that_message_writes(options, taken):
         x = normal(23, 6).requires_grad_()
         layer(x, edges(), *given)
         taken.clear()
-        with Products(x.shape) as products:
+        with Counted(PRODUCTS, x.shape) as products:
             out = layer(x, edges(), *given)
         results.append([out, *torch.autograd.grad((out * normal(*out.shape, seed=8)).sum(), [x, *layer.parameters()])])
     assert_equal(*results)
@@ -349,7 +335,7 @@ def test_scores_that_no_kernel_makes_share_their_features(taken):
     layer, x = fused_nn.GeneralConv(6, 4100, heads=2, attention=True, directed_msg=False), normal(23, 6).float()
     with torch.no_grad():
         layer(x, edges())
-        with Products(x.shape) as products:
+        with Counted(PRODUCTS, x.shape) as products:
             layer(x, edges())
     assert products.count == 3 and taken == []
 
