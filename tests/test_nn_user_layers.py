@@ -481,8 +481,22 @@ def test_long_messages_take_as_long_as_they_are(step, times, is_weighed):
     grads = [torch.autograd.grad(t.sum(), [x, *m.parameters()]) for t, m in ((out, ours), (want, pygs))]
     for got, expected in zip([out, *grads[0]], [want, *grads[1]], strict=True):
         assert torch.allclose(got, expected, rtol=1e-9, atol=1e-12)
+    assert all(isinstance(kernel, KernelSource) for kernel in kernels_of(ours, x, edge_attr)[0])
+
+
+def kernels_of(layer, x, edge_attr):
+    """Of the sweeps forward and backward, or why there are none."""
     with observing() as seen:
-        ours(x, CASE.edge_index, edge_attr)
-    stage = split(seen[0].program).stages[0]
-    for sweep in EdgePhase(stage.core).forward_plan(KERNELS, True, False).sweeps:
-        assert isinstance(kernel_of(sweep), KernelSource | NotFusable)
+        layer(x, CASE.edge_index, edge_attr)
+    phase = EdgePhase(split(seen[0].program).stages[0].core)
+    plans = phase.forward_plan(KERNELS, True, False), phase.backward_plan(KERNELS, (True,) * len(phase.inputs), False)
+    return [[kernel_of(sweep) for sweep in plan.sweeps] for plan in plans]
+
+
+def test_what_is_too_deep_for_a_kernel_runs_in_chunks():
+    """Columns of a gradient are cut from it operation by operation."""
+    layer = convert(Repeated(lambda value, x_i: torch.tanh(value * value + value), 60, False))
+    forward, backward = kernels_of(layer, torch.randn(CASE.num_src, 4), torch.randn(CASE.num_edges, 3))
+    assert all(isinstance(kernel, KernelSource) for kernel in forward)
+    refused = [kernel for kernel in backward if isinstance(kernel, NotFusable)]
+    assert refused and all("too long an expression" in str(kernel) for kernel in refused)

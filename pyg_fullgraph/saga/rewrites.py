@@ -182,18 +182,24 @@ def _regroup(node: Node) -> Node:
     if node.op not in ("add", "sub"):
         return node
     terms = terms_of(node, 1, node.shape)
-    domains = {t.domain for _, t in terms}
     if len(terms) < 3 and not any(t.op == "mm" for _, t in terms):
         return node
-    home = next((d for d in (Domain.DST, Domain.SRC, Domain.EDGE) if d in domains), Domain.PARAM)
-    groups: dict[Domain, list[tuple[int, Node]]] = {}
-    for sign, term in terms:
-        groups.setdefault(home if term.domain == Domain.PARAM else term.domain, []).append((sign, term))
+    groups = _by_domain(terms)
     sums = [_add_up(groups[d]) for d in (Domain.DST, Domain.SRC, Domain.EDGE, Domain.PARAM) if d in groups]
     total = sums[0]
     for other in sums[1:]:
         total = pointwise("add", total, other)
     return total
+
+
+def _by_domain(terms: Sequence[tuple[int, Node]]) -> dict[Domain, list[tuple[int, Node]]]:
+    """The terms of each domain; those without rows go with those of destinations, else of sources, else of edges."""
+    domains = {t.domain for _, t in terms}
+    home = next((d for d in (Domain.DST, Domain.SRC, Domain.EDGE) if d in domains), Domain.PARAM)
+    groups: dict[Domain, list[tuple[int, Node]]] = {}
+    for sign, term in terms:
+        groups.setdefault(home if term.domain == Domain.PARAM else term.domain, []).append((sign, term))
+    return groups
 
 
 def _add_up(terms: Sequence[tuple[int, Node]]) -> Node:
@@ -268,11 +274,9 @@ def _fold_terms(node: Node) -> Node | None:
         signs = {s for s, t in terms if t.domain in (Domain.DST, Domain.SRC)}
         if p.is_row or len(terms) == 1 or len(signs) > 1 or any(t.shape != whole.shape for _, t in terms):
             continue
-        home = next((d for d in (Domain.DST, Domain.SRC) if any(t.domain == d for _, t in terms)), Domain.PARAM)
-        ends = [[(s, t) for s, t in terms if t.domain == d or (d == home and not t.is_row)]
-                for d in (Domain.DST, Domain.SRC, Domain.PARAM)[:2 if home else 3]]
-        parts = [_add_up(of_one) for of_one in ends if of_one]
-        parts += [t if s > 0 else pointwise("neg", t) for s, t in terms if t.domain == Domain.EDGE]
+        groups = _by_domain(terms)
+        parts = [_add_up(groups[d]) for d in (Domain.DST, Domain.SRC) if d in groups]
+        parts += [t if s > 0 else pointwise("neg", t) for s, t in groups.get(Domain.EDGE, [])]
         scaled = [pointwise("mul", ir.view(t, value.shape), p) for t in parts]
         sums = [ir.reduce_features("sum", t, node.attr("dims")) for t in scaled]
         made = [_fold(t) if t.domain == Domain.EDGE else t for t in sums]
@@ -448,25 +452,27 @@ def _order(roots: Iterable[Node], constant: Container[Node],
     """``roots`` with sums before products, but for the products ``kept``, and the products of edge data among these."""
     taken: set[tuple[Node, ...]] = set()
 
-    def is_postponed(factor: Node | None, x: Node, weight: Node, heads: int) -> bool:
-        if x.domain == Domain.EDGE and (x, weight) in kept:
-            return False
-        return _sum_first(factor, x, weight, constant) if heads == 1 else is_narrow(factor, x, weight, heads)
+    def is_free(x: Node, weight: Node) -> bool:
+        return x.domain != Domain.EDGE or (x, weight) not in kept
 
-    def is_narrow(factor: Node | None, x: Node, weight: Node, heads: int) -> bool:
-        return x.domain == Domain.EDGE and (x, weight) not in kept and 2 * x.numel * heads <= weight.shape[1]
+    def is_for_heads(x: Node, weight: Node, heads: int) -> bool:
+        return x.domain == Domain.EDGE and 2 * x.numel * heads <= weight.shape[1]
+
+    def before_gather(factor: Node | None, x: Node, weight: Node, heads: int) -> bool:
+        return is_free(x, weight) and (_sum_first(factor, x, weight, constant) if heads == 1 else
+                                       is_for_heads(x, weight, heads))
 
     def rule(node: Node) -> Node | None:
-        made: Node | None = None
-        found: Sequence[_Product] = ()
         if node.op not in ("gather", "sum") or not _may_have_products(node.args[0]):
             return None
+        made: Node | None = None
+        found: Sequence[_Product] = ()
         if node.op == "gather" and node.attr("kind") in ("sum", "mean") and node.domain == Domain.DST:
-            rest, found = _take_products(node.args[0], 1, None, node.shape, is_postponed)
+            rest, found = _take_products(node.args[0], 1, None, node.shape, before_gather)
             made = _sums_first(node, rest, found) if found else None
         elif node.op == "sum" and node.domain == Domain.EDGE:
-            heads = node.numel
-            made, found = _split_dot(node, lambda factor, x, weight, _: is_narrow(factor, x, weight, heads))
+            made, found = _split_dot(node, lambda factor, x, weight, _:
+                                     is_free(x, weight) and is_for_heads(x, weight, node.numel))
         taken.update((p.x, p.weight) for p in found if p.x.domain == Domain.EDGE)
         return made
 
