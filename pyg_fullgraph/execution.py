@@ -458,8 +458,6 @@ def kernel_of(sweep: Sweep, lanes: int = 4, tile: int | None = None, takes_block
         return codegen.generate(sweep, lanes, tile, takes_blocks, in_rounds)
     except NotFusable as reason:
         return reason
-    except RecursionError:
-        return NotFusable(["an edge's values are too long an expression for a kernel"])
 
 
 def _fitting(sweep: Sweep, lanes: int) -> codegen.KernelSource | NotFusable:

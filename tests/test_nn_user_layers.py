@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import inspect
+import sys
 import types
 
 import numpy as np
@@ -17,7 +20,7 @@ import pyg_fullgraph.nn as fused_nn
 import zoo
 from pyg_fullgraph import convert, debug
 from pyg_fullgraph.autograd import observing
-from pyg_fullgraph.errors import ForwardModeError, FunctionTransformError, InputError, NotFusable
+from pyg_fullgraph.errors import ForwardModeError, FunctionTransformError, InputError
 from pyg_fullgraph.execution import kernel_of
 from pyg_fullgraph.nn import tracing
 from pyg_fullgraph.phases import EdgePhase
@@ -493,10 +496,25 @@ def kernels_of(layer, x, edge_attr):
     return [[kernel_of(sweep) for sweep in plan.sweeps] for plan in plans]
 
 
-def test_what_is_too_deep_for_a_kernel_runs_in_chunks():
-    """Columns of a gradient are cut from it operation by operation."""
-    layer = convert(Repeated(lambda value, x_i: torch.tanh(value * value + value), 60, False))
-    forward, backward = kernels_of(layer, torch.randn(CASE.num_src, 4), torch.randn(CASE.num_edges, 3))
-    assert all(isinstance(kernel, KernelSource) for kernel in forward)
-    refused = [kernel for kernel in backward if isinstance(kernel, NotFusable)]
-    assert refused and all("too long an expression" in str(kernel) for kernel in refused)
+@contextlib.contextmanager
+def stack_of(frames):
+    """Room on Python's stack for that many more frames."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack(0)) + frames)
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)
+
+
+@pytest.mark.parametrize("step", [
+    lambda value, x_i: torch.tanh(value * value + value),
+    lambda value, x_i: torch.where(x_i > 0, value * 2, value * x_i),
+    lambda value, x_i: torch.cat([value[:, 2:].sin(), value[:, :2] * 2], -1)],
+    ids=["twice", "chosen", "joined"])
+def test_messages_may_be_longer_than_pythons_stack(step):
+    """Columns of a gradient are cut from it operation by operation: with as many frames as of a short one."""
+    layer = convert(Repeated(step, 130, False))
+    with stack_of(300):
+        forward, backward = kernels_of(layer, torch.randn(CASE.num_src, 4), torch.randn(CASE.num_edges, 3))
+    assert backward and all(isinstance(kernel, KernelSource) for kernel in [*forward, *backward])

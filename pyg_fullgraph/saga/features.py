@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,60 +99,96 @@ def _join(nodes: Sequence[Node], dim: int) -> Node:
 # --- slices inwards ---------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=4096)  # what is read several times is cut once, or longer expressions take for ever
+#: A node, the dimension along which it is cut, and the first feature and the one after the last.
+_Request = tuple[Node, int, int, int]
+#: Works on a cut: asks for those of operands, is sent them, and returns its own.
+_Steps = Generator[_Request, Node, Node]
+#: Cuts made so far: what is read several times is cut once, or longer expressions take for ever.
+_known: dict[_Request, Node] = {}
+_MOST_KNOWN = 4096
+
+
 def cut(node: Node, dim: int, start: int, stop: int) -> Node:
     """Features ``start`` to ``stop`` of dimension ``dim``, taken as far inside as they can be."""
+    return _run(_ask(node, dim, start, stop))
+
+
+def _ask(*request: Any) -> _Steps:
+    return (yield request)
+
+
+def _run(steps: _Steps) -> Node:
+    """What ``steps`` return. Cuts wait for those of operands here: expressions may be deeper than Python's stack."""
+    if len(_known) > _MOST_KNOWN:
+        _known.clear()
+    waiting: list[tuple[_Request | None, _Steps]] = [(None, steps)]
+    answer: Any = None
+    while waiting:
+        request, steps = waiting[-1]
+        try:
+            wanted = steps.send(answer)
+        except StopIteration as end:
+            answer = end.value
+            waiting.pop()
+            if request is not None:
+                _known[request] = answer
+            continue
+        answer = _known.get(wanted)
+        if answer is None:
+            waiting.append((wanted, _cut(*wanted)))
+    return answer
+
+
+def _cut(node: Node, dim: int, start: int, stop: int) -> _Steps:
     if start == 0 and stop == node.shape[dim]:
         return node
     if node.domain != Domain.EDGE and node.op != "const":
         return ir.slice_(node, dim, start, stop)
-    shape = _with(node.shape, dim, stop - start)
+    shape, from_right = _with(node.shape, dim, stop - start), dim - len(node.shape)
     op = ir.OPS[node.op]
-
-    def again(args: Sequence[Node]) -> Node:
-        return _rebuilt(node, args, shape)
-
     if node.op == "const":
         return ir.shaped_const(node, shape)
     if node.op == "cat":
-        if node.attr("dim") != dim:
-            return _join([cut(a, dim, start, stop) for a in node.args], node.attr("dim"))
         pieces = []
         for part, low in zip(node.args, _bounds(node), strict=False):
-            first, last = max(start - low, 0), min(stop - low, part.shape[dim])
-            if first < last:
-                pieces.append(cut(part, dim, first, last))
-        return _join(pieces, dim) if pieces else ir.slice_(node.args[0], dim, 0, 0)
+            if node.attr("dim") != dim:
+                pieces.append((yield part, dim, start, stop))
+            elif max(start, low) < min(stop, low + part.shape[dim]):
+                pieces.append((yield part, dim, max(start - low, 0), min(stop - low, part.shape[dim])))
+        return _join(pieces, node.attr("dim")) if pieces else ir.slice_(node.args[0], dim, 0, 0)
     if op.kind == "pointwise":
-        return again([_cut_aligned(a, dim - len(node.shape), start, stop, node.shape[dim]) for a in node.args])
-    if node.op in ("lift", "softmax"):
-        return again([cut(node.args[0], dim, start, stop)])
-    if node.op == "permute":
-        return again([cut(node.args[0], node.attr("dims")[dim], start, stop)])
+        args = []
+        for a in node.args:
+            args.append((yield from _cut_aligned(a, from_right, start, stop, node.shape[dim])))
+        return _rebuilt(node, args, shape)
     if node.op == "expand":
-        return ir.expand(_cut_aligned(node.args[0], dim - len(node.shape), start, stop, node.shape[dim]), shape)
+        return ir.expand((yield from _cut_aligned(node.args[0], from_right, start, stop, node.shape[dim])), shape)
+    if node.op in ("lift", "softmax"):
+        return _rebuilt(node, ((yield node.args[0], dim, start, stop),), shape)
+    if node.op == "permute":
+        return _rebuilt(node, ((yield node.args[0], node.attr("dims")[dim], start, stop),), shape)
     if op.kind == "reduce":
         kept = [d for d in range(len(node.args[0].shape)) if d not in node.attr("dims")]
-        return again([cut(node.args[0], kept[dim], start, stop)])
+        return _rebuilt(node, ((yield node.args[0], kept[dim], start, stop),), shape)
     if node.op == "mm":
-        return again([node.args[0], ir.slice_(node.args[1], 1, start, stop)])
+        return _rebuilt(node, (node.args[0], ir.slice_(node.args[1], 1, start, stop)), shape)
     if node.op == "lookup":
-        return again([ir.slice_(node.args[0], dim + 1, start, stop), node.args[1]])
+        return _rebuilt(node, (ir.slice_(node.args[0], dim + 1, start, stop), node.args[1]), shape)
     if node.op == "view":
-        return _cut_view(node, dim, start, stop)
+        return (yield from _cut_view(node, dim, start, stop))
     if node.op == "slice" and node.attr("dim") == dim:
         return ir.slice_(node.args[0], dim, node.attr("start") + start, node.attr("start") + stop)
     return ir.slice_(node, dim, start, stop)
 
 
-def _cut_aligned(node: Node, dim: int, start: int, stop: int, size: int) -> Node:
+def _cut_aligned(node: Node, dim: int, start: int, stop: int, size: int) -> _Steps:
     """The same of an operand that is broadcast: ``dim`` counts from the right."""
     if len(node.shape) < -dim or node.shape[dim] != size:
         return node
-    return cut(node, len(node.shape) + dim, start, stop)
+    return (yield node, len(node.shape) + dim, start, stop)
 
 
-def _cut_view(node: Node, dim: int, start: int, stop: int) -> Node:
+def _cut_view(node: Node, dim: int, start: int, stop: int) -> _Steps:
     """A slice of a reshaped value, where it is a slice of the value, or of what the value is made of."""
     x, shape = node.args[0], _with(node.shape, dim, stop - start)
     outer, inner = math.prod(node.shape[:dim]), math.prod(node.shape[dim + 1:])
@@ -160,10 +196,10 @@ def _cut_view(node: Node, dim: int, start: int, stop: int) -> Node:
         below = math.prod(x.shape[k + 1:])
         if math.prod(x.shape[:k]) == outer and size > 1 and inner >= below and inner % below == 0:
             step = inner // below
-            return _apply_view(cut(x, k, start * step, stop * step), shape)
+            return _apply_view((yield x, k, start * step, stop * step), shape)
     if ir.OPS[x.op].kind == "pointwise" and all(a.shape == x.shape or a.shape == () for a in x.args):
         args = [ir.view(a, node.shape) if a.shape == x.shape else a for a in x.args]
-        return cut(_rebuilt(x, args, node.shape), dim, start, stop)
+        return (yield _rebuilt(x, args, node.shape), dim, start, stop)
     return ir.slice_(node, dim, start, stop)
 
 
@@ -221,7 +257,7 @@ def _push_pointwise(node: Node, joined: Sequence[int]) -> Node:
     cuts = sorted({b for a in same for b in _bounds(a)})
     pieces = []
     for low, high in itertools.pairwise(cuts):
-        args = [_cut_aligned(a, dim, low, high, size) for a in node.args]
+        args = [_run(_cut_aligned(a, dim, low, high, size)) for a in node.args]
         pieces.append(_neutral(_rebuilt(node, args, _with(node.shape, at, high - low))))
     return _join(pieces, at)
 
