@@ -17,6 +17,13 @@ from torch.utils._pytree import tree_leaves
 
 import pyg_fullgraph.nn as fused_nn
 from pyg_fullgraph import debug
+from pyg_fullgraph.autograd import observing
+from pyg_fullgraph.errors import NotFusable
+from pyg_fullgraph.execution import kernel_of
+from pyg_fullgraph.phases import EdgePhase
+from pyg_fullgraph.saga.codegen import KernelSource
+from pyg_fullgraph.saga.passes import split
+from pyg_fullgraph.saga.plans import KERNELS
 from zoo import Case
 
 F_IN, F_SRC, F_DST, F_OUT, F_EDGE = 6, 6, 4, 5, 3
@@ -360,6 +367,17 @@ def assert_fused(times: int | None = None) -> None:
     counts = debug.counters()
     assert counts["plain"] == 0
     assert counts["fused"] > 0 if times is None else counts["fused"] == times
+
+
+def kernels_of(call: Callable[[], Any]) -> tuple[list[KernelSource | NotFusable], list[KernelSource | NotFusable]]:
+    """What sweeps of the programs that ``call`` runs are on a GPU, forward, and backward to all of their inputs."""
+    with observing() as seen:
+        call()
+    phases = [EdgePhase(stage.core) for s in seen for stage in split(s.program).stages]
+    forward = [kernel_of(sweep) for phase in phases for sweep in phase.forward_plan(KERNELS, True, False).sweeps]
+    backward = [kernel_of(sweep) for phase in phases
+                for sweep in phase.backward_plan(KERNELS, (True,) * len(phase.inputs), False).sweeps]
+    return forward, backward
 
 
 def reasons(method: str = "propagate") -> set[str]:

@@ -5,12 +5,13 @@ import random
 import pytest
 import torch
 import torch_geometric.nn as pyg_nn
-from layers import MORE, MORE_PAIRS, PAIRS, SQUARE, assert_fused, assert_same, run, twins
+from layers import MORE, MORE_PAIRS, PAIRS, SQUARE, assert_fused, assert_same, kernels_of, run, twins
 
 import pyg_fullgraph.nn as fused_nn
 import zoo
 from pyg_fullgraph import debug
 from pyg_fullgraph.graph import Graph
+from pyg_fullgraph.saga.codegen import KernelSource
 
 # One graph with all difficulties for the tests that do not need the zoo.
 PRIME = zoo.prime()
@@ -239,3 +240,14 @@ def test_same_results_on_every_run():
     _, fused = twins(layer)
     first, second = (run(fused, layer, PRIME, PRIME.edge_index) for _ in range(2))
     assert_same(first, second, 0)
+
+
+@pytest.mark.parametrize("layer", [layer for layer in (*SQUARE, *PAIRS, *MORE, *MORE_PAIRS) if layer.name not in PLAIN],
+                         ids=str)
+def test_all_sweeps_of_a_layer_have_kernels(layer):
+    """On a GPU nothing of them runs in chunks."""
+    fused, case = layer.build(fused_nn), zoo.bipartite() if layer.is_pair else zoo.self_loops()
+    forward, backward = kernels_of(lambda: run(fused, layer, case, case.edge_index))
+    assert forward and backward
+    refused = [kernel for kernel in (*forward, *backward) if not isinstance(kernel, KernelSource)]
+    assert refused == []

@@ -13,20 +13,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn as pyg_nn
+from layers import kernels_of
 from torch import Tensor, nn
 from torch_geometric.utils import softmax
 
 import pyg_fullgraph.nn as fused_nn
 import zoo
 from pyg_fullgraph import convert, debug
-from pyg_fullgraph.autograd import observing
 from pyg_fullgraph.errors import ForwardModeError, FunctionTransformError, InputError
-from pyg_fullgraph.execution import kernel_of
 from pyg_fullgraph.nn import tracing
-from pyg_fullgraph.phases import EdgePhase
 from pyg_fullgraph.saga.codegen import KernelSource
-from pyg_fullgraph.saga.passes import split
-from pyg_fullgraph.saga.plans import KERNELS
 
 CASE = zoo.self_loops()
 FACTOR = 2.0
@@ -484,16 +480,8 @@ def test_long_messages_take_as_long_as_they_are(step, times, is_weighed):
     grads = [torch.autograd.grad(t.sum(), [x, *m.parameters()]) for t, m in ((out, ours), (want, pygs))]
     for got, expected in zip([out, *grads[0]], [want, *grads[1]], strict=True):
         assert torch.allclose(got, expected, rtol=1e-9, atol=1e-12)
-    assert all(isinstance(kernel, KernelSource) for kernel in kernels_of(ours, x, edge_attr)[0])
-
-
-def kernels_of(layer, x, edge_attr):
-    """Of the sweeps forward and backward, or why there are none."""
-    with observing() as seen:
-        layer(x, CASE.edge_index, edge_attr)
-    phase = EdgePhase(split(seen[0].program).stages[0].core)
-    plans = phase.forward_plan(KERNELS, True, False), phase.backward_plan(KERNELS, (True,) * len(phase.inputs), False)
-    return [[kernel_of(sweep) for sweep in plan.sweeps] for plan in plans]
+    forward, _ = kernels_of(lambda: ours(x, CASE.edge_index, edge_attr))
+    assert all(isinstance(kernel, KernelSource) for kernel in forward)
 
 
 @contextlib.contextmanager
@@ -515,6 +503,7 @@ def stack_of(frames):
 def test_messages_may_be_longer_than_pythons_stack(step):
     """Columns of a gradient are cut from it operation by operation: with as many frames as of a short one."""
     layer = convert(Repeated(step, 130, False))
+    x, edge_attr = torch.randn(CASE.num_src, 4), torch.randn(CASE.num_edges, 3)
     with stack_of(300):
-        forward, backward = kernels_of(layer, torch.randn(CASE.num_src, 4), torch.randn(CASE.num_edges, 3))
+        forward, backward = kernels_of(lambda: layer(x, CASE.edge_index, edge_attr))
     assert backward and all(isinstance(kernel, KernelSource) for kernel in [*forward, *backward])

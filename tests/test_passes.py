@@ -219,8 +219,8 @@ def test_nothing_wide_is_multiplied_on_an_edge_twice(name):
     assert [n for n in ir.walk(*roots_of(core)) if n.domain == PARAM and n.op not in ("input", "const")] == []
 
 
-@pytest.mark.parametrize("narrow, wide, is_one", [(3, 8, True), (8, 8, True), (9, 8, False)])
-def test_two_maps_of_edge_data_are_one_where_that_is_no_wider(narrow, wide, is_one):
+@pytest.mark.parametrize("narrow, wide, is_one", [(3, 8, True), (9, 8, True), (20, 4, True), (21, 4, False)])
+def test_two_maps_of_edge_data_are_one_where_that_is_no_more_work(narrow, wide, is_one):
     data, x = ir.input("data", EDGE, (narrow,)), ir.input("x", SRC, (4,))
     first, second = ir.input("A", PARAM, (narrow, wide)), ir.input("B", PARAM, (wide, 5))
     bias = ir.input("b", PARAM, (wide,))
@@ -230,6 +230,29 @@ def test_two_maps_of_edge_data_are_one_where_that_is_no_wider(narrow, wide, is_o
     assert (ir.mm(data, ir.mm(first, second)) in products) == is_one
     assert len(products) == (1 if is_one else 2)
     assert ir.mm(bias, second) in set(ir.walk(node))
+
+
+@pytest.mark.parametrize("columns, domain, blocks, is_one", [
+    (2, SRC, 1, True), (2, EDGE, 1, True), (5, SRC, 1, False), (2, DST, 2, False)])
+def test_a_map_of_a_product_with_a_matrix_per_kind_of_edge_is_made_of_the_table(columns, domain, blocks, is_one):
+    """As in RGATConv, whose scores are numbers per head of `x W_t`; unless it is no narrower, or `W_t` has blocks."""
+    x, kind = ir.input("x", domain, (blocks * 3,)), ir.input("kind", EDGE, (), True)
+    table, after = ir.input("table", PARAM, (3, blocks, 3, 5)), ir.input("after", PARAM, (blocks * 5, columns))
+    scaled = pointwise("mul", ir.view(x, (blocks, 1, 3, 1)), ir.view(ir.lookup(table, kind), (blocks, 1, 3, 5)))
+    product = ir.view(ir.reduce_features("sum", scaled, (2,)), (blocks * 5,))
+    program = EdgeProgram((Output("sum", ir.mm(product, after)), Output("max", product, "read")))
+    (score, _) = reorganize([o.value for o in program.outputs])
+    assert {n.shape for n in ir.walk(score) if n.op == "lookup"} == {(3, columns) if is_one else (blocks, 3, 5)}
+    for case in GRAPHS:
+        check(program, case)
+
+
+def test_a_permutation_of_dimensions_of_one_feature_is_a_view():
+    x = ir.input("x", SRC, (2, 1, 3))
+    turned = ir.permute(x, (2, 1, 0))
+    assert canonicalize([turned]) == (turned,)
+    (node,) = canonicalize([ir.view(ir.permute(x, (1, 0, 2)), (6,))])
+    assert node == ir.view(x, (6,))
 
 
 def test_maps_of_differences_and_of_narrow_edge_data_leave_the_data_alone():

@@ -49,10 +49,22 @@ def _simplify(node: Node) -> Node | None:
         return args[0]
     if node.op == "gather" and node.domain == Domain.DST and args[0].domain in (Domain.PARAM, Domain.DST):
         return _gather_of_equals(node.attr("kind"), args[0])
-    if node.op == "permute" and args[0].op == "permute":
-        inner = args[0].attr("dims")
-        return ir.permute(args[0].args[0], [inner[d] for d in node.attr("dims")])
+    if node.op == "view" and args[0].op in ("view", "const"):
+        return ir.view(args[0], node.shape)
+    if node.op == "permute":
+        return _simplify_permute(node)
     return None
+
+
+def _simplify_permute(node: Node) -> Node | None:
+    """Of two in a row one; none where only dimensions of one feature move, which parameters are read in as they are."""
+    source, dims = node.args[0], node.attr("dims")
+    if source.op == "permute":
+        source, dims = source.args[0], tuple(source.attr("dims")[d] for d in dims)
+    kept = [d for d in dims if source.shape[d] != 1]
+    if source.is_row and kept == sorted(kept):
+        return ir.view(source, node.shape)
+    return ir.permute(source, dims) if source is not node.args[0] else None
 
 
 def _simplify_choice(node: Node) -> Node | None:
@@ -102,9 +114,10 @@ def _gather_of_equals(kind: str, value: Node) -> Node | None:
 def reorganize(roots: Iterable[Node]) -> tuple[Node, ...]:
     """Move linear maps off the edges.
 
-    ``(a_j + b_i) W`` becomes ``a_j W + b_i W``, ``cat(a, b) W`` splits ``W`` by rows, ``(e A) B`` of narrow edge data
-    is ``e (A B)``, sums are regrouped so that what belongs to one end point is added there, and a linear map of edge
-    data that is summed down right after is folded into its weight, alone or beside what else is summed.
+    ``(a_j + b_i) W`` becomes ``a_j W + b_i W``, ``cat(a, b) W`` splits ``W`` by rows, ``(e A) B`` of edge data is
+    ``e (A B)`` and ``(x T[t]) W`` of a matrix per kind ``t`` is ``x (T W)[t]`` where that is less work, sums are
+    regrouped so that what belongs to one end point is added there, and a linear map of edge data that is summed down
+    right after is folded into its weight, alone or beside what else is summed.
     """
     return canonicalize(ir.rewrite(roots, _reorganize_node))
 
@@ -121,10 +134,12 @@ def _reorganize_node(node: Node) -> Node | None:
 
 def _distribute(x: Node, weight: Node) -> Node:
     mixed = x.domain == Domain.EDGE and any(a.domain != Domain.EDGE for a in x.args)
-    if x.op in ("add", "sub") and (mixed or _is_narrow(x)) and all(a.shape == x.shape for a in x.args):
+    if x.op in ("add", "sub") and (mixed or _is_narrow(x, weight.shape[1])) and all(a.shape == x.shape for a in x.args):
         return _regroup(pointwise(x.op, *(_distribute(a, weight) for a in x.args)))
-    if x.op == "mm" and _is_narrow(x):
+    if x.op == "mm" and _is_narrow(x, weight.shape[1]):
         return ir.mm(x.args[0], ir.mm(x.args[1], weight))
+    if (narrower := _into_table(x, weight)) is not None:
+        return narrower
     if x.op == "neg":
         return pointwise("neg", _distribute(x.args[0], weight))
     if x.op == "mul" and mixed:
@@ -144,15 +159,41 @@ def _distribute(x: Node, weight: Node) -> Node:
     return ir.mm(x, weight)
 
 
-def _is_narrow(value: Node) -> bool:
-    """Whether all that an edge adds to ``value`` are products of data no wider than it with a parameter, so that with
-    another parameter they are such products again.
+def _into_table(x: Node, weight: Node) -> Node | None:
+    """``(r T[t]) W``, of a row ``r`` and a matrix ``T[t]`` of the kind ``t`` of an edge, as ``r (T W)[t]`` where that
+    is narrower; None of anything else.
+    """
+    total = _unviewed(x)
+    if total.op != "sum" or total.args[0].op != "mul" or weight.shape[1] >= weight.shape[0]:
+        return None
+    shape, (dim, *others) = total.args[0].shape, total.attr("dims")
+    for row, value in (total.args[0].args, total.args[0].args[::-1]):
+        matrix = _unviewed(value)
+        if others or matrix.op != "lookup" or matrix.numel != math.prod(shape) or row.numel != shape[dim] or \
+                math.prod(shape[:dim]) > 1:
+            continue
+        table, kind = matrix.args
+        kinds, rows, columns = table.shape[0], row.numel, weight.shape[1]
+        product = ir.mm(ir.view(table, (kinds * rows, weight.shape[0])), weight)
+        found = ir.lookup(ir.view(product, (kinds, rows, columns)), kind)
+        return ir.reduce_features("sum", pointwise("mul", ir.view(row, (rows, 1)), found), (0,))
+    return None
+
+
+def _unviewed(node: Node) -> Node:
+    return node.args[0] if node.op == "view" else node
+
+
+def _is_narrow(value: Node, columns: int) -> bool:
+    """Whether all that an edge adds to ``value`` are products of its data with a parameter, and one of that parameter
+    and another one with ``columns`` columns is no more work than a product with each in turn.
     """
     if value.op != "mm":
         terms = [t for _, t in terms_of(value, 1, value.shape) if t.domain == Domain.EDGE]
-        return bool(terms) and all(t.op == "mm" and _is_narrow(t) for t in terms)
+        return bool(terms) and all(t.op == "mm" and _is_narrow(t, columns) for t in terms)
     x, weight = value.args
-    return x.domain == Domain.EDGE and not weight.is_row and x.shape[-1] <= value.shape[-1]
+    rows, between = weight.shape
+    return x.domain == Domain.EDGE and not weight.is_row and rows * columns <= (rows + columns) * between
 
 
 #: Terms of a sum that are looked at one by one.
