@@ -34,6 +34,7 @@ from pyg_fullgraph.autograd import Ways
 from pyg_fullgraph.execution import has_kernels
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn.lazy import DeferredTensor, LazyTensor, run, unseen
+from pyg_fullgraph.nn.scaled import ScaledExpr, has_multiples
 from pyg_fullgraph.nn.surroundings import has_hooks_of_all
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output
@@ -174,11 +175,13 @@ def sum_later(layer: Any, program: EdgeProgram, graph: Graph, tensors: Mapping[s
         return None
     if "propagate" in vars(layer) or not _is_library(type(layer).propagate):  # somebody's around ours
         return None
+    if layer._propagate_forward_hooks or has_update(layer):
+        return None
+    if has_multiples(program):
+        return ScaledExpr.of(layer, program, graph, tensors, ways) if may_wait(layer) else None
     adds = SummedExpr.adds(program, graph, tensors) and may_wait(layer)
     opens = SummedExpr.suits(program) and is_open(layer)
-    if not (adds or opens) or layer._propagate_forward_hooks or has_update(layer):
-        return None
-    return SummedExpr(layer, program, graph, tensors, opens, adds, ways=ways)
+    return SummedExpr(layer, program, graph, tensors, opens, adds, ways=ways) if adds or opens else None
 
 
 class _Open(DeferredTensor):
