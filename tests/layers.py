@@ -178,8 +178,8 @@ def pna(n: ModuleType, aggregators: tuple[str, ...] = ("mean", "min", "max", "st
     return n.PNAConv(F_IN, 6, list(aggregators), list(scalers), deg, edge_dim=F_EDGE if edge else None, **options)
 
 
-def rgat(n: ModuleType, num_out: int = F_OUT, **options: Any) -> nn.Module:
-    conv = n.RGATConv(F_IN, num_out, num_relations=3, **options)
+def rgat(n: ModuleType, num_out: int = F_OUT, num_in: int = F_IN, **options: Any) -> nn.Module:
+    conv = n.RGATConv(num_in, num_out, num_relations=3, **options)
     nn.init.constant_(conv.l2, 1 / num_out)  # PyG leaves it as the memory was
     return conv
 
@@ -233,6 +233,7 @@ MORE = (
     Layer("rgcn_bases", lambda n: n.RGCNConv(F_IN, F_OUT, num_relations=3, num_bases=2, aggr="sum"), TYPE),
     Layer("rgcn_blocks", lambda n: n.RGCNConv(F_IN, 4, num_relations=3, num_blocks=2), TYPE),
     Layer("fast_rgcn", lambda n: n.FastRGCNConv(F_IN, F_OUT, num_relations=3), TYPE),
+    Layer("fast_rgcn_wide", lambda n: n.FastRGCNConv(12, F_OUT, num_relations=3), TYPE, x=(12,)),
     Layer("fast_rgcn_bases", lambda n: n.FastRGCNConv(F_IN, F_OUT, num_relations=3, num_bases=2), TYPE),
     Layer("fast_rgcn_blocks", lambda n: n.FastRGCNConv(F_IN, 4, num_relations=3, num_blocks=2), TYPE),
     Layer("fast_rgcn_sum", lambda n: n.FastRGCNConv(F_IN, F_OUT, num_relations=3, aggr="sum", root_weight=False), TYPE),
@@ -243,6 +244,7 @@ MORE = (
       for mechanism in ("across-relation", "within-relation")
       for mod in (None, "additive", "scaled", "f-additive", "f-scaled")),
     Layer("rgat_bases_edge", lambda n: rgat(n, num_bases=2, edge_dim=F_EDGE), {**TYPE, **ATTR}),
+    Layer("rgat_wide", lambda n: rgat(n, num_in=12, heads=2), TYPE, x=(12,)),
     Layer("rgat_blocks", lambda n: rgat(n, 4, num_blocks=2, concat=False), TYPE),
     Layer("signed_first", lambda n: n.SignedConv(F_IN, F_OUT, first_aggr=True), call=signed),
     Layer("signed", lambda n: n.SignedConv(F_IN // 2, F_OUT, first_aggr=False), call=signed),

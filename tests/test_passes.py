@@ -13,7 +13,7 @@ import zoo
 from benchmarks.edge_phases import edge_phases
 from oracle import TOLERANCE, check, error, program_of, random_case
 from programs import CASES, make_tensors
-from pyg_fullgraph.autograd import observing
+from pyg_fullgraph.autograd import observing, run
 from pyg_fullgraph.execution import run_plan
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.phases import EdgePhase
@@ -245,6 +245,36 @@ def test_a_map_of_a_product_with_a_matrix_per_kind_of_edge_is_made_of_the_table(
     assert {n.shape for n in ir.walk(score) if n.op == "lookup"} == {(3, columns) if is_one else (blocks, 3, 5)}
     for case in GRAPHS:
         check(program, case)
+
+
+@pytest.mark.parametrize("rows, domain, of, is_picked", [
+    (12, SRC, EDGE, True), (12, DST, EDGE, True), (12, DST, SRC, True), (11, SRC, EDGE, False),
+    (12, EDGE, EDGE, False)])
+def test_a_product_with_a_matrix_per_kind_of_edge_is_one_of_those_of_the_vertex(rows, domain, of, is_picked):
+    """Where there are few kinds for the features, and something of an edge decides."""
+    x, kind = ir.input("x", domain, (rows,)), ir.input("kind", of, (), True)
+    matrix = ir.lookup(ir.input("table", PARAM, (3, rows, 5)), kind)
+    product = ir.reduce_features("sum", pointwise("mul", ir.view(x, (rows, 1)), matrix), (0,))
+    weight = ir.softmax(ir.reduce_features("sum", product, (0,), keepdim=True))
+    program = EdgeProgram((Output("sum", pointwise("mul", weight, product)), Output("max", product, "read")))
+    core = split(program).stages[0].core
+    edges = {n.op for n in ir.walk(*roots_of(core)) if n.domain == EDGE}
+    assert ("lookup" in edges) == (not is_picked)
+    for case in GRAPHS:
+        check(program, case)
+
+
+def test_a_product_with_the_matrix_of_no_kind_is_seen():
+    """It is NaN, as an entry of a table beyond its end is, and that of other edges of the row is what it was."""
+    x, kind = ir.input("x", SRC, (8,)), ir.input("kind", EDGE, (), True)
+    matrix = ir.lookup(ir.input("table", PARAM, (2, 8, 3)), kind)
+    product = ir.reduce_features("sum", pointwise("mul", ir.view(x, (8, 1)), matrix), (0,))
+    program = EdgeProgram((Output("edge", product),))
+    tensors = {"x": torch.randn(2, 8), "kind": torch.tensor([0, 2, 1, -1]), "table": torch.randn(2, 8, 3)}
+    graph = Graph.from_edge_index(torch.tensor([[0, 1, 1, 0], [0, 0, 1, 1]]), (2, 2))
+    (out,) = run(program, graph, tensors)
+    assert out.isnan().all(1).tolist() == [False, True, False, True]
+    torch.testing.assert_close(out[2], tensors["x"][1] @ tensors["table"][1])
 
 
 def test_a_permutation_of_dimensions_of_one_feature_is_a_view():

@@ -117,9 +117,11 @@ def reorganize(roots: Iterable[Node]) -> tuple[Node, ...]:
     ``(a_j + b_i) W`` becomes ``a_j W + b_i W``, ``cat(a, b) W`` splits ``W`` by rows, ``(e A) B`` of edge data is
     ``e (A B)`` and ``(x T[t]) W`` of a matrix per kind ``t`` is ``x (T W)[t]`` where that is less work, sums are
     regrouped so that what belongs to one end point is added there, and a linear map of edge data that is summed down
-    right after is folded into its weight, alone or beside what else is summed.
+    right after is folded into its weight, alone or beside what else is summed. ``x_j T[t]`` is picked among the
+    products ``x_j T`` of all kinds, where these are few.
     """
-    return canonicalize(ir.rewrite(roots, _reorganize_node))
+    roots = canonicalize(ir.rewrite(roots, _reorganize_node))
+    return canonicalize(ir.rewrite(roots, _among_kinds))
 
 
 def _reorganize_node(node: Node) -> Node | None:
@@ -159,25 +161,57 @@ def _distribute(x: Node, weight: Node) -> Node:
     return ir.mm(x, weight)
 
 
-def _into_table(x: Node, weight: Node) -> Node | None:
-    """``(r T[t]) W``, of a row ``r`` and a matrix ``T[t]`` of the kind ``t`` of an edge, as ``r (T W)[t]`` where that
-    is narrower; None of anything else.
-    """
-    total = _unviewed(x)
-    if total.op != "sum" or total.args[0].op != "mul" or weight.shape[1] >= weight.shape[0]:
+class _OfKind(NamedTuple):
+    """``row table[kind]``, the product of a row ``[K]`` with one of the matrices ``[T, K, M]``."""
+
+    row: Node
+    table: Node
+    kind: Node
+
+
+def _of_kind(total: Node) -> _OfKind | None:
+    """What ``total`` is a product of, if it is one with a matrix per kind of edge."""
+    if total.op != "sum" or total.args[0].op != "mul" or len(total.attr("dims")) > 1:
         return None
-    shape, (dim, *others) = total.args[0].shape, total.attr("dims")
+    shape, (dim,) = total.args[0].shape, total.attr("dims")
     for row, value in (total.args[0].args, total.args[0].args[::-1]):
         matrix = _unviewed(value)
-        if others or matrix.op != "lookup" or matrix.numel != math.prod(shape) or row.numel != shape[dim] or \
-                math.prod(shape[:dim]) > 1:
-            continue
-        table, kind = matrix.args
-        kinds, rows, columns = table.shape[0], row.numel, weight.shape[1]
-        product = ir.mm(ir.view(table, (kinds * rows, weight.shape[0])), weight)
-        found = ir.lookup(ir.view(product, (kinds, rows, columns)), kind)
-        return ir.reduce_features("sum", pointwise("mul", ir.view(row, (rows, 1)), found), (0,))
+        if matrix.op == "lookup" and matrix.numel == math.prod(shape) and row.numel == shape[dim] and \
+                math.prod(shape[:dim]) == 1:
+            table, kind = matrix.args
+            return _OfKind(ir.view(row, (row.numel,)), ir.view(table, (table.shape[0], row.numel, total.numel)), kind)
     return None
+
+
+def _into_table(x: Node, weight: Node) -> Node | None:
+    """``(r T[t]) W`` as ``r (T W)[t]`` where that is narrower; None of anything else."""
+    found = _of_kind(_unviewed(x))
+    if found is None or weight.shape[1] >= weight.shape[0]:
+        return None
+    kinds, rows, between = found.table.shape
+    product = ir.mm(ir.view(found.table, (kinds * rows, between)), weight)
+    narrower = ir.lookup(ir.view(product, (kinds, rows, weight.shape[1])), found.kind)
+    return ir.reduce_features("sum", pointwise("mul", ir.view(found.row, (rows, 1)), narrower), (0,))
+
+
+#: Most kinds of edges of which each vertex has a product of its own, and for how many features there may be one more.
+MAX_KINDS, FEATURES_PER_KIND = 8, 4
+
+
+def _among_kinds(node: Node) -> Node | None:
+    """``r T[t]`` of the row of a vertex as one of the products ``r T``, where there are few; NaN of no kind."""
+    found = _of_kind(node) if node.domain == Domain.EDGE else None
+    if found is None or found.row.domain not in (Domain.SRC, Domain.DST) or found.kind.domain == found.row.domain:
+        return None
+    kinds, rows, columns = found.table.shape
+    if kinds > min(MAX_KINDS, rows // FEATURES_PER_KIND):
+        return None
+    products = ir.mm(found.row, ir.view(ir.permute(found.table, (1, 0, 2)), (rows, kinds * columns)))
+    is_kind = pointwise("eq", ir.view(found.kind, (1,)), ir.cat([ir.whole(k, (1,)) for k in range(kinds)], 0))
+    picked = pointwise("where", ir.view(is_kind, (kinds, 1)), ir.view(products, (kinds, columns)), 0.0)
+    is_any = pointwise("and", pointwise("ge", found.kind, 0.0), pointwise("lt", found.kind, float(kinds)))
+    total = ir.reduce_features("sum", picked, (0,))
+    return ir.view(pointwise("where", ir.view(is_any, (1,)), total, math.nan), node.shape)
 
 
 def _unviewed(node: Node) -> Node:
