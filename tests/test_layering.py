@@ -55,6 +55,7 @@ LAYERS = (
     "pyg_fullgraph.saga.packing",
     "pyg_fullgraph.saga.finishing",
     "pyg_fullgraph.saga.recompute",
+    "pyg_fullgraph.saga.canonical",
     "pyg_fullgraph.saga.rewrites",
     "pyg_fullgraph.saga.unrolled",
     "pyg_fullgraph.saga.passes",

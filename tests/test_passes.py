@@ -18,11 +18,12 @@ from pyg_fullgraph.execution import run_plan
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.phases import EdgePhase
 from pyg_fullgraph.saga import interpret, ir, recompute
+from pyg_fullgraph.saga.canonical import canonicalize
 from pyg_fullgraph.saga.interpret import run_reference
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output, pointwise
 from pyg_fullgraph.saga.passes import PASSES, hoist, plan, reduction, split
 from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, STAGED
-from pyg_fullgraph.saga.rewrites import canonicalize, reorganize
+from pyg_fullgraph.saga.rewrites import reorganize
 
 SRC, DST, EDGE, PARAM = Domain.SRC, Domain.DST, Domain.EDGE, Domain.PARAM
 GRAPHS = [zoo.prime(), zoo.hub(), zoo.bipartite(), zoo.no_edges()]

@@ -61,11 +61,11 @@ def digests(found):
 
 
 def check_round_trip(roots):
-    text = json.dumps(ir.to_plain(roots))
-    assert all(a is b for a, b in zip(ir.from_plain(json.loads(text)), roots, strict=True))
+    text = json.dumps(stored.to_plain(roots))
+    assert all(a is b for a, b in zip(stored.from_plain(json.loads(text)), roots, strict=True))
     known, Node._interned = Node._interned, weakref.WeakValueDictionary()
     try:  # as in a process that has none of the nodes
-        fresh = ir.from_plain(json.loads(text))
+        fresh = stored.from_plain(json.loads(text))
     finally:
         Node._interned = known
     assert not set(fresh) & set(roots)

@@ -16,7 +16,7 @@ import enum
 import hashlib
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -601,25 +601,6 @@ def listing(roots: Iterable[Node]) -> tuple[dict[Node, str], list[str]]:
         text = "input" if node.op == "input" else f"{node.op}({', '.join([names[a] for a in node.args] + attrs)})"
         lines.append(f"{names[node]}: {node.domain.label}{list(node.shape)} = {text}")
     return names, lines
-
-
-def to_plain(roots: Sequence[Node]) -> dict[str, Any]:
-    """``roots`` as lists, numbers and strings, which JSON holds without loss; :func:`from_plain` reads it."""
-    places: dict[Node, int] = {}
-    nodes = []
-    for node in walk(*roots):
-        nodes.append([node.op, [places[a] for a in node.args], list(node.shape), int(node.domain), dict(node.attrs)])
-        places[node] = len(places)
-    return {"nodes": nodes, "roots": [places[r] for r in roots]}
-
-
-def from_plain(plain: Mapping[str, Any]) -> tuple[Node, ...]:
-    """The roots that :func:`to_plain` was given; a list among the attributes was a tuple."""
-    nodes: list[Node] = []
-    for op, args, shape, domain, attrs in plain["nodes"]:
-        attrs = {k: tuple(v) if isinstance(v, list) else v for k, v in attrs.items()}
-        nodes.append(Node(op, (nodes[a] for a in args), tuple(shape), Domain(domain), **attrs))
-    return tuple(nodes[r] for r in plain["roots"])
 
 
 def verify(program: EdgeProgram) -> None:

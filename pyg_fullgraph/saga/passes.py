@@ -15,9 +15,10 @@ from typing import Any
 
 from pyg_fullgraph.saga import features, finishing, ir, packing, recompute
 from pyg_fullgraph.saga.adjoint import scales_linearly, softmax_from
+from pyg_fullgraph.saga.canonical import canonicalize
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output, pointwise
 from pyg_fullgraph.saga.plans import Plan, Sweep, Target, addend, read_by
-from pyg_fullgraph.saga.rewrites import canonicalize, order_products, reorganize, terms_of
+from pyg_fullgraph.saga.rewrites import order_products, reorganize, terms_of
 from pyg_fullgraph.saga.unrolled import MAX_UNROLLED, is_narrow_outer
 
 #: Passes that ``disable`` can leave out, for ablations.

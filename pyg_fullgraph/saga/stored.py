@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -22,10 +22,10 @@ import torch
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.adjoint import Adjoint, adjoint
 from pyg_fullgraph.saga.aten import TRACING
-from pyg_fullgraph.saga.ir import EdgeProgram
+from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node
 from triton_kernels import disk
 
-__all__ = ["adjoint_of"]
+__all__ = ["adjoint_of", "from_plain", "to_plain"]
 
 
 def adjoint_of(program: EdgeProgram) -> Adjoint:
@@ -101,13 +101,13 @@ def _read(path: Path, key: Mapping[str, str]) -> Adjoint | None:
     if checksum != _checksum(text):
         return None
     content = json.loads(text)
-    return _from_plain(content["adjoint"]) if content["key"] == key else None
+    return _adjoint(content["adjoint"]) if content["key"] == key else None
 
 
 def _write(path: Path, key: Mapping[str, str], found: Adjoint) -> None:
     try:
-        text = json.dumps({"key": key, "adjoint": _to_plain(found)}, separators=(",", ":"))
-        if _from_plain(json.loads(text)["adjoint"]) == found:
+        text = json.dumps({"key": key, "adjoint": _plain_adjoint(found)}, separators=(",", ":"))
+        if _adjoint(json.loads(text)["adjoint"]) == found:
             disk.write(path, f"{_checksum(text)}\n{text}")
     except (OSError, TypeError):  # no room, or an attribute that JSON does not know
         return
@@ -117,15 +117,34 @@ def _checksum(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _to_plain(found: Adjoint) -> dict[str, Any]:
+def _plain_adjoint(found: Adjoint) -> dict[str, Any]:
     present = [g for g in found.grads.values() if g is not None]
     stand_ins = [n for pair in found.saved.values() for n in pair]
     return {"has_grad": [g is not None for g in found.grads.values()], "saved": list(found.saved),
-            **ir.to_plain([*found.grads, *present, *stand_ins])}
+            **to_plain([*found.grads, *present, *stand_ins])}
 
 
-def _from_plain(plain: Mapping[str, Any]) -> Adjoint:
-    nodes = iter(ir.from_plain(plain))
+def _adjoint(plain: Mapping[str, Any]) -> Adjoint:
+    nodes = iter(from_plain(plain))
     wrt = [next(nodes) for _ in plain["has_grad"]]
     grads = {n: next(nodes) if has_grad else None for n, has_grad in zip(wrt, plain["has_grad"], strict=True)}
     return Adjoint(grads, {name: (next(nodes), next(nodes)) for name in plain["saved"]})
+
+
+def to_plain(roots: Sequence[Node]) -> dict[str, Any]:
+    """``roots`` as lists, numbers and strings, which JSON holds without loss; :func:`from_plain` reads it."""
+    places: dict[Node, int] = {}
+    nodes = []
+    for node in ir.walk(*roots):
+        nodes.append([node.op, [places[a] for a in node.args], list(node.shape), int(node.domain), dict(node.attrs)])
+        places[node] = len(places)
+    return {"nodes": nodes, "roots": [places[r] for r in roots]}
+
+
+def from_plain(plain: Mapping[str, Any]) -> tuple[Node, ...]:
+    """The roots that :func:`to_plain` was given; a list among the attributes was a tuple."""
+    nodes: list[Node] = []
+    for op, args, shape, domain, attrs in plain["nodes"]:
+        attrs = {k: tuple(v) if isinstance(v, list) else v for k, v in attrs.items()}
+        nodes.append(Node(op, (nodes[a] for a in args), tuple(shape), Domain(domain), **attrs))
+    return tuple(nodes[r] for r in plain["roots"])
