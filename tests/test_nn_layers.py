@@ -242,6 +242,10 @@ def test_same_results_on_every_run():
     assert_same(first, second, 0)
 
 
+# Of which a sweep runs in chunks, and why: here a position network is wider inside than where attention reads it.
+IN_CHUNKS = {"point_transformer_nn": "pairs every feature with every feature of the same axis"}
+
+
 @pytest.mark.parametrize("layer", [layer for layer in (*SQUARE, *PAIRS, *MORE, *MORE_PAIRS) if layer.name not in PLAIN],
                          ids=str)
 def test_all_sweeps_of_a_layer_have_kernels(layer):
@@ -250,4 +254,5 @@ def test_all_sweeps_of_a_layer_have_kernels(layer):
     forward, backward = kernels_of(lambda: run(fused, layer, case, case.edge_index))
     assert forward and backward
     refused = [kernel for kernel in (*forward, *backward) if not isinstance(kernel, KernelSource)]
-    assert refused == []
+    assert bool(refused) == (layer.name in IN_CHUNKS)
+    assert all(IN_CHUNKS[layer.name] in str(kernel) for kernel in refused)

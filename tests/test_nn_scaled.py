@@ -66,6 +66,7 @@ MODULES = {
     "sum-of-all": lambda: pyg_nn.SAGEConv(6, 5, aggr=scaler("sum", ["linear", "inverse_linear"])),
     "beside": lambda: pyg_nn.SimpleConv(aggr=scaler(), combine_root="cat"),
     "alone": lambda: pyg_nn.SimpleConv(aggr=scaler()),
+    "wide": lambda: pyg_nn.PNAConv(6, 24, ["mean"], ALL, DEGREES), "widest": lambda: pna(4, post_layers=2),
     "self-loop": lambda: pyg_nn.SimpleConv(aggr=scaler("max", ALL[:3]), combine_root="self_loop"),
 }
 
@@ -88,17 +89,28 @@ def test_results_and_gradients_are_pygs(name):
         assert_fused(1)
 
 
-def test_multiples_are_not_written_out():
-    """Three factors of three numbers per feature: nothing is wider than these three, or three of the result."""
-    ours, x = convert(pna().double()), features()
-    pygs, width = pna().double(), 6
+@pytest.mark.parametrize("num_out, aggrs, pygs_width, width", [
+    (6, ["mean", "max", "std"], 60, 18), (6, ["mean"], 24, 18), (7, ["mean"], 24, 24), (48, ["mean"], 48, 48)])
+def test_multiples_are_not_written_out_where_products_are_narrower(num_out, aggrs, pygs_width, width):
+    """Three factors of what is as wide as `aggrs`, beside 6 features: three products, or these multiples and `x`."""
+    pygs, x = pyg_nn.PNAConv(6, num_out, aggrs, ALL[:3], DEGREES).double(), features()
+    ours = convert(copy.deepcopy(pygs))
     with Widest(CASE.num_src) as widest:
         gradients(pygs, x)
-    assert widest.features == 10 * width
+    assert widest.features == pygs_width
     for _ in range(5):
         with Widest(CASE.num_src) as widest:
             gradients(ours, x)
-        assert widest.features == 3 * width
+        assert widest.features == width
+
+
+def test_a_weight_of_another_layout_is_torchs_to_multiply():
+    pygs, x = pna().double(), features()
+    ours = convert(copy.deepcopy(pygs))
+    (post,) = ours.post_nns[0]
+    post.weight = torch.nn.Parameter(post.weight.detach().to_sparse_csr())
+    with torch.no_grad():
+        assert_same([ours(x, CASE.edge_index)], [pygs(x, CASE.edge_index)])
 
 
 @pytest.fixture
@@ -132,7 +144,10 @@ def test_a_result_that_is_read_as_well_is_made_of_what_there_is(result):
     lambda made, x: torch.cat([x, made], 1)[:, 0], lambda made, x: made[0], lambda made, x: made[:, -1],
     lambda made, x: made[:, 0, :3], lambda made, x: made[:, 0][:, 1], lambda made, x: F.linear(made, x[0]),
     lambda made, x: torch.cat([made, made], -1)[:, 1], lambda made, x: torch.cat((made,), dim=-1),
-    lambda made, x: torch.cat([made[:, 0], made[:, 1]], 1), lambda made, x: made.relu()], ids=range(10))
+    lambda made, x: torch.cat([made[:, 0], made[:, 1]], 1), lambda made, x: made.relu(),
+    lambda made, x: torch.cat([x, made], axis=-1), lambda made, x: torch.cat(tensors=[x, made], dim=-1),
+    lambda made, x: torch.cat([x, made], -1, out=x.new_empty(0)), lambda made, x: F.linear(made[:, 0], weight=x[0]),
+    lambda made, x: F.linear(input=made[:, 0], weight=x[0])], ids=range(15))
 def test_whatever_else_is_done_with_a_result_is_done_with_the_numbers(result, use):
     _, made = result
     x = features(108).view(-1, 2, 54)

@@ -220,8 +220,8 @@ def test_nothing_wide_is_multiplied_on_an_edge_twice(name):
     assert [n for n in ir.walk(*roots_of(core)) if n.domain == PARAM and n.op not in ("input", "const")] == []
 
 
-@pytest.mark.parametrize("narrow, wide, is_one", [(3, 8, True), (9, 8, True), (20, 4, True), (21, 4, False)])
-def test_two_maps_of_edge_data_are_one_where_that_is_no_more_work(narrow, wide, is_one):
+@pytest.mark.parametrize("narrow, wide, is_one", [(3, 8, True), (8, 8, True), (9, 8, False)])
+def test_two_maps_of_edge_data_are_one_where_that_is_no_wider(narrow, wide, is_one):
     data, x = ir.input("data", EDGE, (narrow,)), ir.input("x", SRC, (4,))
     first, second = ir.input("A", PARAM, (narrow, wide)), ir.input("B", PARAM, (wide, 5))
     bias = ir.input("b", PARAM, (wide,))
@@ -233,12 +233,15 @@ def test_two_maps_of_edge_data_are_one_where_that_is_no_more_work(narrow, wide, 
     assert ir.mm(bias, second) in set(ir.walk(node))
 
 
-@pytest.mark.parametrize("columns, domain, blocks, is_one", [
-    (2, SRC, 1, True), (2, EDGE, 1, True), (5, SRC, 1, False), (2, DST, 2, False)])
-def test_a_map_of_a_product_with_a_matrix_per_kind_of_edge_is_made_of_the_table(columns, domain, blocks, is_one):
-    """As in RGATConv, whose scores are numbers per head of `x W_t`; unless it is no narrower, or `W_t` has blocks."""
+@pytest.mark.parametrize("columns, domain, blocks, kinds, is_one", [
+    (2, SRC, 1, 3, True), (2, EDGE, 1, 3, True), (3, SRC, 1, 3, False), (2, DST, 2, 3, False),
+    (2, SRC, 1, 1025, False)])
+def test_a_map_of_a_product_with_a_matrix_per_kind_of_edge_is_made_of_the_table(columns, domain, blocks, kinds, is_one):
+    """As in RGATConv, whose scores are numbers per head of `x W_t`; unless that is more than half as wide, `W_t` has
+    blocks, or there are more kinds than there may be edges.
+    """
     x, kind = ir.input("x", domain, (blocks * 3,)), ir.input("kind", EDGE, (), True)
-    table, after = ir.input("table", PARAM, (3, blocks, 3, 5)), ir.input("after", PARAM, (blocks * 5, columns))
+    table, after = ir.input("table", PARAM, (kinds, blocks, 3, 5)), ir.input("after", PARAM, (blocks * 5, columns))
     scaled = pointwise("mul", ir.view(x, (blocks, 1, 3, 1)), ir.view(ir.lookup(table, kind), (blocks, 1, 3, 5)))
     product = ir.view(ir.reduce_features("sum", scaled, (2,)), (blocks * 5,))
     program = EdgeProgram((Output("sum", ir.mm(product, after)), Output("max", product, "read")))
@@ -246,6 +249,19 @@ def test_a_map_of_a_product_with_a_matrix_per_kind_of_edge_is_made_of_the_table(
     assert {n.shape for n in ir.walk(score) if n.op == "lookup"} == {(3, columns) if is_one else (blocks, 3, 5)}
     for case in GRAPHS:
         check(program, case)
+
+
+@pytest.mark.parametrize("row, dim", [((12,), 0), ((1, 12), 0), ((12, 1), 1), ((12, 12), 0), ((), 0), ((12, 1), 0)],
+                         ids=str)
+@pytest.mark.parametrize("has_map", [True, False])
+def test_what_is_multiplied_with_a_matrix_per_kind_of_edge_may_lie_along_either_side(row, dim, has_map):
+    """Of square matrices, and of these one that is not multiplied with a row at all."""
+    x, kind = ir.input("x", SRC, row), ir.input("kind", EDGE, (), True)
+    matrix = ir.lookup(ir.input("table", PARAM, (3, 12, 12)), kind)
+    for factors in ((x, matrix), (matrix, x)):
+        value = ir.reduce_features("sum", pointwise("mul", *factors), (dim,))
+        value = ir.mm(value, ir.input("after", PARAM, (12, 2))) if has_map else value
+        check(EdgeProgram((Output("sum", value),)), GRAPHS[0])
 
 
 @pytest.mark.parametrize("rows, domain, of, is_picked", [

@@ -2,7 +2,8 @@
 
 ``DegreeScalerAggregation`` puts multiples ``s_k A`` of what the edges of a row became side by side, one for each of K
 scalers; ``PNAConv`` puts ``x`` beside them and multiplies. ``[x, s_1 A, ..., s_K A] W^T`` is ``x W_0^T +
-sum_k s_k (A W_k^T)``, for which neither that array, 13 times as wide as ``x`` by default, nor its gradient is needed.
+sum_k s_k (A W_k^T)``, for which neither that array, 13 times as wide as ``x`` with PNA's usual four aggregations and
+three scalers, nor its gradient is needed, but K products, which are narrower where ``A`` is wider than the result.
 
 Only forwards written in PyG are treated so: they write to nothing between the calls.
 """
@@ -41,7 +42,7 @@ class _Split(NamedTuple):
     has_factor: tuple[bool, ...]
 
 
-class Multiples:
+class _Multiples:
     """The result of a propagate, ``[N, *lead, K D]``: K multiples of ``[N, *lead, D]`` side by side."""
 
     def __init__(self, layer: Module, split: _Split, program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor],
@@ -60,13 +61,13 @@ class Multiples:
         self._whole: Tensor | None = None
         self._parts: tuple[Tensor, Tensor] | None = None
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether all multiples are there, and the value is not."""
-        return self._whole is not None and self._parts is None
+    def pays(self, width: int) -> bool:
+        """Whether products of the value, ``width`` features each, are there sooner than one of all multiples."""
+        is_whole = self._whole is not None and self._parts is None
+        return not is_whole and width * len(self.split.has_factor) <= self.shape[-1]
 
     def whole(self) -> Tensor:
-        """All multiples, ``[N, *lead, K D]``."""
+        """All multiples, ``[N, *lead, K D]``; the same tensor each time, to which nobody writes (see above)."""
         if self._whole is None and self._parts is None:
             (self._whole,) = self._run(self.program)
         if self._whole is None:
@@ -90,19 +91,19 @@ class Multiples:
 
 
 class ScaledExpr(DeferredTensor):
-    """Features of nodes beside :class:`Multiples`, ``[N, *lead, W]``, not written out.
+    """Features of nodes beside :class:`_Multiples`, ``[N, *lead, W]``, not written out.
 
     Attributes:
         parts: What is side by side in the last dimension.
         tower: What is picked of ``lead``, which is one dimension then; None if nothing is.
     """
 
-    parts: tuple[Tensor | Multiples, ...]
+    parts: tuple[Tensor | _Multiples, ...]
     tower: int | None
 
     @staticmethod
-    def __new__(cls, parts: tuple[Tensor | Multiples, ...], tower: int | None = None) -> ScaledExpr:
-        multiples = [p for p in parts if isinstance(p, Multiples)]
+    def __new__(cls, parts: tuple[Tensor | _Multiples, ...], tower: int | None = None) -> ScaledExpr:
+        multiples = [p for p in parts if isinstance(p, _Multiples)]
         lead = multiples[0].shape[:-1]
         like = next(t for t in multiples[0].tensors.values() if t.is_floating_point())
         self: ScaledExpr = DeferredTensor._make(
@@ -111,7 +112,7 @@ class ScaledExpr(DeferredTensor):
         self.watch(*(t for p in multiples for t in p.tensors.values()), *(p for p in parts if isinstance(p, Tensor)))
         return self
 
-    def __init__(self, parts: tuple[Tensor | Multiples, ...], tower: int | None = None) -> None:
+    def __init__(self, parts: tuple[Tensor | _Multiples, ...], tower: int | None = None) -> None:
         """See the class."""
 
     @classmethod
@@ -120,18 +121,18 @@ class ScaledExpr(DeferredTensor):
         """The result of a propagate that :func:`has_multiples`."""
         split = _split(program)
         assert split is not None
-        return cls((Multiples(layer, split, program, graph, tensors, ways),))
+        return cls((_Multiples(layer, split, program, graph, tensors, ways),))
 
     def compute(self) -> Tensor:
-        parts = [self._picked(p.whole() if isinstance(p, Multiples) else p) for p in self.parts]
+        parts = [self._picked(p.whole() if isinstance(p, _Multiples) else p) for p in self.parts]
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made: Tensor | None = None
-        if func is torch.cat:
+        if func is torch.cat and args and set(kwargs or ()) <= {"dim"}:
             made = _beside(*args, **(kwargs or {}))
-        elif func is F.linear and type(args[0]) is ScaledExpr and not kwargs:
+        elif func is F.linear and len(args) > 1 and type(args[0]) is ScaledExpr and not kwargs:
             made = args[0].linear(*args[1:])
         elif func is Tensor.__getitem__ and type(args[0]) is ScaledExpr:
             made = args[0].of_tower(args[1])
@@ -145,15 +146,22 @@ class ScaledExpr(DeferredTensor):
         return ScaledExpr(self.parts, place[1]) if is_one else None
 
     def linear(self, weight: Any, bias: Any = None) -> Tensor | None:
-        """``self weight^T + bias``; None where torch is to say what is wrong, and where the values are there."""
-        fits = len(self.known_shape) == 2 and type(weight) in _PLAIN and weight.dim() == 2 and \
-            weight.shape[1] == self.known_shape[1] and weight.dtype == self.known_dtype and \
-            (bias is None or (type(bias) in _PLAIN and bias.dtype == weight.dtype))
-        if not fits or not self.is_open or any(isinstance(p, Multiples) and p.is_whole for p in self.parts):
+        """``self weight^T + bias``; None where it is made of all multiples: where these are there, or no wider than
+        the products, and where torch is to say what is wrong.
+        """
+        given = (weight,) if bias is None else (weight, bias)
+        fits = len(self.known_shape) == 2 and all(
+            type(t) in _PLAIN and t.dtype == self.known_dtype and t.layout == torch.strided for t in given) and \
+            weight.dim() == 2 and weight.shape[1] == self.known_shape[1]
+        if not fits or not self.is_open or not all(p.pays(weight.shape[0]) for p in self.parts
+                                                   if isinstance(p, _Multiples)):
             return None
         self.check_unchanged()
         terms: list[Tensor] = []
-        for part, own in zip(self.parts, weight.split([p.shape[-1] for p in self.parts], 1), strict=True):
+        start = 0
+        for part in self.parts:
+            own = weight.narrow(1, start, part.shape[-1])
+            start += part.shape[-1]
             if isinstance(part, Tensor):
                 terms.append(dense.linear(self._picked(part), own, bias))
                 bias = None

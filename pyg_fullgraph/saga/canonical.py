@@ -49,7 +49,10 @@ def _simplify(node: Node) -> Node | None:
 
 
 def _simplify_permute(node: Node) -> Node | None:
-    """Of two in a row one; none where only dimensions of one feature move, which parameters are read in as they are."""
+    """Of two permutations in a row one; of one that only moves dimensions of size 1 a view.
+
+    Not of a parameter's, which kernels read transposed where it is, while a view is another parameter.
+    """
     source, dims = node.args[0], node.attr("dims")
     if source.op == "permute":
         source, dims = source.args[0], tuple(source.attr("dims")[d] for d in dims)

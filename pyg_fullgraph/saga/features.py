@@ -11,7 +11,6 @@ import itertools
 import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,40 +102,34 @@ def _join(nodes: Sequence[Node], dim: int) -> Node:
 _Request = tuple[Node, int, int, int]
 #: Works on a cut: asks for those of operands, is sent them, and returns its own.
 _Steps = Generator[_Request, Node, Node]
-#: Cuts made so far: what is read several times is cut once, or longer expressions take for ever.
-_known: dict[_Request, Node] = {}
-_MOST_KNOWN = 4096
+#: Cuts made so far: what is read several times is cut once, or longer expressions take for ever. Emptied between two
+#: cuts that somebody asks for, as what an expression needs while it is cut must stay.
+_cuts: dict[_Request, Node] = {}
+_MOST_CUTS = 4096
 
 
 def cut(node: Node, dim: int, start: int, stop: int) -> Node:
     """Features ``start`` to ``stop`` of dimension ``dim``, taken as far inside as they can be."""
-    return _run(_ask(node, dim, start, stop))
-
-
-def _ask(*request: Any) -> _Steps:
-    return (yield request)
-
-
-def _run(steps: _Steps) -> Node:
-    """What ``steps`` return. Cuts wait for those of operands here: expressions may be deeper than Python's stack."""
-    if len(_known) > _MOST_KNOWN:
-        _known.clear()
-    waiting: list[tuple[_Request | None, _Steps]] = [(None, steps)]
-    answer: Any = None
-    while waiting:
-        request, steps = waiting[-1]
-        try:
-            wanted = steps.send(answer)
-        except StopIteration as end:
-            answer = end.value
-            waiting.pop()
-            if request is not None:
-                _known[request] = answer
-            continue
-        answer = _known.get(wanted)
+    if len(_cuts) > _MOST_CUTS:
+        _cuts.clear()
+    # Cuts wait for those of operands here: expressions may be deeper than Python's stack.
+    wanted = node, dim, start, stop
+    waiting: list[tuple[_Request, _Steps]] = []
+    while True:
+        answer = _cuts.get(wanted)
         if answer is None:
             waiting.append((wanted, _cut(*wanted)))
-    return answer
+        while waiting:
+            request, steps = waiting[-1]
+            try:
+                wanted = next(steps) if answer is None else steps.send(answer)
+                break
+            except StopIteration as end:
+                answer = _cuts[request] = end.value
+                waiting.pop()
+        else:
+            assert answer is not None
+            return answer
 
 
 def _cut(node: Node, dim: int, start: int, stop: int) -> _Steps:
@@ -159,10 +152,12 @@ def _cut(node: Node, dim: int, start: int, stop: int) -> _Steps:
     if op.kind == "pointwise":
         args = []
         for a in node.args:
-            args.append((yield from _cut_aligned(a, from_right, start, stop, node.shape[dim])))
+            at = _aligned(a, from_right, node.shape[dim])
+            args.append(a if at is None else (yield a, at, start, stop))
         return _rebuilt(node, args, shape)
     if node.op == "expand":
-        return ir.expand((yield from _cut_aligned(node.args[0], from_right, start, stop, node.shape[dim])), shape)
+        x, at = node.args[0], _aligned(node.args[0], from_right, node.shape[dim])
+        return ir.expand(x if at is None else (yield x, at, start, stop), shape)
     if node.op in ("lift", "softmax"):
         return _rebuilt(node, ((yield node.args[0], dim, start, stop),), shape)
     if node.op == "permute":
@@ -181,11 +176,9 @@ def _cut(node: Node, dim: int, start: int, stop: int) -> _Steps:
     return ir.slice_(node, dim, start, stop)
 
 
-def _cut_aligned(node: Node, dim: int, start: int, stop: int, size: int) -> _Steps:
-    """The same of an operand that is broadcast: ``dim`` counts from the right."""
-    if len(node.shape) < -dim or node.shape[dim] != size:
-        return node
-    return (yield node, len(node.shape) + dim, start, stop)
+def _aligned(node: Node, dim: int, size: int) -> int | None:
+    """The dimension ``dim`` from the right of an operand; None where that is broadcast to ``size`` features."""
+    return len(node.shape) + dim if len(node.shape) >= -dim and node.shape[dim] == size else None
 
 
 def _cut_view(node: Node, dim: int, start: int, stop: int) -> _Steps:
@@ -257,7 +250,7 @@ def _push_pointwise(node: Node, joined: Sequence[int]) -> Node:
     cuts = sorted({b for a in same for b in _bounds(a)})
     pieces = []
     for low, high in itertools.pairwise(cuts):
-        args = [_run(_cut_aligned(a, dim, low, high, size)) for a in node.args]
+        args = [a if (k := _aligned(a, dim, size)) is None else cut(a, k, low, high) for a in node.args]
         pieces.append(_neutral(_rebuilt(node, args, _with(node.shape, at, high - low))))
     return _join(pieces, at)
 

@@ -23,8 +23,8 @@ __all__ = ["order_products", "reorganize", "terms_of"]
 def reorganize(roots: Iterable[Node]) -> tuple[Node, ...]:
     """Move linear maps off the edges.
 
-    ``(a_j + b_i) W`` becomes ``a_j W + b_i W``, ``cat(a, b) W`` splits ``W`` by rows, ``(e A) B`` of edge data is
-    ``e (A B)`` and ``(x T[t]) W`` of a matrix per kind ``t`` is ``x (T W)[t]`` where that is less work, sums are
+    ``(a_j + b_i) W`` becomes ``a_j W + b_i W``, ``cat(a, b) W`` splits ``W`` by rows, ``(e A) B`` of narrow edge data
+    is ``e (A B)`` and ``(x T[t]) W`` of a matrix per kind ``t`` is ``x (T W)[t]`` where that is narrower, sums are
     regrouped so that what belongs to one end point is added there, and a linear map of edge data that is summed down
     right after is folded into its weight, alone or beside what else is summed. ``x_j T[t]`` is picked among the
     products ``x_j T`` of all kinds, where these are few.
@@ -45,9 +45,9 @@ def _reorganize_node(node: Node) -> Node | None:
 
 def _distribute(x: Node, weight: Node) -> Node:
     mixed = x.domain == Domain.EDGE and any(a.domain != Domain.EDGE for a in x.args)
-    if x.op in ("add", "sub") and (mixed or _is_narrow(x, weight.shape[1])) and all(a.shape == x.shape for a in x.args):
+    if x.op in ("add", "sub") and (mixed or _is_narrow(x)) and all(a.shape == x.shape for a in x.args):
         return _regroup(pointwise(x.op, *(_distribute(a, weight) for a in x.args)))
-    if x.op == "mm" and _is_narrow(x, weight.shape[1]):
+    if x.op == "mm" and _is_narrow(x):
         return ir.mm(x.args[0], ir.mm(x.args[1], weight))
     if (narrower := _into_table(x, weight)) is not None:
         return narrower
@@ -83,19 +83,22 @@ def _of_kind(total: Node) -> _OfKind | None:
     if total.op != "sum" or total.args[0].op != "mul" or len(total.attr("dims")) > 1:
         return None
     shape, (dim,) = total.args[0].shape, total.attr("dims")
+    along = tuple(s if d == dim else 1 for d, s in enumerate(shape))
     for row, value in (total.args[0].args, total.args[0].args[::-1]):
         matrix = _unviewed(value)
-        if matrix.op == "lookup" and matrix.numel == math.prod(shape) and row.numel == shape[dim] and \
-                math.prod(shape[:dim]) == 1:
+        if matrix.op == "lookup" and value.shape == shape and math.prod(shape[:dim]) == 1 and \
+                (1,) * (len(shape) - len(row.shape)) + row.shape == along:
             table, kind = matrix.args
             return _OfKind(ir.view(row, (row.numel,)), ir.view(table, (table.shape[0], row.numel, total.numel)), kind)
     return None
 
 
 def _into_table(x: Node, weight: Node) -> Node | None:
-    """``(r T[t]) W`` as ``r (T W)[t]`` where that is narrower; None of anything else."""
+    """``(r T[t]) W`` as ``r (T W)[t]`` where that is half as wide or less, so that it pays where the former is read as
+    well, and the table is not so long that ``T W`` is work of its own; None of anything else.
+    """
     found = _of_kind(_unviewed(x))
-    if found is None or weight.shape[1] >= weight.shape[0]:
+    if found is None or 2 * weight.shape[1] > weight.shape[0] or found.table.shape[0] > MAX_TABLE:
         return None
     kinds, rows, between = found.table.shape
     product = ir.mm(ir.view(found.table, (kinds * rows, between)), weight)
@@ -103,12 +106,17 @@ def _into_table(x: Node, weight: Node) -> Node | None:
     return ir.reduce_features("sum", pointwise("mul", ir.view(found.row, (rows, 1)), narrower), (0,))
 
 
+#: Most matrices that are multiplied with another one before edges pick theirs.
+MAX_TABLE = 1024
 #: Most kinds of edges of which each vertex has a product of its own, and for how many features there may be one more.
 MAX_KINDS, FEATURES_PER_KIND = 8, 4
 
 
 def _among_kinds(node: Node) -> Node | None:
-    """``r T[t]`` of the row of a vertex as one of the products ``r T``, where there are few; NaN of no kind."""
+    """``r T[t]`` of the row of a vertex as one of the products ``r T``, where there are few; NaN of no kind.
+
+    Gradients of ``r`` are then made of all matrices: infinities in that of a kind that no edge has make them NaN.
+    """
     found = _of_kind(node) if node.domain == Domain.EDGE else None
     if found is None or found.row.domain not in (Domain.SRC, Domain.DST) or found.kind.domain == found.row.domain:
         return None
@@ -127,16 +135,15 @@ def _unviewed(node: Node) -> Node:
     return node.args[0] if node.op == "view" else node
 
 
-def _is_narrow(value: Node, columns: int) -> bool:
-    """Whether all that an edge adds to ``value`` are products of its data with a parameter, and one of that parameter
-    and another one with ``columns`` columns is no more work than a product with each in turn.
+def _is_narrow(value: Node) -> bool:
+    """Whether all that an edge adds to ``value`` are products of data no wider than it with a parameter, so that with
+    another parameter they are such products again, and no more work where ``value`` is read elsewhere as well.
     """
     if value.op != "mm":
         terms = [t for _, t in terms_of(value, 1, value.shape) if t.domain == Domain.EDGE]
-        return bool(terms) and all(t.op == "mm" and _is_narrow(t, columns) for t in terms)
+        return bool(terms) and all(t.op == "mm" and _is_narrow(t) for t in terms)
     x, weight = value.args
-    rows, between = weight.shape
-    return x.domain == Domain.EDGE and not weight.is_row and rows * columns <= (rows + columns) * between
+    return x.domain == Domain.EDGE and not weight.is_row and x.shape[-1] <= value.shape[-1]
 
 
 #: Terms of a sum that are looked at one by one.
