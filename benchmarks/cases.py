@@ -46,6 +46,7 @@ class Case:
         direction: ``forward``, or ``step``: forward and backward.
         node_data: Widths of further node tensors that the layer is given.
         edge_data: Features of each edge; 0 for none.
+        edge_kinds: Of how many kinds edges are; 0 where they are of none.
         needs_grad_x: Whether the features of a single layer get a gradient, as they do inside a model.
         needs_grad_edges: Whether the features of edges do.
         is_sampled: Plain PyG does not fit: check sampled rows, and gradients on a small graph.
@@ -68,6 +69,7 @@ class Case:
     direction: str = "step"
     node_data: tuple[int, ...] = ()
     edge_data: int = 0
+    edge_kinds: int = 0
     needs_grad_x: bool = True
     needs_grad_edges: bool = False
     is_sampled: bool = False
@@ -133,6 +135,11 @@ MORE_CONVS: dict[str, Callable[[SimpleNamespace, int, int, int, bool], nn.Module
                                                         heads=h),
     "mixhop": lambda ns, i, o, h, last: ns.MixHopConv(i, o // 2, powers=[1, 2]),
 }
+#: Those with a matrix per kind of edge; their ``edge_type`` is their third argument.
+KIND_CONVS: dict[str, Callable[[SimpleNamespace, int, int, int, bool], nn.Module]] = {
+    "rgat": lambda ns, i, o, h, last: ns.RGATConv(i, o // h, EDGE_KINDS, heads=h),
+    "fast-rgcn": lambda ns, i, o, h, last: ns.FastRGCNConv(i, o, EDGE_KINDS),
+}
 #: The same for edge phases alone, see :mod:`benchmarks.edge_phases`.
 PHASES: dict[str, Callable[[SimpleNamespace, int, int, int, bool], nn.Module]] = {
     "sum": lambda ns, i, o, h, last: ns.Sum(),
@@ -140,14 +147,16 @@ PHASES: dict[str, Callable[[SimpleNamespace, int, int, int, bool], nn.Module]] =
     "gatv2-phase": lambda ns, i, o, h, last: ns.GATv2Attention(h, o),
     "dot-phase": lambda ns, i, o, h, last: ns.DotAttention(h),
 }
-LAYERS = {**CONVS, **MORE_CONVS, **PHASES}
+LAYERS = {**CONVS, **MORE_CONVS, **KIND_CONVS, **PHASES}
+#: Kinds of edges of the layers that have some.
+EDGE_KINDS = 4
 #: How many nodes have 0, 1, 2 ... edges, as far as PNA's scalers ask: a mean of log(degree + 1).
 _DEGREES = torch.tensor([0, 10, 20, 30, 20, 10])
 #: Features per edge of the layers that take some.
 EDGE_FEATURES = {"gmm": 2, **dict.fromkeys(("gatv2-edges", "res-gated-edges", "gat-edges", "transformer-edges", "gine",
                                             "cg", "pna-edges", "gen-edges", "pdn", "general"), 8)}
 _ATTENTION = ("gat", "gatv2", "gatv2-edges", "transformer", "gat-edges", "transformer-edges", "feast", "supergat",
-              "general")
+              "general", "rgat")
 #: Rows of the case's width that a step must read per edge: forward and backward, each source row once per pass.
 _GATHERS = {("gcn", "forward"): 1, ("gcn", "step"): 2, ("sage", "forward"): 1, ("sage", "step"): 2,
             ("gin", "forward"): 1, ("gin", "step"): 2, ("gat", "forward"): 1, ("gat", "step"): 2,
@@ -204,6 +213,8 @@ CASES: dict[str, Case] = {c.name: c for c in [
     *[_layer_case(layer, graph) for graph in ("arxiv", "reddit") for layer in CONVS if graph == "arxiv"
       or layer in ("gat", "gatv2", "sage")],
     *[_layer_case(layer, "arxiv") for layer in MORE_CONVS],
+    *[Case(f"{layer}-arxiv-64", layer, "arxiv", num_in=64, width=64, heads=4 if layer in _ATTENTION else 1,
+           edge_kinds=EDGE_KINDS, is_sampled=True) for layer in KIND_CONVS],  # PyG has a matrix per edge
     *[_layer_case(layer, "arxiv", "bfloat16") for layer in ("sage", "gat")],
     *[_layer_case(layer, "arxiv", direction="forward") for layer in ("sage", "gat")],
     Case("edgeconv-points", "edgeconv", "points", num_in=256, width=256),
@@ -313,6 +324,9 @@ class Problem:
         edges = [case.edge_data] if case.edge_data else []
         self.edge_data = tuple(torch.rand((self.num_edges, width), generator=generator, device=device).to(dtype)
                                for width in edges)
+        if case.edge_kinds:
+            kinds = torch.randint(case.edge_kinds, (self.num_edges,), generator=generator, device=device)
+            self.edge_data = (kinds, *self.edge_data)
         self.grad = None if case.is_model else torch.randn(
             (self.num_nodes, case.width), generator=generator, device=device).to(dtype)
         self.state = self.net(edge_phases(pyg_nn)).state_dict()

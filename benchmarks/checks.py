@@ -67,13 +67,18 @@ def check(problem: Problem, workload: Workload) -> dict[str, Any]:
     return _check_whole(problem, workload)
 
 
+def _in_float64(tensor: Tensor) -> Tensor:
+    """``tensor`` in float64; kinds of edges as they are."""
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
 def _float64(problem: Problem) -> Problem:
     exact = copy.copy(problem)
     exact.case = replace(problem.case, dtype="float64")
     exact.x = problem.x.double()
     exact.grad = None if problem.grad is None else problem.grad.double()
     exact.node_data = tuple(t.double() for t in problem.node_data)
-    exact.edge_data = tuple(t.double() for t in problem.edge_data)
+    exact.edge_data = tuple(map(_in_float64, problem.edge_data))
     return exact
 
 
@@ -182,7 +187,7 @@ def sampled_rows_exactly(problem: Problem, k: int, x: Tensor, rows: Tensor) -> T
     conv = _layer(problem, k, x.shape[1])
     with torch.no_grad():
         out = conv(x[nodes].double(), place[part], *(t[nodes].double() for t in problem.node_data),
-                   *(t[kept].double() for t in problem.edge_data))
+                   *(_in_float64(t[kept]) for t in problem.edge_data))
     return out[place[rows]]
 
 

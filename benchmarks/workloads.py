@@ -67,7 +67,8 @@ class Workload:
         is_trained = not case.is_model and case.direction == "step"
         self.inputs = [t.detach().requires_grad_(is_trained and case.needs_grad_x)
                        for t in (problem.x, *problem.node_data)]
-        self.inputs += [t.detach().requires_grad_(is_trained and case.needs_grad_edges) for t in problem.edge_data]
+        self.inputs += [t.detach().requires_grad_(is_trained and case.needs_grad_edges and t.is_floating_point())
+                        for t in problem.edge_data]
         self.leaves = [*self.inputs, *self.net.parameters()]
         self.optimizer = None
         if case.is_model:

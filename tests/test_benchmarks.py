@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from benchmarks import checks, epochs, first_use, graphs, locality, measure, peaks, table
 from benchmarks import run as bench
-from benchmarks.cases import CASES, Case, CaseSkipped, Problem, select
+from benchmarks.cases import CASES, EDGE_KINDS, KIND_CONVS, Case, CaseSkipped, Problem, select
 from benchmarks.checks import CheckFailed, check, compare, sampled_rows_exactly
 from benchmarks.workloads import Workload
 from pyg_fullgraph import reuse
@@ -264,6 +264,16 @@ def test_edge_phases_equal_pyg_with_all_gradients_and_on_sampled_rows(monkeypatc
     names = {f"grad of input {k}" for k in range(1, len(more) + 1 + bool(edge_data))}
     assert names <= set(ours.results())
     assert check(problem, ours)["error"] < 1e-5
+    sampled = Problem(replace(case, is_sampled=True))
+    assert check(sampled, Workload(sampled, "ours"))["rows_error"] < 1e-5
+
+
+@pytest.mark.parametrize("layer", list(KIND_CONVS))
+def test_layers_with_a_matrix_per_kind_of_edge_equal_pyg(monkeypatch, layer):
+    monkeypatch.setitem(graphs.SIZES, "small", graphs.SIZES["tiny"])
+    case = Case("kinds", layer, "tiny", "cpu", num_in=16, width=8, heads=2, edge_kinds=EDGE_KINDS)
+    problem = Problem(case)
+    assert check(problem, Workload(problem, "ours"))["error"] < 1e-5
     sampled = Problem(replace(case, is_sampled=True))
     assert check(sampled, Workload(sampled, "ours"))["rows_error"] < 1e-5
 

@@ -423,6 +423,19 @@ def test_numbers_per_edge_are_kept_only_where_that_saves_a_third():
         assert any(r.name.startswith(STAGED) for s in backward.sweeps for r, _ in s.edges) == is_kept
 
 
+def test_what_a_mask_spreads_is_handed_on_as_it_was_before():
+    """RGATConv's scores have a place per kind of edge in their rows; their gradients are one number per head."""
+    layer = fused_nn.RGATConv(64, 16, num_relations=4, heads=4)
+    edge_index = torch.randint(9, (2, 40), generator=torch.Generator().manual_seed(0))
+    with observing() as seen:
+        layer(torch.randn(9, 64), edge_index, edge_type=torch.arange(40) % 4)
+    phase = EdgePhase(split(seen[0].program).stages[0].core)
+    first, second = phase.backward_plan(KERNELS, (True,) * len(phase.inputs)).sweeps
+    staged = [r for r, _ in first.edges if r.name.startswith(STAGED)]
+    assert [r.numel for r in staged] == [4] and set(staged) <= set(second.inputs)
+    assert [g.args[-1].numel for _, g in second.gathers] == [16]
+
+
 @pytest.mark.parametrize("width, handed", [(64, [4, 4]), (4, [])])
 def test_what_is_little_beside_features_of_edges_is_handed_on(width, handed):
     """Attention and the gradients of its scores: features of edges that wide are then read once in backward."""

@@ -144,7 +144,9 @@ def _handed(steps: Steps, sweep: Sweep, nodes: Sequence[Node], made: Mapping[Nod
 
 
 def _narrow(sweep: Sweep, made: Container[Node]) -> list[Node]:
-    """The largest expressions of ``sweep`` that are ``made`` before, other than masks, as long as they are narrow."""
+    """The largest expressions of ``sweep`` that are ``made`` before, as long as they are narrow; no masks, and what is
+    spread by one as it was before.
+    """
     read_or_made = (*sweep.inputs, *(r for r, _ in sweep.gathers))
     widest = max((n.numel for n in read_or_made if n.domain in (Domain.SRC, Domain.DST)), default=0)
     room = min(widest // NARROW, max(MAX_HANDED, int(HANDED_SHARE * _edge_features(sweep))))
@@ -156,10 +158,24 @@ def _narrow(sweep: Sweep, made: Container[Node]) -> list[Node]:
         if node in seen or node.op == "input":
             continue
         seen.add(node)
-        is_value = not node.is_integer and node.op not in ir.TRUTHS
-        if node in made and is_value and node.numel <= room:
+        is_value = not node.is_integer and not ir.is_truth(node)
+        if node in made and is_value and node.numel <= room and not _is_spread(node):
             found.append(node)
             room -= node.numel
         else:
             waiting += reversed(node.args)
     return found
+
+
+def _is_spread(node: Node) -> bool:
+    """Whether ``node`` is one narrower edge value, chosen by a mask or repeated, which is then what is handed on."""
+    values = [a for a in node.args if a.domain == Domain.EDGE and not a.is_integer and not ir.is_truth(a)]
+    if len(values) != 1 or node.op not in ("where", *_SHAPES):
+        return False
+    (value,) = values
+    while value.op in _SHAPES:
+        value = value.args[0]
+    return value.numel < node.numel
+
+
+_SHAPES = ("view", "permute", "expand", "lift")
