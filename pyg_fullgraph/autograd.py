@@ -23,7 +23,7 @@ from pyg_fullgraph import ahead, dense, dots, reuse
 from pyg_fullgraph.chunks import as_dtype, compute_dtype, scalar_of
 from pyg_fullgraph.errors import DoubleBackwardError, ForwardModeError, FunctionTransformError, InputError
 from pyg_fullgraph.execution import target_of
-from pyg_fullgraph.functions import applying, is_of_transform
+from pyg_fullgraph.functions import PLAIN, applying, is_of_transform
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.memo import taken
 from pyg_fullgraph.operators import call_operator
@@ -132,7 +132,6 @@ class _OnlyOnce(torch.autograd.Function):
 
 # --- the function -----------------------------------------------------------------------------------------------
 
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True)
@@ -425,7 +424,7 @@ class Way:
                 continue
             kinds.append(_Kind(tensor.dtype, tensor.device, tensor.requires_grad,
                                first.setdefault(id(tensor), node.name)))
-            is_plain = is_plain and type(tensor) in _PLAIN
+            is_plain = is_plain and type(tensor) in PLAIN
             rows, per = _rows_of(graph, node)
             want = node.shape if rows is None else (rows, *node.shape)
             if tensor.shape != want:

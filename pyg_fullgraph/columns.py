@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from pyg_fullgraph.functions import applying, is_of_transform
+from pyg_fullgraph.functions import PLAIN, applying, is_of_transform
 from triton_kernels import columns as kernels
 from triton_kernels import dense, reference
 
@@ -24,7 +24,6 @@ __all__ = ["add", "column_sum", "has_transform", "may_take", "takes"]
 MIN_NUMBERS, MIN_COLUMNS = 1 << 22, 16
 #: How many times wider than its arguments what a layer adds to may be.
 _WIDENS = 4
-_PLAIN = (Tensor, torch.nn.Parameter)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -42,12 +41,12 @@ def takes(bias: Any, shape: tuple[int, ...], *others: Any) -> bool:
         others: what the result is made of beside it.
     """
     given = (bias, *others)
-    if not (type(bias) in _PLAIN and bias.requires_grad and bias.dim() == 1 and torch.is_grad_enabled()
+    if not (type(bias) in PLAIN and bias.requires_grad and bias.dim() == 1 and torch.is_grad_enabled()
             and len(shape) >= 2 and shape[-1] == bias.shape[0] >= MIN_COLUMNS and math.prod(shape) >= MIN_NUMBERS):
         return False
     device = bias.device
     return (bias.dtype in _DTYPES and _has_kernels(device) and not torch.is_autocast_enabled(device.type)
-            and all(type(t) in _PLAIN and t.dtype == bias.dtype and t.device == device and t.layout == torch.strided
+            and all(type(t) in PLAIN and t.dtype == bias.dtype and t.device == device and t.layout == torch.strided
                     for t in given)
             and not torch.compiler.is_compiling() and not torch._C._is_tracing() and not has_transform(given))
 

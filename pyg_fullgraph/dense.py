@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pyg_fullgraph import columns
-from pyg_fullgraph.functions import applying
+from pyg_fullgraph.functions import PLAIN, applying
 from triton_kernels import dense
 
 __all__ = ["Products", "added", "call", "chain", "in_layer", "linear", "matmul", "padded", "plus_product",
@@ -43,7 +43,6 @@ MIN_PRODUCTS = 1 << 31
 MIN_WIDTH, MAX_WIDTH = 64, 1024
 #: Numbers from which rows are padded.
 MIN_PADDED = 1 << 20
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 _is_on = True
 # What is a view of a tensor with zeros behind its rows.
@@ -85,7 +84,7 @@ def added(total: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) 
         weight: ``[N, K]``, of any strides.
         bias: ``[N]``.
     """
-    if not (takes(x, weight, bias) and type(total) in _PLAIN and not torch.compiler.is_compiling()):
+    if not (takes(x, weight, bias) and type(total) in PLAIN and not torch.compiler.is_compiling()):
         return None
     fits = total.dtype == torch.float32 and total.device == x.device and total.is_contiguous() and \
         total.shape == (*x.shape[:-1], weight.shape[0]) and not columns.has_transform((total,))
@@ -182,13 +181,13 @@ def _is_wanted(device: torch.device) -> bool:
 
 def takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether a product as of :func:`linear` is one for our kernels; cheap questions first."""
-    if not (_is_on and type(x) in _PLAIN and type(weight) in _PLAIN and x.dim() >= 2 and weight.dim() == 2):
+    if not (_is_on and type(x) in PLAIN and type(weight) in PLAIN and x.dim() >= 2 and weight.dim() == 2):
         return False
     num_out, num_in = weight.shape
     given = (x, weight) if bias is None else (x, weight, bias)
     return (x.shape[-1] == num_in and x.numel() * num_out >= MIN_PRODUCTS and max(num_out, num_in) <= MAX_WIDTH
             and 2 * num_out * num_in >= MIN_WIDTH * (num_out + num_in)
-            and (bias is None or (type(bias) in _PLAIN and bias.shape == (num_out,)))
+            and (bias is None or (type(bias) in PLAIN and bias.shape == (num_out,)))
             and all(t.dtype == torch.float32 and t.device == x.device and t.layout == torch.strided for t in given)
             and _is_wanted(x.device) and (torch.compiler.is_compiling() or not columns.has_transform(given)))
 
@@ -354,7 +353,7 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``func(*args, **kwargs)``; a linear map, or a sum with a bias, as torch's functions write it by ours where those
     take it.
     """
-    if func in _ADD and len(args) == 2 and not kwargs and all(type(a) in _PLAIN for a in args):
+    if func in _ADD and len(args) == 2 and not kwargs and all(type(a) in PLAIN for a in args):
         return columns.add(*args)
     if func in _LINEAR and len(args) >= 2 and set(kwargs) <= {"bias"}:
         x, weight, bias = *args[:2], args[2] if len(args) > 2 else kwargs.get("bias")
@@ -448,4 +447,4 @@ _running = _Running()
 
 
 def _is_matrix(value: Any) -> bool:
-    return type(value) in _PLAIN and value.dim() == 2
+    return type(value) in PLAIN and value.dim() == 2

@@ -14,20 +14,19 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from pyg_fullgraph.execution import interpreted
-from pyg_fullgraph.functions import applying
+from pyg_fullgraph.functions import PLAIN, applying
 from triton_kernels import dots as kernels
 from triton_kernels import reference
 
 __all__ = ["can_take", "row_dots", "scores"]
 
-_PLAIN = (Tensor, torch.nn.Parameter)
 #: Scores of the same features that one pass computes.
 _TOGETHER = 2
 
 
 def can_take(x: Any, weight: Any) -> bool:
     """Whether ``(x * weight).sum(-1)`` is made of features ``[N, H, C]`` and a weight ``[1, H, C]`` as they are."""
-    if type(x) not in _PLAIN or type(weight) not in _PLAIN:
+    if type(x) not in PLAIN or type(weight) not in PLAIN:
         return False
     shape, device, dtype = x.shape, x.device, x.dtype
     if len(shape) != 3 or weight.shape != (1, shape[1], shape[2]) or not kernels.can_take(shape[1], shape[2]):

@@ -14,8 +14,11 @@ from torch.autograd import Function
 from torch.compiler import is_compiling
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["apart", "applying", "has_transforms", "is_exported", "is_of_transform", "is_recorded", "unrecorded"]
+__all__ = [
+    "PLAIN", "apart", "applying", "has_transforms", "is_exported", "is_of_transform", "is_recorded", "unrecorded"]
 
+#: Types of tensors that are torch's own.
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 #: Whether a tensor is one of a transform of ``torch.func``.
 is_of_transform: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 #: Whether a transform of ``torch.func`` is at work.

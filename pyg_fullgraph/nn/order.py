@@ -32,6 +32,7 @@ from torch_geometric.nn.conv import MessagePassing as PyGMessagePassing
 from pyg_fullgraph import columns, debug, dense, reuse
 from pyg_fullgraph.autograd import Ways
 from pyg_fullgraph.execution import has_kernels
+from pyg_fullgraph.functions import PLAIN
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn.lazy import DeferredTensor, LazyTensor, run, unseen
 from pyg_fullgraph.nn.scaled import ScaledExpr, has_multiples
@@ -42,8 +43,7 @@ from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output
 __all__ = ["AddedExpr", "LinearExpr", "SummedExpr", "asks_torch", "has_chains", "has_update", "is_closed", "is_open",
            "is_pygs", "is_seen_by_nobody", "may_wait", "opened", "running", "settle", "sum_later"]
 
-_PLAIN = (Tensor, torch.nn.Parameter)
-_PLAIN_SET = frozenset(_PLAIN)
+_PLAIN_SET = frozenset(PLAIN)
 #: Layers where keeping linear maps open was of use, and the number of calls of those where it was not so far.
 _useful: weakref.WeakSet[Module] = weakref.WeakSet()
 _tries: weakref.WeakKeyDictionary[Module, int] = weakref.WeakKeyDictionary()
@@ -148,7 +148,7 @@ def _is_library(method: Any) -> bool:
 
 def opened(value: Any) -> Any:
     """An argument of forward, with node features as something whose linear map may be postponed."""
-    if type(value) in _PLAIN and value.dim() >= 2 and value.is_floating_point() and value.layout == torch.strided and \
+    if type(value) in PLAIN and value.dim() >= 2 and value.is_floating_point() and value.layout == torch.strided and \
             not torch._C._functorch.is_functorch_wrapped_tensor(value):
         return Features(value)
     if type(value) is tuple:
@@ -191,7 +191,7 @@ class _Open(DeferredTensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear and len(args) > 1 and isinstance(args[0], (Features, SummedExpr)) and not kwargs:
             weight, bias = args[1], args[2] if len(args) > 2 else None
-            made: Tensor | None = args[0].linear(weight, bias) if type(weight) in _PLAIN and weight.dim() == 2 else None
+            made: Tensor | None = args[0].linear(weight, bias) if type(weight) in PLAIN and weight.dim() == 2 else None
             if made is not None:
                 return made
         if func in _VIEW and isinstance(args[0], SummedExpr) and not kwargs:
@@ -211,7 +211,7 @@ def _sum(total: Any, other: Any) -> Tensor | None:
     if isinstance(total, (SummedExpr, AddedExpr)) and total.waits and isinstance(other, Tensor) and \
             (total.takes_rows or type(other) is not LinearExpr):
         return total.plus(other.materialize() if isinstance(other, LazyTensor) else other)
-    if type(other) is LinearExpr and other.is_open and (type(total) in _PLAIN or isinstance(total, _Open)):
+    if type(other) is LinearExpr and other.is_open and (type(total) in PLAIN or isinstance(total, _Open)):
         return other.added_to(total.materialize() if isinstance(total, _Open) else total)
     return None
 

@@ -21,13 +21,13 @@ from torch.nn import Module
 
 from pyg_fullgraph import debug, dense
 from pyg_fullgraph.autograd import Ways
+from pyg_fullgraph.functions import PLAIN
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn.lazy import DeferredTensor, LazyTensor, run
 from pyg_fullgraph.saga.ir import EdgeProgram, Node, Output
 
 __all__ = ["ScaledExpr", "has_multiples"]
 
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class _Split(NamedTuple):
@@ -151,7 +151,7 @@ class ScaledExpr(DeferredTensor):
         """
         given = (weight,) if bias is None else (weight, bias)
         fits = len(self.known_shape) == 2 and all(
-            type(t) in _PLAIN and t.dtype == self.known_dtype and t.layout == torch.strided for t in given) and \
+            type(t) in PLAIN and t.dtype == self.known_dtype and t.layout == torch.strided for t in given) and \
             weight.dim() == 2 and weight.shape[1] == self.known_shape[1]
         if not fits or not self.is_open or not all(p.pays(weight.shape[0]) for p in self.parts
                                                    if isinstance(p, _Multiples)):
@@ -186,8 +186,8 @@ def _beside(tensors: Any, dim: Any = 0) -> ScaledExpr | None:
         return None
     plain = [t.materialize() if isinstance(t, LazyTensor) and type(t) is not ScaledExpr else t for t in tensors]
     shapes = {tuple(t.known_shape if type(t) is ScaledExpr else t.shape)[:-1] for t in plain}
-    if len(shapes) > 1 or not all(type(t) is ScaledExpr or type(t) in _PLAIN for t in plain) or \
-            any(t.dtype != scaled[0].known_dtype for t in plain if type(t) in _PLAIN):
+    if len(shapes) > 1 or not all(type(t) is ScaledExpr or type(t) in PLAIN for t in plain) or \
+            any(t.dtype != scaled[0].known_dtype for t in plain if type(t) in PLAIN):
         return None
     return ScaledExpr(tuple(p for t in plain for p in (t.parts if type(t) is ScaledExpr else (t,))))
 

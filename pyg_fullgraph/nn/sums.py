@@ -22,6 +22,7 @@ from torch.nn.modules import module as modules
 from torch_geometric.nn import Linear as PyGLinear
 
 from pyg_fullgraph import dense
+from pyg_fullgraph.functions import PLAIN
 from pyg_fullgraph.nn import order
 from pyg_fullgraph.nn.lazy import LazyTensor, unseen
 from pyg_fullgraph.nn.order import AddedExpr, LinearExpr, SummedExpr
@@ -29,7 +30,6 @@ from pyg_fullgraph.nn.rewriting import Rewriter, rewritten
 
 __all__ = ["CALLS", "code_with_sums", "later", "plus", "plus_map"]
 
-_PLAIN = (Tensor, torch.nn.Parameter)
 _LINEAR_FORWARDS = (torch.nn.Linear.forward, PyGLinear.forward)
 
 
@@ -37,7 +37,7 @@ def plus(total: Any, a: Any, b: Any) -> Any:
     """``total + a * b``, not computed yet where that is a sum and features of the targets with a factor."""
     if isinstance(total, (SummedExpr, AddedExpr)):
         for value, factor in ((a, b), (b, a)):
-            if isinstance(value, Tensor) and type(factor) in _PLAIN and _shape(value) == total.known_shape:
+            if isinstance(value, Tensor) and type(factor) in PLAIN and _shape(value) == total.known_shape:
                 made = total.plus(value.materialize() if isinstance(value, LazyTensor) else value, factor)
                 if made is not None:
                     return made
@@ -51,7 +51,7 @@ def _shape(value: Tensor) -> tuple[int, ...]:
 
 def plus_map(total: Any, module: Any, x: Any) -> Any:
     """``total + module(x)``, by one kernel where that is a linear map and what is added to is there."""
-    if type(total) in _PLAIN and _is_later(module, x):
+    if type(total) in PLAIN and _is_later(module, x):
         made = dense.added(total, x, module.weight, module.bias)
         if made is not None:
             return made
@@ -67,7 +67,7 @@ def _is_later(module: Any, x: Any) -> bool:
     """Whether ``module(x)`` is a product for our kernels that nobody misses who sees modules called: a linear map by
     parameters, which are the same however often they are asked for.
     """
-    return type(x) in _PLAIN and getattr(type(module), "forward", None) in _LINEAR_FORWARDS and \
+    return type(x) in PLAIN and getattr(type(module), "forward", None) in _LINEAR_FORWARDS and \
         "weight" in module._parameters and "bias" in module._parameters and \
         dense.takes(x, module.weight, module.bias) and order.asks_torch(module) and \
         not (modules._global_forward_hooks or modules._global_forward_pre_hooks) and \

@@ -379,6 +379,11 @@ def view(node: Node, shape: Iterable[int]) -> Node:
     return Node("view", (node,), shape, node.domain)
 
 
+def unviewed(node: Node) -> Node:
+    """What ``node`` is in the shape that it had before, where it is a view."""
+    return node.args[0] if node.op == "view" else node
+
+
 def permute(node: Node, dims: Iterable[int]) -> Node:
     dims = tuple(dims)
     if dims == tuple(range(len(dims))):

@@ -85,8 +85,8 @@ def _postponed(total: Node, save: Callable[[Node], Node]) -> Node:
             raise NotFusable(["a product is spread over features"])
         sign, factor = _added_up(parts)
         factor = ir.expand(factor, value.shape)
-        if _in_shape(leaf) in products:
-            product, dims = _in_shape(leaf).args[0], _in_shape(leaf).attr("dims")
+        if ir.unviewed(leaf) in products:
+            product, dims = ir.unviewed(leaf).args[0], ir.unviewed(leaf).attr("dims")
             own, other = sorted(product.args, key=lambda n: n.domain != side)
             spread = ir.view(factor, [1 if d in dims else s for d, s in enumerate(product.shape)])
             row = ir.gather("sum", side, ir.pointwise("mul", spread, other))
@@ -121,17 +121,12 @@ def _of_gradients(roots: Iterable[Node]) -> set[Node]:
     return varying
 
 
-def _in_shape(node: Node) -> Node:
-    """What ``node`` is in its own shape, where it is a view."""
-    return node.args[0] if node.op == "view" else node
-
-
 def _terms(node: Node, products: Container[Node], varying: Container[Node], sign: int = 1) -> Iterator[_Term]:
     """``node`` as a sum of ``products``, and of rows of destinations among what is ``varying``, each with its factor.
 
     Raises: NotFusable if it is not linear in these, feature by feature.
     """
-    if _in_shape(node) in products or (node.domain == Domain.DST and node in varying):
+    if ir.unviewed(node) in products or (node.domain == Domain.DST and node in varying):
         yield sign, node, ir.const(1.0)
         return
     changing = [k for k, a in enumerate(node.args) if a in varying]

@@ -26,6 +26,8 @@ NARROW = 4
 #: Most numbers per edge that a sweep is handed: 64 bytes, twice what the edge itself takes in both orders; or this
 #: share of the features that edges have anyway, beside which it is little and has to save less.
 MAX_HANDED, HANDED_SHARE, LITTLE_GAIN = 16, 1 / 32, 0.9
+#: Operations that give values another shape.
+_SHAPES = ("view", "permute", "expand", "lift")
 
 
 def orders(groups: Iterable[tuple[int, Group]]) -> Iterator[list[Group]]:
@@ -176,6 +178,3 @@ def _is_spread(node: Node) -> bool:
     while value.op in _SHAPES:
         value = value.args[0]
     return value.numel < node.numel
-
-
-_SHAPES = ("view", "permute", "expand", "lift")

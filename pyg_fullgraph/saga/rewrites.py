@@ -85,7 +85,7 @@ def _of_kind(total: Node) -> _OfKind | None:
     shape, (dim,) = total.args[0].shape, total.attr("dims")
     along = tuple(s if d == dim else 1 for d, s in enumerate(shape))
     for row, value in (total.args[0].args, total.args[0].args[::-1]):
-        matrix = _unviewed(value)
+        matrix = ir.unviewed(value)
         if matrix.op == "lookup" and value.shape == shape and math.prod(shape[:dim]) == 1 and \
                 (1,) * (len(shape) - len(row.shape)) + row.shape == along:
             table, kind = matrix.args
@@ -97,7 +97,7 @@ def _into_table(x: Node, weight: Node) -> Node | None:
     """``(r T[t]) W`` as ``r (T W)[t]`` where that is half as wide or less, so that it pays where the former is read as
     well, and the table is not so long that ``T W`` is work of its own; None of anything else.
     """
-    found = _of_kind(_unviewed(x))
+    found = _of_kind(ir.unviewed(x))
     if found is None or 2 * weight.shape[1] > weight.shape[0] or found.table.shape[0] > MAX_TABLE:
         return None
     kinds, rows, between = found.table.shape
@@ -129,10 +129,6 @@ def _among_kinds(node: Node) -> Node | None:
     is_any = pointwise("and", pointwise("ge", found.kind, 0.0), pointwise("lt", found.kind, float(kinds)))
     total = ir.reduce_features("sum", picked, (0,))
     return ir.view(pointwise("where", ir.view(is_any, (1,)), total, math.nan), node.shape)
-
-
-def _unviewed(node: Node) -> Node:
-    return node.args[0] if node.op == "view" else node
 
 
 def _is_narrow(value: Node) -> bool:
