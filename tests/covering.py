@@ -157,6 +157,7 @@ class _Process:
     log: str
     tests: list[str]
     cached: bool
+    gpu: str
     started: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -166,7 +167,7 @@ class _Process:
         listed = FOLDER / f"{self.log}.txt"
         listed.write_text("\n".join(self.tests))
         environment = {**os.environ, "PFG_COVERING": str(FOLDER), "PFG_COVERING_PROCESS": f"{self.tool} {self.log}",
-                       "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+                       "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_VISIBLE_DEVICES": self.gpu}
         if self.cached:
             del environment["PYTORCH_NO_CUDA_MEMORY_CACHING"]
         leave_out = [part for name in OTHERS for part in ("--kernel-name-exclude", f"kernel_substring={name}")]
@@ -208,7 +209,7 @@ class _Process:
 
 def main(tool: Annotated[str, typer.Argument(help=f"One of {', '.join(TOOLS)}.")],
          seconds: Annotated[float, typer.Option(help="What it may take.")] = 540,
-         processes: Annotated[int, typer.Option(min=1, help="At a time.")] = 14,
+         processes: Annotated[int, typer.Option(min=1, help="At a time, on all GPUs in turn.")] = 14,
          only: Annotated[str, typer.Option(help="A part of the names of tests, of those that are asked.")] = "",
          without: Annotated[str, typer.Option(help="A part of the names of tests that are not asked.")] = "",
          cached: Annotated[bool, typer.Option("--cached", help="With PyTorch's cache at once.")] = False) -> None:
@@ -225,10 +226,12 @@ def main(tool: Annotated[str, typer.Argument(help=f"One of {', '.join(TOOLS)}.")
     waiting = deque(_to_run(tool, launched, processes, cached))
     running: list[_Process] = []
     names = (f"{tool}-{int(time.time())}-{k}" for k in itertools.count())
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    gpus = itertools.cycle(visible.split(","))
     try:
         while time.monotonic() < stop and (running or waiting):
             while waiting and len(running) < processes:
-                running.append(_Process(tool, next(names), *waiting.popleft()))
+                running.append(_Process(tool, next(names), *waiting.popleft(), next(gpus)))
                 running[-1].start()
             time.sleep(0.5)
             for process in [p for p in running if p.has_ended]:
