@@ -233,11 +233,12 @@ class HeadOrder:
 
 
 def schedule_tiles(rows: EdgeOrder, tiles: Sequence[EdgeOrder], max_piece: int) -> list[RowSchedule]:
-    """Pieces for each of several tiles of ``rows``; all rows are merged from their slots.
+    """Pieces for each of several tiles of ``rows``, and the rows that are merged from their slots after them.
 
     Every row has as many slots as it has pieces in the tile where it has most, and at least one. Piece j of a row adds
     to its slot j in every tile; the first tile has an empty piece for each slot that it has nothing for, and so writes
-    them all. Made once and kept with ``rows``.
+    them all. Rows of one slot are whole with the last tile, which has a piece of each of them, with ``-1 - slot`` in
+    place of the slot; the others are merged. Made once and kept with ``rows``.
     """
     known = rows._cache.get(("tiles", max_piece))
     if known is not None and len(known[0]) == len(tiles) and all(map(operator.is_, known[0], tiles)):
@@ -256,21 +257,28 @@ def schedule_tiles(rows: EdgeOrder, tiles: Sequence[EdgeOrder], max_piece: int) 
         number[start.argsort()] = torch.arange(row.numel(), device=device)
         pieces.append((row, number - first[row], start, end))
         count = torch.maximum(count, in_tile)
-    ends = torch.cumsum(count, 0)
-    num_slots = int(ends[-1]) if num_rows else 0
-    split_ptr = torch.cat([ends.new_zeros(1), ends])
-    split_row = torch.arange(num_rows, dtype=dtype, device=device)
+    is_cut = count > 1
+    cut, uncut = is_cut.nonzero().view(-1), (~is_cut).nonzero().view(-1)
+    split_ptr = torch.cat([count.new_zeros(1), count[cut].cumsum(0)])
+    row_of_slot = torch.cat([cut.repeat_interleave(count[cut]), uncut])  # those of cut rows come first
+    num_slots = row_of_slot.numel()
+    first_slot = torch.empty_like(count)
+    first_slot[cut], first_slot[uncut] = split_ptr[:-1], torch.arange(num_slots - uncut.numel(), num_slots,
+                                                                      device=device)
+    split = cut.to(dtype), split_ptr.to(dtype)
     schedules = []
     for k, (row, number, start, end) in enumerate(pieces):
-        slot = split_ptr[row] + number
-        if k == 0:
-            is_free = torch.ones(num_slots, dtype=torch.bool, device=device)
-            is_free[slot] = False
-            free = is_free.nonzero().view(-1)
-            row = torch.cat([row, torch.searchsorted(ends, free, right=True)])
-            slot = torch.cat([slot, free])
-            start, end = (torch.cat([t, torch.zeros_like(free)]) for t in (start, end))
-        schedules.append(RowSchedule(row.to(dtype), start.to(dtype), end.to(dtype), slot.to(torch.int32), split_row,
-                                     split_ptr.to(dtype), max_piece, row.numel(), num_slots, num_rows))
+        slot = first_slot[row] + number
+        is_last = k == len(pieces) - 1
+        # Slots and rows that this tile has nothing for.
+        is_left = ~is_cut[row_of_slot] if is_last else torch.full((num_slots,), k == 0, device=device)
+        is_left[slot] = False
+        left = is_left.nonzero().view(-1)
+        row, slot = torch.cat([row, row_of_slot[left]]), torch.cat([slot, left])
+        if is_last:
+            slot = torch.where(is_cut[row], slot, -1 - slot)
+        start, end = (torch.cat([t, torch.zeros_like(left)]) for t in (start, end))
+        schedules.append(RowSchedule(row.to(dtype), start.to(dtype), end.to(dtype), slot.to(torch.int32), *split,
+                                     max_piece, row.numel(), num_slots, cut.numel()))
     rows._cache["tiles", max_piece] = (list(tiles), schedules)
     return schedules

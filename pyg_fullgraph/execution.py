@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
+import operator
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -123,8 +124,7 @@ def run_plan(plan: Plan, incoming: Order, outgoing: Order | None, env: dict[Node
                     env.update(run_sweep(step, order, leaf, like, plan.exact, staging))
             else:
                 with events.sweep(step, order.way.name, like.device):
-                    env.update(_finish_after(step, leaf, like, plan.exact, functools.partial(
-                        order.run_sweep, step.bare, leaf, like)))
+                    env.update(order.run_sweep(step, leaf, like, plan.exact))
         else:
             # Vertex expressions cancel (softmax gradients do): they are computed in the dtype of the arithmetic.
             env.update(run_rows(step, leaf, chunks.as_dtype(like, chunks.compute_dtype(like.dtype)), widen=True))
@@ -286,7 +286,7 @@ def run_sweep(sweep: Sweep, order: EdgeOrder, leaf: chunks.Leaf, like: Tensor, e
         if made is not None:
             return _handed(sweep, made, staging)
     if not sweep.is_bare and not _finishes(sweep, order, like):
-        return _finish_after(sweep, leaf, like, exact, lambda known: run_sweep(sweep.bare, order, leaf, like, known))
+        return finish_after(sweep, leaf, like, exact, lambda known: run_sweep(sweep.bare, order, leaf, like, known))
     while (kernel := _kernel_for(sweep, like, order)) is not None:
         try:
             with events.stage(0, like.device):
@@ -334,8 +334,8 @@ def _finishes(sweep: Sweep, order: EdgeOrder, like: Tensor) -> bool:
     return kernel is not None
 
 
-def _finish_after(sweep: Sweep, leaf: chunks.Leaf, like: Tensor, exact: frozenset[Node],
-                  run: Callable[[frozenset[Node]], dict[Node, Any]]) -> dict[Node, Any]:
+def finish_after(sweep: Sweep, leaf: chunks.Leaf, like: Tensor, exact: frozenset[Node],
+                 run: Callable[[frozenset[Node]], dict[Node, Any]]) -> dict[Node, Any]:
     """What ``run`` makes of the bare sweep, given the results that it keeps exact, and what is made of that."""
     if sweep.is_bare:
         return run(exact)
@@ -356,8 +356,8 @@ def _finish_after(sweep: Sweep, leaf: chunks.Leaf, like: Tensor, exact: frozense
     return {r: made[r].to(like.dtype) if r in narrowed and r not in exact else made[r] for r in sweep.results}
 
 
-def run_tiles(sweep: Sweep, rows: EdgeOrder, tiles: Sequence[EdgeOrder], leaves: Iterator[chunks.Leaf], like: Tensor,
-              exact: frozenset[Node] = frozenset()) -> dict[Node, Tensor]:
+def run_tiles(sweep: Sweep, rows: EdgeOrder, tiles: Sequence[EdgeOrder], leaves: Iterator[chunks.Leaf],
+              leaf: chunks.Leaf, like: Tensor, exact: frozenset[Node] = frozenset()) -> dict[Node, Tensor]:
     """One sweep over edges in tiles, whose vertices on the other side come one tile after the other.
 
     Args:
@@ -366,33 +366,50 @@ def run_tiles(sweep: Sweep, rows: EdgeOrder, tiles: Sequence[EdgeOrder], leaves:
         tiles: The same edges in parts, grouped by the same rows.
         leaves: For each tile in turn what gives the tensors of its inputs. The next is asked for when the kernels of
             the one before are queued.
-        like, exact: As for :func:`chunks.run_sweep`, whose results are returned.
+        leaf: Gives what vertices of the sweep's rows have, and parameters.
+        like, exact: As for :func:`run_sweep`, whose results are returned.
 
     What is reduced is carried from tile to tile (MG-GCN 4.3). Kernels keep it in one slot per row, and per piece of a
-    long row, to which each tile adds; the kernel that merges the pieces of long rows makes the results of all rows.
+    long row, to which each tile adds; the last tile makes the results of rows of one slot, and the kernel that merges
+    the pieces of long rows those of the others.
 
     Raises: TileRefusedError (RuntimeError) if the device refuses the kernel after it ran on a tile.
     """
-    kernel = _kernel_for(sweep, like, rows, is_whole=False)
-    waiting = iter(tiles)
-    if kernel is not None:
-        shape = _default_shape(kernel, rows)
-        launched = launches.Run(launches.Prepared(shape, sweep, kernel, rows, tiles, like, exact), tiles)
-        for k, tile in enumerate(waiting):
-            leaf = next(leaves)
-            try:
-                with events.stage(k, like.device):
-                    launched.take(k, leaf)
-            except OutOfResources as error:
-                _refuse(kernel, error)
-                if launched.is_begun:  # the rows of the tiles before may be gone
-                    raise TileRefusedError(kernel.name, k, len(tiles)) from error
-                waiting, leaves = itertools.chain([tile], waiting), itertools.chain([leaf], leaves)
-                break
-        else:
-            with events.stage(None, like.device):
-                return launched.finish()
-    return chunks.run_tiles(sweep, rows, zip(waiting, leaves, strict=True), like, exact)
+    prepared = _prepared_tiles(sweep, rows, tiles, like, exact)
+    if prepared is None and not sweep.is_bare:
+        return finish_after(sweep, leaf, like, exact,
+                            lambda known: run_tiles(sweep.bare, rows, tiles, leaves, leaf, like, known))
+    if prepared is None:
+        return chunks.run_tiles(sweep, rows, zip(tiles, leaves, strict=True), like, exact)
+    launched, taken = launches.Run(prepared, tiles), []
+    for k in range(len(tiles)):
+        taken.append(next(leaves))
+        try:
+            with events.stage(k, like.device):
+                launched.take(k, taken[k])
+        except OutOfResources as error:
+            kernel = prepared.sites[k].kernel
+            _refuse(kernel, error)
+            if launched.is_begun:  # the rows of the tiles before may be gone
+                raise TileRefusedError(kernel.name, k, len(tiles)) from error
+            return run_tiles(sweep, rows, tiles, itertools.chain(taken, leaves), leaf, like, exact)
+    with events.stage(None, like.device):
+        return launched.finish()
+
+
+def _prepared_tiles(sweep: Sweep, rows: EdgeOrder, tiles: Sequence[EdgeOrder], like: Tensor,
+                    exact: frozenset[Node]) -> launches.Prepared | None:
+    """``sweep`` in tiles of ``rows``, each with the kernel and shape that are best for it; None without a kernel."""
+    key = ("tiles", _run_key(sweep, like, exact))
+    known = rows._cache.get(key)
+    if known is None or len(known[0]) != len(tiles) or not all(map(operator.is_, known[0], tiles)):
+        kernels = [_kernel_for(sweep, like, tile, is_whole=False) for tile in tiles]
+        bound = _max_piece(rows.num_edges, rows.num_edges / max(rows.num_rows, 1))
+        parts = [launches.Part(tile, kernel, replace(_default_shape(kernel, tile), max_piece=bound))
+                 for tile, kernel in zip(tiles, kernels, strict=True) if kernel is not None]
+        made = launches.Prepared(sweep, rows, parts, like, exact) if len(parts) == len(tiles) else None
+        known = keep(rows._cache, key, (list(tiles), made))
+    return known[1]
 
 
 def _refuse(kernel: codegen.KernelSource | RowsSource, error: Exception, otherwise: str = "in chunks") -> None:
@@ -402,12 +419,12 @@ def _refuse(kernel: codegen.KernelSource | RowsSource, error: Exception, otherwi
 
 def takes_blocks(sweep: Sweep, order: EdgeOrder, like: Tensor) -> bool:
     """Whether ``sweep`` runs by a kernel that reduces blocks of edges of several rows, and has to have all at once."""
-    kernel = _kernel_for(sweep, like, order)
+    kernel = _kernel_for(sweep.bare, like, order)
     return kernel is not None and kernel.takes_blocks and kernel.has_merge
 
 
 def _kernel_for(sweep: Sweep, like: Tensor, order: EdgeOrder, is_whole: bool = True) -> codegen.KernelSource | None:
-    """The kernel that runs ``sweep`` over ``order``, at once or, if not ``is_whole``, in tiles; None without one."""
+    """The kernel that runs ``sweep`` over ``order``, or over one of its tiles if not ``is_whole``; None without one."""
     if not has_kernels(like.device):
         return None
 
@@ -425,7 +442,7 @@ def kernel_on(sweep: Sweep, lanes: int, num_rows: int, num_edges: int,
     Args:
         sweep: What to compute.
         lanes: Features per 16 bytes.
-        num_rows, num_edges: Of the order.
+        num_rows, num_edges: Of the order, or of the tile.
         is_whole: Whether all edges come at once and not in tiles.
     """
     kernel, degree = _fitting(sweep, lanes), num_edges / max(num_rows, 1)
@@ -545,7 +562,8 @@ def _launch_in(shape: tune.Shape | None, sweep: Sweep, kernel: codegen.KernelSou
     """Run ``kernel`` in ``shape``, the default one if it is None."""
     prepared = order._cached(
         ("launches", kernel, shape, like.dtype, *[b.node in exact for b in kernel.outputs]),
-        lambda: launches.Prepared(shape or _default_shape(kernel, order), sweep, kernel, order, [order], like, exact))
+        lambda: launches.Prepared(sweep, order, [launches.Part(order, kernel, shape or _default_shape(kernel, order))],
+                                  like, exact))
     made = prepared.run(order, leaf, staging)
     if shape is None:
         keep(order._cache, _run_key(sweep, like, exact), prepared)

@@ -22,7 +22,7 @@ from pyg_fullgraph.saga.plans import Sweep, is_staged
 from triton_kernels import launch, segment, skeletons, tune
 from triton_kernels.columns import fold
 
-__all__ = ["Prepared", "Run", "contiguous_rows"]
+__all__ = ["Part", "Prepared", "Run", "contiguous_rows"]
 
 #: Most programs that hold weights, and elements that programs may always write for one parameter together.
 MAX_WORKERS, WORKER_ELEMENTS = 8448, 1 << 23
@@ -32,24 +32,34 @@ MIN_ROUND_PROGRAMS = 16384
 _FAR = 1 << 31
 
 
+class Part(NamedTuple):
+    """Edges that are swept at once, all of an order or those of a tile, and the kernel and shape for them."""
+
+    edges: EdgeOrder
+    kernel: codegen.KernelSource
+    shape: tune.Shape
+
+
 class _Site:
     """A kernel in a shape on the edges of one order, or of one tile of it.
 
     Attributes:
+        kernel: What is launched.
+        inputs: Its inputs.
         num_workers: Programs per feature tile.
     """
 
-    def __init__(self, kernel: codegen.KernelSource, shape: tune.Shape, order: EdgeOrder,
-                 schedule: segment.RowSchedule | None, needs_ids: bool, constants: Mapping[str, Any],
-                 made: Sequence[torch.dtype]) -> None:
+    def __init__(self, part: Part, rows: EdgeOrder, schedule: segment.RowSchedule | None, needs_ids: bool,
+                 constants: Mapping[str, Any], made: Sequence[torch.dtype]) -> None:
         """Args:
-            kernel, shape: What is launched.
-            order: The edges.
+            part: What is launched, on which edges.
+            rows: The edges of all parts.
             schedule: Pieces of their rows; None where no rows are reduced.
             needs_ids: Whether results depend on edge ids.
             constants: Of the kernel, beside those that follow from the edges.
             made: Dtypes of what it writes.
         """
+        order, kernel, shape = part
         num_pieces = -(-order.num_edges // shape.block_e) if schedule is None or kernel.takes_blocks else \
             schedule.num_pieces
         self.num_workers = _num_workers(kernel, num_pieces)
@@ -66,8 +76,10 @@ class _Site:
         if schedule is not None:
             fixed += [] if schedule.block_ptr is None else [schedule.block_ptr]
             fixed += [schedule.piece_row, schedule.piece_start, schedule.piece_end, schedule.piece_slot]
+        fixed += [rows.ptr] if kernel.uses_row_ptr else []
         fixed += [order.num_edges if kernel.takes_blocks else num_pieces, *([self.num_workers] * kernel.has_workers)]
-        self._kernel, self._num_warps, self._device = kernel, shape.num_warps, order.ptr.device
+        self.kernel, self.inputs = kernel, _Inputs(kernel.inputs, {b.node for b in kernel.ends})
+        self._num_warps, self._device = shape.num_warps, order.ptr.device
         self._fixed, self._made = fixed, made
         self._launches: dict[tuple[bool, bool, bool], launch.Launch] = {}
 
@@ -81,7 +93,7 @@ class _Site:
         """
         known = self._launches.get((has_places, adds, is_far))
         if known is None:
-            kernel, constants = self._kernel, {**self._constants, "OFFSET": tl.int64 if is_far else tl.int32}
+            kernel, constants = self.kernel, {**self._constants, "OFFSET": tl.int64 if is_far else tl.int32}
             if kernel.takes_tiles:
                 constants["ADDS"] = adds
             if kernel.uses_places:
@@ -170,15 +182,22 @@ class Prepared:
     """A sweep by a kernel in one shape, over all edges or over tiles of them: what its runs have in common.
 
     It holds index tensors, and no :class:`EdgeOrder`, with which it may be kept.
+
+    Args:
+        sweep: What to compute.
+        rows: All edges.
+        parts: The same edges with their kernels, which differ in how they go through pieces and features only; pieces
+            of all have the same bound.
+        like, exact: As for :func:`execution.run_sweep`.
     """
 
-    def __init__(self, shape: tune.Shape, sweep: Sweep, kernel: codegen.KernelSource, rows: EdgeOrder,
-                 tiles: Sequence[EdgeOrder], like: Tensor, exact: frozenset[Node]) -> None:
-        self.kernel, self.device, self.dtype = kernel, like.device, like.dtype
+    def __init__(self, sweep: Sweep, rows: EdgeOrder, parts: Sequence[Part], like: Tensor,
+                 exact: frozenset[Node]) -> None:
+        self.device, self.dtype = like.device, like.dtype
         stat_dtype = chunks.compute_dtype(like.dtype)
         constants = _constants(stat_dtype, rows.id_dtype)
-        schedules = _schedules(kernel, shape, rows, tiles)
-        self.inputs = _Inputs(kernel.inputs, {b.node for b in kernel.ends})
+        schedules = _schedules(parts, rows)
+        _, kernel, shape = parts[0]
         self.added = [b.node for b in kernel.added]
         self.totals = [(b.node, rows.id_dtype if b.node.is_integer else stat_dtype) for b in kernel.totals]
         self.results = []
@@ -212,8 +231,8 @@ class Prepared:
                     like.device, [schedule.split_row, schedule.split_ptr, rows.ptr, schedule.num_split],
                     [*(dtypes[node] for node in self.merged), *space])
         made = [*(dtypes[node] for node in self.written), *space]
-        self.sites = [_Site(kernel, shape, tile, schedule, sweep.needs_ids, constants, made)
-                      for tile, schedule in zip(tiles, schedules, strict=True)]
+        self.sites = [_Site(part, rows, schedule, sweep.needs_ids, constants, made)
+                      for part, schedule in zip(parts, schedules, strict=True)]
 
     def run(self, order: EdgeOrder, leaf: chunks.Leaf, staging: EdgeOrder | None) -> dict[Node, Tensor]:
         """The results of the sweep over all edges at once; see :class:`Run`."""
@@ -231,14 +250,14 @@ def _workspace(dtype: torch.dtype, device: torch.device, num_rows: int, features
     return lambda shape: none
 
 
-def _schedules(kernel: codegen.KernelSource, shape: tune.Shape, rows: EdgeOrder,
-               tiles: Sequence[EdgeOrder]) -> Sequence[segment.RowSchedule | None]:
-    """The pieces of rows of each tile; none are needed where no rows are reduced."""
+def _schedules(parts: Sequence[Part], rows: EdgeOrder) -> Sequence[segment.RowSchedule | None]:
+    """The pieces of rows of each part; none are needed where no rows are reduced."""
+    _, kernel, shape = parts[0]
     if kernel.takes_blocks and not kernel.has_merge:
-        return [None] * len(tiles)
-    if len(tiles) > 1:
+        return [None] * len(parts)
+    if len(parts) > 1:
         assert not kernel.takes_blocks
-        return schedule_tiles(rows, tiles, shape.max_piece)
+        return schedule_tiles(rows, [part.edges for part in parts], shape.max_piece)
     return [rows.blocks(shape.block_e) if kernel.takes_blocks else rows.schedule(shape.max_piece)]
 
 
@@ -266,11 +285,14 @@ class Run:
     def take(self, k: int, leaf: chunks.Leaf) -> None:
         """Launch the kernel on tile ``k``."""
         prepared = self.prepared
-        kernel, site = prepared.kernel, prepared.sites[k]
+        site = prepared.sites[k]
+        kernel = site.kernel
         if site.num_workers == 0 and len(self.tiles) > 1:
             return
-        inputs, self.ends, tensors, strides, reach = prepared.inputs.take(leaf, self.staging)
+        inputs, ends, tensors, strides, reach = site.inputs.take(leaf, self.staging)
         args, has_places = [*inputs], False
+        if k == 0:  # whose kernel's other half merges
+            self.ends = ends
         if kernel.uses_places:
             order = self.tiles[k]
             places = order.eid if self.staging is None else order.places_in(self.staging)

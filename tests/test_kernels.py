@@ -177,18 +177,26 @@ def test_a_graph_dies_with_its_last_name(device):
 
 
 def test_tiles_share_the_slots_of_a_row():
-    """As many as the tile has pieces that has most of them, and the first tile writes them all."""
+    """As many as the tile has pieces that has most of them, and the first tile writes them all. The last one has all
+    rows of one slot, which are whole then; the others are merged."""
     order = Graph.from_edge_index(zoo.hub().edge_index).incoming
     tiles = TiledOrder(order).tiles
     schedules = schedule_tiles(order, tiles, 4)
     pieces = [[-(-int(degree) // 4) for degree in tile.degree] for tile in tiles]
-    assert schedules[0].num_slots == sum(max(1, *counts) for counts in zip(*pieces, strict=True))
-    assert sorted(schedules[0].piece_slot.tolist()) == list(range(schedules[0].num_slots))
-    for tile, schedule in zip(tiles, schedules, strict=True):
+    most = [max(1, *counts) for counts in zip(*pieces, strict=True)]
+    assert schedules[0].num_slots == sum(most)
+    assert sorted(schedules[0].piece_slot.tolist()) == list(range(sum(most)))
+    cut = [row for row, count in enumerate(most) if count > 1]
+    owner = dict(zip(schedules[0].piece_slot.tolist(), schedules[0].piece_row.tolist(), strict=True))
+    for k, (tile, schedule) in enumerate(zip(tiles, schedules, strict=True)):
         slots, sizes = schedule.piece_slot.tolist(), (schedule.piece_end - schedule.piece_start).tolist()
         assert len(set(slots)) == len(slots) and sum(sizes) == tile.num_edges and max(sizes, default=0) <= 4
-        rows = torch.bucketize(schedule.piece_slot, schedule.split_ptr, right=True) - 1
-        assert torch.equal(rows, schedule.piece_row)
+        whole = [row for row, slot in zip(schedule.piece_row.tolist(), slots, strict=True) if slot < 0]
+        assert sorted(whole) == ([] if k < 3 else [row for row, count in enumerate(most) if count == 1])
+        assert [owner[slot if slot >= 0 else -1 - slot] for slot in slots] == schedule.piece_row.tolist()
+        assert schedule.split_row.tolist() == cut and 0 < len(cut) < len(most)
+        bounds = schedule.split_ptr.tolist()
+        assert [owner[slot] for slot in range(bounds[-1])] == [row for row in cut for _ in range(most[row])]
     assert schedule_tiles(order, tiles, 4) is schedules
 
 

@@ -41,7 +41,7 @@ class TiledOrder:
             for first, stop in self.ranges:
                 yield lambda n, first=first, stop=stop: leaf(n)[first:stop] if n.domain == fetched else leaf(n)
 
-        results = execution.run_tiles(sweep, self.order, self.tiles, leaves(), like, exact)
+        results = execution.run_tiles(sweep, self.order, self.tiles, leaves(), leaf, like, exact)
         return {r: in_order(t) for r, t in results.items()}
 
 

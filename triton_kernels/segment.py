@@ -128,7 +128,8 @@ class RowSchedule:
     Attributes:
         piece_row: [P] row of each piece.
         piece_start, piece_end: [P] its half-open range of positions; empty for a row without edges.
-        piece_slot: [P] int32 workspace slot, or -1 where the piece is the whole row.
+        piece_slot: [P] int32 workspace slot, or -1 where the piece is the whole row. In the last of several tiles of
+            the edges ``-1 - slot`` where the row is whole with what is in its one slot.
         split_row: [num_split] ids of the cut rows, ascending.
         split_ptr: [num_split + 1] the slots of cut row k are ``split_ptr[k] .. split_ptr[k + 1]``, in edge order.
         max_piece: the bound. num_pieces, num_slots, num_split: counts.

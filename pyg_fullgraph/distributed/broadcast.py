@@ -97,7 +97,7 @@ class Broadcast(Way):
 
         tiles = [side.tile(owner) for owner in (group.rank, *others)]
         try:
-            results = execution.run_tiles(sweep, side.rows, tiles, leaves(), like, exact)
+            results = execution.run_tiles(sweep, side.rows, tiles, leaves(), leaf, like, exact)
         finally:
             for rows in shared.values():
                 rows.close().wait()

@@ -78,11 +78,13 @@ class FeatureSplit(Halo):
         super().__init__()
         self._structures: WeakKeyDictionary[Shard, Structure] = WeakKeyDictionary()
 
+    def takes_whole(self, sweep: Sweep) -> bool:
+        return not isinstance(split_of(sweep), str)
+
     def run_whole(self, sweep: Sweep, shard: Shard, is_incoming: bool, group: Group, leaf: Leaf, like: Tensor,
-                  exact: frozenset[Node]) -> dict[Node, Tensor] | None:
+                  exact: frozenset[Node]) -> dict[Node, Tensor]:
         split = split_of(sweep)
-        if isinstance(split, str) or group.size == 1:
-            return None
+        assert isinstance(split, Split)
         if shard not in self._structures:
             self._structures[shard] = Structure.gather(shard, group)
         whole = self._structures[shard]

@@ -16,6 +16,7 @@ from pyg_fullgraph.distributed.halo import Halo
 from pyg_fullgraph.distributed.planner import Price, cheapest
 from pyg_fullgraph.distributed.way import Way
 from pyg_fullgraph.errors import InputError, ShardedGraphError
+from pyg_fullgraph.execution import finish_after
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn.ends import Ends
 from pyg_fullgraph.nn.preparation import masked_edge_index
@@ -59,9 +60,9 @@ class ShardedOrder:
 
     def run_sweep(self, sweep: Sweep, leaf: Leaf, like: Tensor, exact: frozenset[Node]) -> dict[Node, Tensor]:
         """As :func:`pyg_fullgraph.execution.run_sweep`, for tensors of this rank's rows and edges."""
-        whole = self.way.run_whole(sweep, self.shard, self.is_home, self.group, leaf, like, exact)
-        if whole is not None:
-            return whole
+        if self.group.size > 1 and self.way.takes_whole(sweep.bare):
+            return finish_after(sweep, leaf, like, exact, lambda known: self.way.run_whole(
+                sweep.bare, self.shard, self.is_home, self.group, leaf, like, known))
         edges = {n: leaf(n) for n in sweep.inputs if n.domain == Domain.EDGE}
         if not self.is_home:
             edges = {n: self.to_away(t) for n, t in edges.items()}

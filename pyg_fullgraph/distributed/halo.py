@@ -71,7 +71,7 @@ class Halo(Way):
 
         if is_whole:
             return execution.run_sweep(sweep, side.rows, next(leaves()), like, exact)
-        return execution.run_tiles(sweep, side.rows, side.own_and_remote(), leaves(), like, exact)
+        return execution.run_tiles(sweep, side.rows, side.own_and_remote(), leaves(), leaf, like, exact)
 
     def _routes_of(self, side: ShardOrder, group: Group) -> Routes | None:
         """What all ranks send for ``side``, where rows are sent by copies; asked for once."""

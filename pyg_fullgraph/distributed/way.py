@@ -40,16 +40,20 @@ class Way:
         """
         raise NotImplementedError
 
+    def takes_whole(self, sweep: Sweep) -> bool:
+        """Whether several ranks compute ``sweep`` over all edges of the graph, by :meth:`run_whole`."""
+        return False
+
     def run_whole(self, sweep: Sweep, shard: Shard, is_incoming: bool, group: Group, leaf: Leaf, like: Tensor,
-                  exact: frozenset[Node]) -> dict[Node, Tensor] | None:
-        """The same where the way computes ``sweep`` over all edges of the graph; else None, and rows are fetched.
+                  exact: frozenset[Node]) -> dict[Node, Tensor]:
+        """Run ``sweep`` over all edges of the graph.
 
         Args:
             shard, is_incoming: This rank's part, and whether the sweep's rows are destinations of it.
             leaf: This rank's rows, and the values of the edges that arrive here; results are as well.
-            sweep, group, like, exact: As of :meth:`run_sweep`.
+            sweep, group, like, exact: As of :meth:`run_sweep`; a bare sweep.
         """
-        return None
+        raise NotImplementedError
 
     def describe(self, sweep: Sweep) -> str:
         """How ``sweep`` runs, where that is not the same for all sweeps."""

@@ -73,6 +73,7 @@ class KernelSource:
         takes_blocks: Whether programs take blocks of edges, of whatever rows: it has workers, and takes the row of each
             edge and the number of edges in place of pieces and their number; pieces, if it reduces rows, go by block.
         takes_tiles: Whether it can take the edges of rows in tiles, adding to what those before left.
+        uses_row_ptr: Whether it then needs to know how many edges a row has in all of them.
         product_work: Multiply-adds of matrix products of a block of edges, per edge and feature that is reduced by row.
     """
 
@@ -102,6 +103,7 @@ class KernelSource:
     in_rounds: bool
     takes_blocks: bool
     takes_tiles: bool
+    uses_row_ptr: bool
     product_work: float
 
     @property
@@ -188,6 +190,7 @@ class _Generator:
         by_row = [(r, g) for r, g in self.gathers if g.domain != Domain.PARAM]
         self.lanes = reducers_of(by_row, self.tile.precision, "_lane") if takes_blocks else self.reducers
         self.carries = [c for r in self.reducers for c in r.carries]
+        self.reads_count = any(r.reads_count for r in self.reducers)
         self.outputs = {result: Buffer(f"out{k}", result, result.shape, result.is_integer)
                         for k, result in enumerate(sweep.results)}
         self.added = {node: Buffer(f"added{k}", node, node.shape, False)
@@ -237,7 +240,8 @@ class _Generator:
                             self.tile.num_warps(block_e), self.tile.edge_lanes,
                             self._is_sliced_freely, self._head_width, self.emitter.uses_eid, self.emitter.uses_ids,
                             self.emitter.uses_places, self._is_light, self.has_workers, self.holds_weights,
-                            self.in_rounds, self.takes_blocks, self.takes_tiles, self._product_work())
+                            self.in_rounds, self.takes_blocks, self.takes_tiles,
+                            self.takes_tiles and self.reads_count, self._product_work())
 
     # --- kernels ----------------------------------------------------------------------------------------------------
 
@@ -250,7 +254,7 @@ class _Generator:
         if self.takes_blocks:
             tables += ["rows_ptr", *(["block_ptr_ptr", *pieces] if self.carries else []), "num_edges"]
         else:
-            tables += [*pieces, "num_pieces"]
+            tables += [*pieces, *["row_ptr_ptr"] * (self.takes_tiles and self.reads_count), "num_pieces"]
         counts = ["num_workers"] * self.has_workers
         places = ["places_ptr"] * emitter.uses_places
         ins = pointers(emitter.inputs.values())
@@ -318,9 +322,19 @@ class _Generator:
     def _result(self, before: Sequence[str]) -> str:
         """``before``, what merges the lanes of a piece, and where the result goes."""
         after = [*before, *(line for r in self.reducers for line in r.merge_lanes(self.tile))]
-        add = "" if not self.takes_tiles else _fill(skeletons.ADD, merge=_indent(self._merges(self.apart), 1))
-        return _fill(skeletons.RESULT, after=_indent(after, 0), finish=_indent(self.ends, 1),
-                     add=_indent(add.splitlines(), 1), spill=_indent(self._spills(), 1))
+        merges = self._merges(self.apart) if self.takes_tiles else []
+        add = _fill(skeletons.ADD, merge=_indent(merges, 1)).splitlines() if merges else []
+        return _fill(skeletons.RESULT, after=_indent(after, 0), whole=_indent(self._whole(merges), 1),
+                     finish=_indent(self.ends, 1), add=_indent(add, 1), spill=_indent(self._spills(), 1))
+
+    def _whole(self, merges: Sequence[str]) -> list[str]:
+        """Lines for the carries of a whole row, with what tiles before the last one left in its slot, and its count."""
+        alone = ["count = (end - start).to(FLOAT)"] if self.reads_count else []
+        if not merges:
+            return alone
+        all_tiles = ["count = (tl.load(row_ptr_ptr + row + 1) - tl.load(row_ptr_ptr + row)).to(FLOAT)"] if alone else []
+        last = _fill(skeletons.ADD, merge=_indent(["slot = -1 - slot", *merges, *all_tiles], 1)).splitlines()
+        return [*last, *(["else:", *(f"    {line}" for line in alone)] if alone else [])]
 
     def _merge_kernel(self) -> str:
         """The kernel that merges the pieces of rows that were cut."""

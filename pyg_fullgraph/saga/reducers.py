@@ -31,10 +31,12 @@ class Reducer:
     Attributes:
         held: How many edges the carries have in the loop: those that lie along lanes, or all of a block, where taking
             them together costs more than the registers.
+        reads_count: Whether results depend on ``count``, the edges of the row.
     """
 
     carries: list[Carry] = field(default_factory=list)
     stores: list[tuple[Node, str]] = field(default_factory=list)
+    reads_count: bool = False
     held: ClassVar[Edges] = Edges.CARRIED
 
     def update(self, gen: Emitter) -> list[str]:
@@ -56,7 +58,8 @@ class Sum(Reducer):
     def __init__(self, k: str, value: Node, results: Sequence[tuple[str, Node]]) -> None:
         self.value, self.name = value, f"sum{k}"
         text = {"sum": self.name, "mean": f"{self.name} / tl.maximum(count, 1.0)"}
-        super().__init__([Carry(self.name, results[0][1], "0.0")], [(r, text[kind]) for kind, r in results])
+        super().__init__([Carry(self.name, results[0][1], "0.0")], [(r, text[kind]) for kind, r in results],
+                         any(kind == "mean" for kind, _ in results))
 
     def update(self, gen: Emitter) -> list[str]:
         return [f"{self.name} += {gen.over_block(self.value)}"]
@@ -124,7 +127,7 @@ class Peak(Reducer):
     def __init__(self, k: str, value: Node, result: Node) -> None:
         self.value, self.name = value, f"max{k}"
         super().__init__([Carry(self.name, result, 'float("-inf")')],
-                         [(result, f"tl.where(count > 0, {self.name}, 0.0)")])
+                         [(result, f"tl.where(count > 0, {self.name}, 0.0)")], True)
 
     def update(self, gen: Emitter) -> list[str]:
         value = f'tl.where(live, {gen.number(self.value)}, float("-inf"))'
@@ -147,7 +150,7 @@ class ArgPeak(Reducer):
         carries = [Carry(self.peak, results[0][1], 'float("-inf")'),
                    Carry(self.ids, results[0][1], "UNSET", integer=True)]
         text = {"max": f"tl.where(count > 0, {self.peak}, 0.0)", "argmax": f"tl.where(count > 0, {self.ids}, -1)"}
-        super().__init__(carries, [(r, text[kind]) for kind, r in results])
+        super().__init__(carries, [(r, text[kind]) for kind, r in results], True)
 
     def update(self, gen: Emitter) -> list[str]:
         value, ids = gen.number(self.value), gen.edge_ids()

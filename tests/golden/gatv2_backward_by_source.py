@@ -62,7 +62,10 @@ def sum_by_src_5ee541(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_
         sum0 += tl.sum(((tl.where(live, v14, 0.0) * v16) + (tl.where(live, v22, 0.0) * v25)), axis=0, keep_dims=True)
     sum0 = tl.sum(sum0, axis=1, keep_dims=True)
     if slot < 0:
-        count = (end - start).to(FLOAT)
+        if ADDS:
+            slot = -1 - slot
+            new_sum0 = tl.load(ws0_ptr + slot * 15 + f0 * 5 + f1, mask=(f0 < 3) & (f1 < 5), other=0)
+            sum0 += new_sum0
         tl.store(out0_ptr + row * 15 + f0_0 * 5 + f1_0, tl.reshape(tl.broadcast_to(sum0, [1, 1, 4, 8]), [32]), mask=tl.broadcast_to((f0_0 < 3) & (f1_0 < 5), [32]))
     else:
         if ADDS:

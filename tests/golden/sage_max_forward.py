@@ -11,7 +11,7 @@ TABLES = ("piece_row_ptr", "piece_start_ptr", "piece_end_ptr", "piece_slot_ptr",
 
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=TABLES)
-def max_argmax_by_dst_ef460d(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_end_ptr, piece_slot_ptr, num_pieces, in0_ptr, in0_stride, out0_ptr, out1_ptr, ws0_ptr, ws1_ptr, BLOCK_E: tl.constexpr, OFFSET: tl.constexpr, HAS_EID: tl.constexpr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr, ADDS: tl.constexpr):
+def max_argmax_by_dst_ef460d(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_end_ptr, piece_slot_ptr, row_ptr_ptr, num_pieces, in0_ptr, in0_stride, out0_ptr, out1_ptr, ws0_ptr, ws1_ptr, BLOCK_E: tl.constexpr, OFFSET: tl.constexpr, HAS_EID: tl.constexpr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr, ADDS: tl.constexpr):
     pid = tl.program_id(0).to(tl.int64)
     piece = pid % num_pieces
     f0 = tl.arange(0, 8)[None, None, :]
@@ -48,7 +48,17 @@ def max_argmax_by_dst_ef460d(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr,
     max0, arg0 = device.lane_max(max0, arg0, UNSET, 0)
     max0, arg0 = device.lane_max(max0, arg0, UNSET, 1)
     if slot < 0:
-        count = (end - start).to(FLOAT)
+        if ADDS:
+            slot = -1 - slot
+            new_max0 = tl.load(ws0_ptr + slot * 5 + f0, mask=(f0 < 5), other=0)
+            new_arg0 = tl.load(ws1_ptr + slot * 5 + f0, mask=(f0 < 5), other=0)
+            new_max0 = new_max0 + tl.zeros_like(max0)
+            take_max0 = ((arg0 == UNSET) | (~(new_max0 <= max0) & (max0 == max0)) | (((new_max0 == max0) | (new_max0 != new_max0)) & (new_arg0 < arg0)))
+            max0 = tl.where(take_max0, new_max0, max0)
+            arg0 = tl.where(take_max0, new_arg0, arg0)
+            count = (tl.load(row_ptr_ptr + row + 1) - tl.load(row_ptr_ptr + row)).to(FLOAT)
+        else:
+            count = (end - start).to(FLOAT)
         tl.store(out0_ptr + row * 5 + f0_0, tl.reshape(tl.broadcast_to(tl.where(count > 0, max0, 0.0), [1, 1, 8]), [8]), mask=tl.broadcast_to((f0_0 < 5), [8]))
         tl.store(out1_ptr + row * 5 + f0_0, tl.reshape(tl.broadcast_to(tl.where(count > 0, arg0, -1), [1, 1, 8]), [8]), mask=tl.broadcast_to((f0_0 < 5), [8]))
     else:
