@@ -6,6 +6,7 @@ partial results, so the loop needs no communication, and are merged once at the 
 are written). A piece that is a whole row writes the result, a piece of a cut row writes its carry to a workspace slot.
 Where edges come in tiles, all pieces do, and from the second tile on (``ADDS``) they merge with what is in the slot;
 in the last one a row of one slot is then whole and writes the result: its piece has ``-1 - slot`` in place of the slot.
+They merge in a loop of one turn: of lines outside a loop Triton 3.6 fails to lay out some in float64.
 
 Programs of one part of the features run side by side, as gathered rows of few features stay in cache; where edges have
 wide values of their own, which are read or written once, programs of one piece do.
@@ -112,18 +113,26 @@ for piece in range(tl.load(block_ptr_ptr + block), tl.load(block_ptr_ptr + block
 
 RESULT = '''\
 {after}
-if slot < 0:
-{whole}
+is_whole = slot < 0
+{count}
+{add}
+if is_whole:
 {finish}
 else:
-{add}
 {spill}
 '''
 
 ADD = '''\
 if ADDS:
+    kept = tl.maximum(slot, -1 - slot)
+    for slot in range(kept, kept + 1):
 {merge}
+    slot = kept
+{count}
 '''
+
+#: Edges of a row.
+COUNT = "(tl.load(row_ptr_ptr + row + 1) - tl.load(row_ptr_ptr + row)).to(FLOAT)"
 
 MERGE = '''
 
@@ -137,7 +146,7 @@ def {name}({params}):
     last = tl.load(split_ptr_ptr + split + 1).to(tl.int64)
     if first == last:
         return
-    count = (tl.load(row_ptr_ptr + row + 1) - tl.load(row_ptr_ptr + row)).to(FLOAT)
+    count = {count}
 {before}
     for slot in range(first, last):
 {loop}

@@ -322,26 +322,19 @@ class _Generator:
     def _result(self, before: Sequence[str]) -> str:
         """``before``, what merges the lanes of a piece, and where the result goes."""
         after = [*before, *(line for r in self.reducers for line in r.merge_lanes(self.tile))]
-        merges = self._merges(self.apart) if self.takes_tiles else []
-        add = _fill(skeletons.ADD, merge=_indent(merges, 1)).splitlines() if merges else []
-        return _fill(skeletons.RESULT, after=_indent(after, 0), whole=_indent(self._whole(merges), 1),
-                     finish=_indent(self.ends, 1), add=_indent(add, 1), spill=_indent(self._spills(), 1))
-
-    def _whole(self, merges: Sequence[str]) -> list[str]:
-        """Lines for the carries of a whole row, with what tiles before the last one left in its slot, and its count."""
-        alone = ["count = (end - start).to(FLOAT)"] if self.reads_count else []
-        if not merges:
-            return alone
-        all_tiles = ["count = (tl.load(row_ptr_ptr + row + 1) - tl.load(row_ptr_ptr + row)).to(FLOAT)"] if alone else []
-        last = _fill(skeletons.ADD, merge=_indent(["slot = -1 - slot", *merges, *all_tiles], 1)).splitlines()
-        return [*last, *(["else:", *(f"    {line}" for line in alone)] if alone else [])]
+        count, of_all = ("count = (end - start).to(FLOAT)", f"count = {skeletons.COUNT}") if self.reads_count else \
+            ("", "")
+        add = _fill(skeletons.ADD, merge=_indent(self._merges(self.apart), 2), count=_indent([of_all], 1)) \
+            if self.takes_tiles else ""
+        return _fill(skeletons.RESULT, after=_indent(after, 0), count=count, add=add, finish=_indent(self.ends, 1),
+                     spill=_indent(self._spills(), 1))
 
     def _merge_kernel(self) -> str:
         """The kernel that merges the pieces of rows that were cut."""
         rows = [f"{b.name}_ptr" for r, b in self.outputs.items() if r.domain == self.sweep.rows]
         rows += [f"{b.name}_ptr" for b in self.added.values()] + pointers(self.end_inputs)
         params = ["split_row_ptr", "split_ptr_ptr", "row_ptr_ptr", "num_split", *rows, *self._workspaces(), *_CONSTANTS]
-        return _fill(skeletons.MERGE, name=f"merge_{self.name}", params=", ".join(params),
+        return _fill(skeletons.MERGE, name=f"merge_{self.name}", params=", ".join(params), count=skeletons.COUNT,
                      tiles=_indent(self.tile.lines("num_split") + self.tile.flat_lines, 1),
                      before=_indent(self._starts(self.reducers, is_merged=True), 1), loop=_indent(self._merges(), 2),
                      finish=_indent(self.ends, 1))

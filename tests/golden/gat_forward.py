@@ -62,9 +62,10 @@ def softmax_sum_lse_by_dst_977711(other_ptr, eid_ptr, piece_row_ptr, piece_start
     total0 = tl.sum(device.rounded(total0 * scale0), axis=1, keep_dims=True)
     acc0_0 = tl.sum(device.rounded(acc0_0 * scale0), axis=1, keep_dims=True)
     peak0 = top_peak0
-    if slot < 0:
-        if ADDS:
-            slot = -1 - slot
+    is_whole = slot < 0
+    if ADDS:
+        kept = tl.maximum(slot, -1 - slot)
+        for slot in range(kept, kept + 1):
             new_peak0 = tl.load(old0_ptr + slot * 3 + f0, mask=(f0 < 3), other=0)
             new_total0 = tl.load(old1_ptr + slot * 3 + f0, mask=(f0 < 3), other=0)
             new_acc0_0 = tl.load(ws2_ptr + slot * 15 + f0 * 5 + f1, mask=(f0 < 3) & (f1 < 5), other=0)
@@ -75,20 +76,11 @@ def softmax_sum_lse_by_dst_977711(other_ptr, eid_ptr, piece_row_ptr, piece_start
             total0 = total0 * old_scale + new_total0 * new_scale
             acc0_0 = acc0_0 * old_scale + new_acc0_0 * new_scale
             peak0 = top_peak0
+        slot = kept
+    if is_whole:
         tl.store(out0_ptr + row * 15 + f0_0 * 5 + f1_0, tl.reshape(tl.broadcast_to(acc0_0 / tl.where(total0 == 0, 1.0, total0), [1, 1, 4, 8]), [32]), mask=tl.broadcast_to((f0_0 < 3) & (f1_0 < 5), [32]))
         tl.store(tl.broadcast_to(out1_ptr + row * 3 + f0, [1, 1, 4, 1]), tl.broadcast_to(device.log_sum_exp(peak0, total0), [1, 1, 4, 1]), mask=tl.broadcast_to((f0 < 3), [1, 1, 4, 1]))
     else:
-        if ADDS:
-            new_peak0 = tl.load(old0_ptr + slot * 3 + f0, mask=(f0 < 3), other=0)
-            new_total0 = tl.load(old1_ptr + slot * 3 + f0, mask=(f0 < 3), other=0)
-            new_acc0_0 = tl.load(ws2_ptr + slot * 15 + f0 * 5 + f1, mask=(f0 < 3) & (f1 < 5), other=0)
-            top_peak0 = tl.maximum(peak0, new_peak0)
-            shift = device.finite_or_zero(top_peak0)
-            old_scale = tl.exp(peak0 - shift)
-            new_scale = tl.exp(new_peak0 - shift)
-            total0 = total0 * old_scale + new_total0 * new_scale
-            acc0_0 = acc0_0 * old_scale + new_acc0_0 * new_scale
-            peak0 = top_peak0
         tl.store(tl.broadcast_to(ws0_ptr + slot * 3 + f0, [1, 1, 4, 1]), peak0, mask=tl.broadcast_to((f0 < 3), [1, 1, 4, 1]))
         tl.store(tl.broadcast_to(ws1_ptr + slot * 3 + f0, [1, 1, 4, 1]), total0, mask=tl.broadcast_to((f0 < 3), [1, 1, 4, 1]))
         tl.store(tl.broadcast_to(ws2_ptr + slot * 15 + f0 * 5 + f1, [1, 1, 4, 8]), acc0_0, mask=tl.broadcast_to((f0 < 3) & (f1 < 5), [1, 1, 4, 8]))

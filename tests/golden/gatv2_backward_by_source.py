@@ -61,16 +61,16 @@ def sum_by_src_5ee541(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_
         v25 = tl.where(v4, v8, v24)
         sum0 += tl.sum(((tl.where(live, v14, 0.0) * v16) + (tl.where(live, v22, 0.0) * v25)), axis=0, keep_dims=True)
     sum0 = tl.sum(sum0, axis=1, keep_dims=True)
-    if slot < 0:
-        if ADDS:
-            slot = -1 - slot
+    is_whole = slot < 0
+    if ADDS:
+        kept = tl.maximum(slot, -1 - slot)
+        for slot in range(kept, kept + 1):
             new_sum0 = tl.load(ws0_ptr + slot * 15 + f0 * 5 + f1, mask=(f0 < 3) & (f1 < 5), other=0)
             sum0 += new_sum0
+        slot = kept
+    if is_whole:
         tl.store(out0_ptr + row * 15 + f0_0 * 5 + f1_0, tl.reshape(tl.broadcast_to(sum0, [1, 1, 4, 8]), [32]), mask=tl.broadcast_to((f0_0 < 3) & (f1_0 < 5), [32]))
     else:
-        if ADDS:
-            new_sum0 = tl.load(ws0_ptr + slot * 15 + f0 * 5 + f1, mask=(f0 < 3) & (f1 < 5), other=0)
-            sum0 += new_sum0
         tl.store(tl.broadcast_to(ws0_ptr + slot * 15 + f0 * 5 + f1, [1, 1, 4, 8]), sum0, mask=tl.broadcast_to((f0 < 3) & (f1 < 5), [1, 1, 4, 8]))
 
 

@@ -47,28 +47,23 @@ def max_argmax_by_dst_ef460d(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr,
         arg0 = tl.where(take_max0, eid, arg0)
     max0, arg0 = device.lane_max(max0, arg0, UNSET, 0)
     max0, arg0 = device.lane_max(max0, arg0, UNSET, 1)
-    if slot < 0:
-        if ADDS:
-            slot = -1 - slot
+    is_whole = slot < 0
+    count = (end - start).to(FLOAT)
+    if ADDS:
+        kept = tl.maximum(slot, -1 - slot)
+        for slot in range(kept, kept + 1):
             new_max0 = tl.load(ws0_ptr + slot * 5 + f0, mask=(f0 < 5), other=0)
             new_arg0 = tl.load(ws1_ptr + slot * 5 + f0, mask=(f0 < 5), other=0)
             new_max0 = new_max0 + tl.zeros_like(max0)
             take_max0 = ((arg0 == UNSET) | (~(new_max0 <= max0) & (max0 == max0)) | (((new_max0 == max0) | (new_max0 != new_max0)) & (new_arg0 < arg0)))
             max0 = tl.where(take_max0, new_max0, max0)
             arg0 = tl.where(take_max0, new_arg0, arg0)
-            count = (tl.load(row_ptr_ptr + row + 1) - tl.load(row_ptr_ptr + row)).to(FLOAT)
-        else:
-            count = (end - start).to(FLOAT)
+        slot = kept
+        count = (tl.load(row_ptr_ptr + row + 1) - tl.load(row_ptr_ptr + row)).to(FLOAT)
+    if is_whole:
         tl.store(out0_ptr + row * 5 + f0_0, tl.reshape(tl.broadcast_to(tl.where(count > 0, max0, 0.0), [1, 1, 8]), [8]), mask=tl.broadcast_to((f0_0 < 5), [8]))
         tl.store(out1_ptr + row * 5 + f0_0, tl.reshape(tl.broadcast_to(tl.where(count > 0, arg0, -1), [1, 1, 8]), [8]), mask=tl.broadcast_to((f0_0 < 5), [8]))
     else:
-        if ADDS:
-            new_max0 = tl.load(ws0_ptr + slot * 5 + f0, mask=(f0 < 5), other=0)
-            new_arg0 = tl.load(ws1_ptr + slot * 5 + f0, mask=(f0 < 5), other=0)
-            new_max0 = new_max0 + tl.zeros_like(max0)
-            take_max0 = ((arg0 == UNSET) | (~(new_max0 <= max0) & (max0 == max0)) | (((new_max0 == max0) | (new_max0 != new_max0)) & (new_arg0 < arg0)))
-            max0 = tl.where(take_max0, new_max0, max0)
-            arg0 = tl.where(take_max0, new_arg0, arg0)
         tl.store(tl.broadcast_to(ws0_ptr + slot * 5 + f0, [1, 1, 8]), max0, mask=tl.broadcast_to((f0 < 5), [1, 1, 8]))
         tl.store(tl.broadcast_to(ws1_ptr + slot * 5 + f0, [1, 1, 8]), arg0, mask=tl.broadcast_to((f0 < 5), [1, 1, 8]))
 
