@@ -364,8 +364,8 @@ def run_tiles(sweep: Sweep, rows: EdgeOrder, tiles: Sequence[EdgeOrder], leaves:
         sweep: What to compute.
         rows: All edges grouped by the sweep's rows.
         tiles: The same edges in parts, grouped by the same rows.
-        leaves: For each tile in turn what gives the tensors of its inputs. The next is asked for when the kernels of
-            the one before are queued.
+        leaves: For each tile in turn what gives the tensors of its inputs, :func:`padded` or not. The next is asked for
+            when the kernels of the one before are queued.
         leaf: Gives what vertices of the sweep's rows have, and parameters.
         like, exact: As for :func:`run_sweep`, whose results are returned.
 
@@ -380,7 +380,7 @@ def run_tiles(sweep: Sweep, rows: EdgeOrder, tiles: Sequence[EdgeOrder], leaves:
         return finish_after(sweep, leaf, like, exact,
                             lambda known: run_tiles(sweep.bare, rows, tiles, leaves, leaf, like, known))
     if prepared is None:
-        return chunks.run_tiles(sweep, rows, zip(tiles, leaves, strict=True), like, exact)
+        return chunks.run_tiles(sweep, rows, zip(tiles, map(unpadded, leaves), strict=True), like, exact)
     launched, taken = launches.Run(prepared, tiles), []
     for k in range(len(tiles)):
         taken.append(next(leaves))
@@ -395,6 +395,16 @@ def run_tiles(sweep: Sweep, rows: EdgeOrder, tiles: Sequence[EdgeOrder], leaves:
             return run_tiles(sweep, rows, tiles, itertools.chain(taken, leaves), leaf, like, exact)
     with events.stage(None, like.device):
         return launched.finish()
+
+
+def padded(value: Tensor, node: Node, like: Tensor) -> Tensor:
+    """Rows of the input ``node`` as :func:`run_tiles` reads them best, contiguous; of all ranks in the same form."""
+    return launches.padded_rows(value, node, like) if has_kernels(like.device) else value.contiguous()
+
+
+def unpadded(leaf: chunks.Leaf) -> chunks.Leaf:
+    """``leaf`` with rows that were :func:`padded` as they were before."""
+    return lambda node: launches.unpadded_rows(leaf(node), node)
 
 
 def _prepared_tiles(sweep: Sweep, rows: EdgeOrder, tiles: Sequence[EdgeOrder], like: Tensor,

@@ -22,7 +22,7 @@ from pyg_fullgraph.saga.plans import Sweep, is_staged
 from triton_kernels import launch, segment, skeletons, tune
 from triton_kernels.columns import fold
 
-__all__ = ["Part", "Prepared", "Run", "contiguous_rows"]
+__all__ = ["Part", "Prepared", "Run", "contiguous_rows", "padded_rows", "unpadded_rows"]
 
 #: Most programs that hold weights, and elements that programs may always write for one parameter together.
 MAX_WORKERS, WORKER_ELEMENTS = 8448, 1 << 23
@@ -116,12 +116,22 @@ class _Inputs:
         self._buffers, self._nodes = buffers, [b.node for b in buffers]
         self._staged = [k for k, n in enumerate(self._nodes) if is_staged(n)]
         self._strides = [max(b.node.numel, 1) for b in buffers if b.has_stride]
+        # Rows of one run, which may come padded.
+        self._padded = {(b.node, b.run[1]) for b in buffers if b.run[0] == b.node.numel < b.run[1]}
         # Rows that are taken as they are if they are contiguous; their strides are the same each time.
         self._is_simple = all(b.run[0] == b.run[1] and not b.columns for b in buffers if b.has_stride)
         strides = itertools.count(len(buffers))
         places = [(k, next(strides)) if b.has_stride else (k,) for k, b in enumerate(buffers)]
         self._order = _picker([p for pair in places for p in pair])
         self._ends = _picker([p for n, pair in zip(self._nodes, places, strict=True) if n in ends for p in pair])
+
+    def fitting(self, leaf: chunks.Leaf) -> chunks.Leaf:
+        """``leaf``, whose rows :func:`padded_rows` may have padded, without what this kernel does not expect."""
+        def read(node: Node) -> Tensor:
+            value = leaf(node)
+            return value if (node, value.shape[-1]) in self._padded else unpadded_rows(value, node)
+
+        return read
 
     def take(self, leaf: chunks.Leaf, staging: EdgeOrder | None) -> _Taken:
         """The inputs as ``leaf`` gives them; edge values are put in the order of ``staging``.
@@ -143,8 +153,9 @@ class _Inputs:
                 reach = max(reach, values[k].numel())
                 continue
             numel = buffer.node.numel
-            values[k] = _by_feature(values[k], numel // buffer.columns, buffer.columns) if buffer.columns else \
-                contiguous_rows(values[k], *buffer.run)
+            if (buffer.node, values[k].shape[-1]) not in self._padded:
+                values[k] = _by_feature(values[k], numel // buffer.columns, buffer.columns) if buffer.columns else \
+                    contiguous_rows(values[k], *buffer.run)
             strides.append(values[k].stride(0))
             reach = max(reach, values[k].shape[0] * max(strides[-1], numel))
         pool = *values, *strides
@@ -289,6 +300,8 @@ class Run:
         kernel = site.kernel
         if site.num_workers == 0 and len(self.tiles) > 1:
             return
+        if len(self.tiles) > 1:
+            leaf = site.inputs.fitting(leaf)
         inputs, ends, tensors, strides, reach = site.inputs.take(leaf, self.staging)
         args, has_places = [*inputs], False
         if k == 0:  # whose kernel's other half merges
@@ -385,3 +398,19 @@ def contiguous_rows(value: Tensor, run: int = 1, pitch: int = 1) -> Tensor:
         return torch.nn.functional.pad(value.reshape(value.shape[0], features // run, run), (0, pitch - run)).flatten(1)
     flat = value.reshape(value.shape[0], features)
     return flat if flat.shape[1] <= 1 or flat.stride(1) == 1 else flat.contiguous()
+
+
+def padded_rows(value: Tensor, node: Node, like: Tensor) -> Tensor:
+    """``value`` of the input ``node`` as kernels read it through an index, contiguous: rows of many features that are
+    no multiple of 16 bytes are ``[rows, features]`` with zeros behind them. It depends on ``node`` and ``like`` alone.
+    """
+    lanes = 16 // like.element_size()
+    more = -node.numel % lanes
+    if len(node.shape) != 1 or node.numel < 2 * lanes or not more or not value.is_floating_point():
+        return value.contiguous()
+    return torch.nn.functional.pad(value, (0, more))
+
+
+def unpadded_rows(value: Tensor, node: Node) -> Tensor:
+    """The rows of ``node`` as they were before :func:`padded_rows`; a view."""
+    return value[:, :node.numel] if len(node.shape) == 1 and value.shape[-1] > node.numel else value

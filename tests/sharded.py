@@ -426,10 +426,10 @@ def check_split(rank: int, size: int) -> None:
     ran: list[tuple[str, str]] = []
 
     class Watched(FeatureSplit):
-        def run_whole(self, sweep: Any, *args: Any) -> Any:
-            results = super().run_whole(sweep, *args)
-            ran.append(("split", "") if results is not None else ("fetched", self.describe(sweep)))
-            return results
+        def takes_whole(self, sweep: Any) -> bool:
+            taken = super().takes_whole(sweep)
+            ran.append(("split", "") if taken else ("fetched", self.describe(sweep)))
+            return taken
 
     case = make_case("prime")
     part = shard(Graph.from_edge_index(case.edge_index, case.size), Watched())

@@ -12,7 +12,7 @@ from torch import Tensor
 from pyg_fullgraph import execution
 from pyg_fullgraph.chunks import Leaf
 from pyg_fullgraph.distributed.group import Group, Shared, Transfer
-from pyg_fullgraph.distributed.way import Buffers, Way, fetched_inputs
+from pyg_fullgraph.distributed.way import Buffers, Way, fetched_inputs, leaf_of
 from pyg_fullgraph.part_order import ShardOrder
 from pyg_fullgraph.saga.ir import Node
 from pyg_fullgraph.saga.plans import Sweep
@@ -39,7 +39,7 @@ class Broadcast(Way):
 
     def run_sweep(self, sweep: Sweep, side: ShardOrder, group: Group, leaf: Leaf, like: Tensor,
                   exact: frozenset[Node]) -> dict[Node, Any]:
-        own = {n: leaf(n).contiguous() for n in fetched_inputs(sweep)}
+        own = {n: execution.padded(leaf(n), n, like) for n in fetched_inputs(sweep)}
         shared = _shared(own, side, group)
         others = [owner for owner in range(group.size) if owner != group.rank]
         if shared:  # each reads another rank's memory at a time
@@ -88,12 +88,12 @@ class Broadcast(Way):
                 swap(others[0])
             else:
                 start(2)
-            yield leaf
+            yield partial(leaf_of, own, leaf)
             for stage, owner in enumerate(others, start=1):
                 blocks = {n: t.wait() for n, t in coming.pop(owner).items()}
                 if stage > 1:  # queued after the stage before, which was the last to read that buffer
                     (fetch if shared else start)(stage + 1)
-                yield partial(_leaf_of, blocks, leaf)
+                yield partial(leaf_of, blocks, leaf)
 
         tiles = [side.tile(owner) for owner in (group.rank, *others)]
         try:
@@ -116,7 +116,3 @@ def _shared(own: Mapping[Node, Tensor], side: ShardOrder, group: Group) -> dict[
     for rows in shared.values():
         rows.close().wait()
     return {}
-
-
-def _leaf_of(blocks: Mapping[Node, Tensor], leaf: Leaf, node: Node) -> Tensor:
-    return blocks[node] if node in blocks else leaf(node)

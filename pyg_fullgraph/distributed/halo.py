@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,7 +14,7 @@ from pyg_fullgraph import execution
 from pyg_fullgraph.chunks import Leaf
 from pyg_fullgraph.distributed.copies import Routes, is_capturing
 from pyg_fullgraph.distributed.group import Group, Transfer
-from pyg_fullgraph.distributed.way import Buffers, Way, fetched_inputs
+from pyg_fullgraph.distributed.way import Buffers, Way, fetched_inputs, leaf_of
 from pyg_fullgraph.part_order import ShardOrder
 from pyg_fullgraph.saga.ir import Node
 from pyg_fullgraph.saga.plans import Sweep
@@ -45,9 +46,9 @@ class Halo(Way):
         if group.size == 1 or not nodes:
             return execution.run_sweep(sweep, side.rows, leaf, like, exact)
         is_whole = execution.takes_blocks(sweep, side.rows, like)
-        values, transfers = {}, []
+        owned, values, transfers = {}, {}, []
         for k, node in enumerate(nodes):
-            own = leaf(node)
+            own = owned[node] = execution.padded(leaf(node), node, like)
             sent = group.outbox(k, routes, own) if routes is not None else None
             if sent is None:
                 sent = self._buffers.take(("sent", k), side.sent.numel(), own)
@@ -59,18 +60,15 @@ class Halo(Way):
                 rows = rows[count:]
             transfers.append(_start(sent, rows, side, routes, k, group))
 
-        def arrived(node: Node) -> Tensor:
-            return values[node] if node in values else leaf(node)
-
         def leaves() -> Iterator[Leaf]:
             if not is_whole:
-                yield leaf
+                yield partial(leaf_of, owned, leaf)
             for transfer in transfers:
                 transfer.wait()
-            yield arrived
+            yield partial(leaf_of, values, leaf)
 
         if is_whole:
-            return execution.run_sweep(sweep, side.rows, next(leaves()), like, exact)
+            return execution.run_sweep(sweep, side.rows, execution.unpadded(next(leaves())), like, exact)
         return execution.run_tiles(sweep, side.rows, side.own_and_remote(), leaves(), leaf, like, exact)
 
     def _routes_of(self, side: ShardOrder, group: Group) -> Routes | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from pyg_fullgraph.partition import Shard
 from pyg_fullgraph.saga.ir import Domain, Node
 from pyg_fullgraph.saga.plans import Sweep
 
-__all__ = ["Buffers", "Way", "fetched_inputs"]
+__all__ = ["Buffers", "Way", "fetched_inputs", "leaf_of"]
 
 
 class Way:
@@ -93,3 +94,8 @@ def fetched_inputs(sweep: Sweep) -> list[Node]:
     The widest come first, so that sweeps put them into the same buffers.
     """
     return sorted((n for n in sweep.inputs if n.domain == Domain.EDGE & ~sweep.rows), key=lambda n: -n.numel)
+
+
+def leaf_of(fetched: Mapping[Node, Tensor], leaf: Leaf, node: Node) -> Tensor:
+    """The tensor of an input: what was fetched, else what ``leaf`` gives."""
+    return fetched[node] if node in fetched else leaf(node)
