@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 import torch_geometric.nn as pyg_nn
 from torch import Tensor, nn
+from torch_geometric.utils import remove_self_loops
 
 from benchmarks import graphs
 from benchmarks.edge_phases import edge_phases
@@ -305,6 +306,8 @@ class Problem:
         if base in graphs.SIZES:
             count = graphs.num_nodes(graphs.SIZES[base])
             self.edge_index = graphs.draw_named(name, device, seed)
+            if case.layer == "pdn":  # of several loops of a node PyG's normalization takes the weight of any
+                self.edge_index = remove_self_loops(self.edge_index)[0]
             self.x = torch.randn((count, case.num_in), generator=generator, device=device)
             if case.layer == "sage-max":
                 # Ranks instead of values: where two sources tie, PyG and we give the gradient to other edges.

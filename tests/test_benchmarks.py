@@ -287,6 +287,21 @@ def test_out_of_memory_is_a_row(monkeypatch):
     assert row["error"] == "out of memory" and "p50_ms" not in row
 
 
+def test_where_pyg_does_not_fit_in_float64_rows_are_sampled(monkeypatch):
+    monkeypatch.setitem(graphs.SIZES, "small", graphs.SIZES["tiny"])
+    problem, known, asked = Problem(TINY), checks._errors, []
+
+    def errors(given, workload):
+        asked.append(given)
+        if given is problem:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return known(given, workload)
+
+    monkeypatch.setattr(checks, "_errors", errors)
+    assert check(problem, Workload(problem, "ours"))["rows_error"] < 1e-5
+    assert len(asked) == 1 + len(checks.SMALL_SEEDS)
+
+
 def test_compare_accepts_what_pyg_itself_is_off_by():
     exact = {"out": torch.ones(4, dtype=torch.float64)}
     near, far = {"out": exact["out"] * 1.01}, {"out": exact["out"] * 1.1}

@@ -201,6 +201,25 @@ def test_tiles_share_the_slots_of_a_row():
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@pytest.mark.parametrize("name", ["gcn", "sage-mean", "gat"])
+def test_tiles_have_kernels_of_their_own(name, device, only_kernels, monkeypatch):
+    """Programs take several pieces of a tile with few edges, and one each of others of the same sweep."""
+    monkeypatch.setattr(launches, "MIN_ROUND_PROGRAMS", 3)
+    monkeypatch.setattr(execution, "ROUND_FEATURES", 25)
+    chosen, known = {}, execution.kernel_on
+
+    def choose(sweep, *args):
+        kernel = known(sweep, *args)
+        chosen.setdefault(sweep, set()).add(kernel.in_rounds)
+        return kernel
+
+    monkeypatch.setattr(execution, "kernel_on", choose)
+    case = random_case(40, 30, 300)
+    check(program_of(name), case, torch.float64, device, runner=run_in_tiles)
+    assert {False, True} in chosen.values()
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
 @pytest.mark.parametrize("name, runner", [("gcn", run), ("sage-max", run), ("gat", run), ("sage-max", run_in_tiles)])
 def test_programs_that_take_many_pieces(name, runner, device, only_kernels, monkeypatch):
     """As they do where rows are many and short; here the graph is small, and some rows are cut."""
