@@ -320,6 +320,9 @@ class Explanation:
     def source(self, name: str, backward: bool = False) -> str:
         """Generated Triton source of a layer's kernels for float32 and this graph, the same on every machine.
 
+        On part of a graph for all of its edges; for those with the vertices of one process, which are fewer, programs
+        may take several pieces of rows, and more features at a time.
+
         Args:
             name: Qualified name of the layer, a key of :attr:`layers`.
             backward: The kernels of the backward pass.
