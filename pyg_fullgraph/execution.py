@@ -383,18 +383,20 @@ def run_tiles(sweep: Sweep, rows: EdgeOrder, tiles: Sequence[EdgeOrder], leaves:
                             lambda known: run_tiles(sweep.bare, rows, tiles, leaves, leaf, like, known))
     if prepared is None:
         return chunks.run_tiles(sweep, rows, zip(tiles, map(unpadded, leaves), strict=True), like, exact)
-    launched, taken = launches.Run(prepared, tiles), []
-    for k in range(len(tiles)):
-        taken.append(next(leaves))
+    launched = launches.Run(prepared, tiles)
+    asked: list[chunks.Leaf] = []
+    for k, site in enumerate(prepared.sites):
+        asked.append(next(leaves))
         try:
             with events.stage(k, like.device):
-                launched.take(k, taken[k])
+                launched.take(k, site.inputs.fitting(asked[-1]))
         except OutOfResources as error:
-            kernel = prepared.sites[k].kernel
-            _refuse(kernel, error)
+            _refuse(site.kernel, error)
             if launched.is_begun:  # the rows of the tiles before may be gone
-                raise TileRefusedError(kernel.name, k, len(tiles)) from error
-            return run_tiles(sweep, rows, tiles, itertools.chain(taken, leaves), leaf, like, exact)
+                raise TileRefusedError(site.kernel.name, k, len(tiles)) from error
+            return run_tiles(sweep, rows, tiles, itertools.chain(asked, leaves), leaf, like, exact)
+        if launched.is_begun:  # and may go
+            asked.clear()
     with events.stage(None, like.device):
         return launched.finish()
 
@@ -411,15 +413,23 @@ def unpadded(leaf: chunks.Leaf) -> chunks.Leaf:
 
 def _prepared_tiles(sweep: Sweep, rows: EdgeOrder, tiles: Sequence[EdgeOrder], like: Tensor,
                     exact: frozenset[Node]) -> launches.Prepared | None:
-    """``sweep`` in tiles of ``rows``, each with the kernel and shape that are best for it; None without a kernel."""
+    """``sweep`` in tiles of ``rows``; None without a kernel.
+
+    Light kernels, which need no shared memory that a device may lack, and their shapes are the best ones for each tile;
+    others are the same for all, so that one is refused before anything was done, if at all.
+    """
     key = ("tiles", _run_key(sweep, like, exact))
     known = rows._cache.get(key)
     if known is None or len(known[0]) != len(tiles) or not all(map(operator.is_, known[0], tiles)):
-        kernels = [_kernel_for(sweep, like, tile, is_whole=False) for tile in tiles]
-        bound = _max_piece(rows.num_edges, rows.num_edges / max(rows.num_rows, 1))
-        parts = [launches.Part(tile, kernel, replace(_default_shape(kernel, tile), max_piece=bound))
-                 for tile, kernel in zip(tiles, kernels, strict=True) if kernel is not None]
-        made = launches.Prepared(sweep, rows, parts, like, exact) if len(parts) == len(tiles) else None
+        kernel, made = _kernel_for(sweep, like, rows, is_whole=False), None
+        if kernel is not None:
+            shape = _default_shape(kernel, rows)
+            parts = [launches.Part(tile, kernel, shape) for tile in tiles]
+            if kernel.is_light:
+                own = [_kernel_for(sweep, like, tile, is_whole=False) or kernel for tile in tiles]
+                parts = [launches.Part(tile, best, replace(_default_shape(best, tile), max_piece=shape.max_piece))
+                         for tile, best in zip(tiles, own, strict=True)]
+            made = launches.Prepared(sweep, rows, parts, like, exact)
         known = keep(rows._cache, key, (list(tiles), made))
     return known[1]
 

@@ -117,7 +117,7 @@ class _Inputs:
         self._staged = [k for k, n in enumerate(self._nodes) if is_staged(n)]
         self._strides = [max(b.node.numel, 1) for b in buffers if b.has_stride]
         # Rows of one run, which may come padded.
-        self._padded = {(b.node, b.run[1]) for b in buffers if b.run[0] == b.node.numel < b.run[1]}
+        self._padded = {(b.node, b.run[1]) for b in buffers if b.run[0] == b.node.numel < b.run[1] and not b.columns}
         # Rows that are taken as they are if they are contiguous; their strides are the same each time.
         self._is_simple = all(b.run[0] == b.run[1] and not b.columns for b in buffers if b.has_stride)
         strides = itertools.count(len(buffers))
@@ -129,7 +129,7 @@ class _Inputs:
         """``leaf``, whose rows :func:`padded_rows` may have padded, without what this kernel does not expect."""
         def read(node: Node) -> Tensor:
             value = leaf(node)
-            return value if (node, value.shape[-1]) in self._padded else unpadded_rows(value, node)
+            return value if not node.is_row or (node, value.shape[-1]) in self._padded else unpadded_rows(value, node)
 
         return read
 
@@ -190,7 +190,7 @@ class _Made(NamedTuple):
 
 
 class Prepared:
-    """A sweep by a kernel in one shape, over all edges or over tiles of them: what its runs have in common.
+    """A sweep by kernels, over all edges or over tiles of them: what its runs have in common.
 
     It holds index tensors, and no :class:`EdgeOrder`, with which it may be kept.
 
@@ -300,8 +300,6 @@ class Run:
         kernel = site.kernel
         if site.num_workers == 0 and len(self.tiles) > 1:
             return
-        if len(self.tiles) > 1:
-            leaf = site.inputs.fitting(leaf)
         inputs, ends, tensors, strides, reach = site.inputs.take(leaf, self.staging)
         args, has_places = [*inputs], False
         if k == 0:  # whose kernel's other half merges
@@ -413,4 +411,4 @@ def padded_rows(value: Tensor, node: Node, like: Tensor) -> Tensor:
 
 def unpadded_rows(value: Tensor, node: Node) -> Tensor:
     """The rows of ``node`` as they were before :func:`padded_rows`; a view."""
-    return value[:, :node.numel] if len(node.shape) == 1 and value.shape[-1] > node.numel else value
+    return value[:, :node.numel] if node.is_row and len(node.shape) == 1 and value.shape[-1] > node.numel else value

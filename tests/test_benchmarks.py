@@ -287,19 +287,23 @@ def test_out_of_memory_is_a_row(monkeypatch):
     assert row["error"] == "out of memory" and "p50_ms" not in row
 
 
-def test_where_pyg_does_not_fit_in_float64_rows_are_sampled(monkeypatch):
-    monkeypatch.setitem(graphs.SIZES, "small", graphs.SIZES["tiny"])
-    problem, known, asked = Problem(TINY), checks._errors, []
+@pytest.mark.parametrize("layer", ["feast", "sg"])
+def test_where_pyg_does_not_fit_in_float64_rows_are_sampled(monkeypatch, layer):
+    """Of layers whose rows depend on the edges that arrive there alone."""
+    monkeypatch.setitem(graphs.SIZES, "small", graphs.SIZES["few-points"])
+    problem, known = Problem(Case("large", layer, "tiny", "cpu", num_in=8, width=8, heads=2)), checks._float64
 
-    def errors(given, workload):
-        asked.append(given)
+    def exactly(given):
         if given is problem:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return known(given, workload)
+        return known(given)
 
-    monkeypatch.setattr(checks, "_errors", errors)
-    assert check(problem, Workload(problem, "ours"))["rows_error"] < 1e-5
-    assert len(asked) == 1 + len(checks.SMALL_SEEDS)
+    monkeypatch.setattr(checks, "_float64", exactly)
+    if layer == "sg":
+        with pytest.raises(torch.OutOfMemoryError):
+            check(problem, Workload(problem, "ours"))
+    else:
+        assert check(problem, Workload(problem, "ours"))["rows_error"] < 1e-5
 
 
 def test_compare_accepts_what_pyg_itself_is_off_by():

@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiled
 import torch
 import triton.language as tl
 from tiled import TiledOrder, run_in_tiles, ties
 
+import programs
 import zoo
 from oracle import check, gradients, program_of, random_case
 from programs import CASES, DST, EDGE, MORE_CASES, SRC, make_tensors, wide_edges
@@ -87,14 +89,14 @@ def poisoned(monkeypatch):
 @pytest.fixture
 def only_kernels(monkeypatch):
     """No sweep falls back to chunks, but what is meant to: matrix products in float64."""
-    run_in_chunks = chunks.run_sweep
+    run_in_chunks = chunks.run_tiles  # which all sweeps in chunks are
 
-    def refuse(sweep, order, leaf, like, *args):
+    def refuse(sweep, rows, tiles, like, *args):
         is_wide = like.dtype == torch.float64 and isinstance(execution.kernel_of(sweep, 4), KernelSource)
         assert is_wide, f"{sweep} ran in chunks: {execution.kernel_of(sweep)}"
-        return run_in_chunks(sweep, order, leaf, like, *args)
+        return run_in_chunks(sweep, rows, tiles, like, *args)
 
-    monkeypatch.setattr(chunks, "run_sweep", refuse)
+    monkeypatch.setattr(chunks, "run_tiles", refuse)
 
 
 def graph_for(device: str) -> zoo.Case:
@@ -143,10 +145,36 @@ def test_every_kind_of_graph(name, graph, device, monkeypatch):
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
 @pytest.mark.parametrize("name", ["gcn", "gat-edge", "gat-dropout", "gat-max", "edge-mlp", "many-outputs", "several",
-                                  "products", "gmm", "bare-edges"])
-def test_tiles_are_the_whole(name, device, monkeypatch):
+                                  "products", "gmm", "bare-edges", "pointwise", "plus-mean", "gat-bias"])
+def test_tiles_are_the_whole(name, device, only_kernels, monkeypatch):
     monkeypatch.setattr(execution, "MAX_PIECE", 8)
     check(program_of(name), graph_for(device), torch.float64, device, runner=run_in_tiles)
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@pytest.mark.parametrize("name", ["gmm", "gat-bias"])
+def test_one_tile_is_the_whole(name, device, only_kernels, monkeypatch):
+    monkeypatch.setattr(tiled, "SHARES", (0.0, 1.0))
+    check(program_of(name), random_case(40, 30, 200), torch.float64, device, runner=run_in_tiles)
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+def test_heads_one_by_one_in_tiles(device, only_kernels, monkeypatch):
+    """Scores of so many heads come padded, and kernels that read them head by head lay them out anew."""
+    monkeypatch.setattr(execution, "HEAD_DEGREE", 0)
+    monkeypatch.setattr(execution, "HEAD_BYTES", (0, 512))
+    monkeypatch.setattr(programs, "HEADS", 5)
+    check(programs.gat(width=32)(), random_case(21, 17, 200), torch.float64, device, runner=run_in_tiles)
+
+
+def test_what_a_sweep_makes_of_its_sums_is_made_by_tiles(monkeypatch, only_kernels):
+    """Not after them, where there is a kernel for it."""
+    monkeypatch.setattr(execution, "interpreted", lambda: True)
+    monkeypatch.setattr(launch.Launch, "run", lambda *args: None)
+    monkeypatch.setattr(execution, "finish_after", lambda *args: pytest.fail("finished after the tiles"))
+    case = random_case(40, 30, 200)
+    graph, program = Graph.from_edge_index(case.edge_index, case.size), program_of("gat-bias")
+    run_in_tiles(program, graph, make_tensors(program, 40, 30, 200, torch.float32))
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])

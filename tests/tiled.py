@@ -39,7 +39,8 @@ class TiledOrder:
 
         def leaves():
             for first, stop in self.ranges:
-                yield lambda n, first=first, stop=stop: leaf(n)[first:stop] if n.domain == fetched else leaf(n)
+                yield lambda n, first=first, stop=stop: \
+                    execution.padded(leaf(n)[first:stop], n, like) if n.domain == fetched else leaf(n)
 
         results = execution.run_tiles(sweep, self.order, self.tiles, leaves(), leaf, like, exact)
         return {r: in_order(t) for r, t in results.items()}
