@@ -133,7 +133,6 @@ class _OnlyOnce(torch.autograd.Function):
 # --- the function -----------------------------------------------------------------------------------------------
 
 
-
 @dataclass(frozen=True)
 class Run:
     """What one call of :func:`run` did.

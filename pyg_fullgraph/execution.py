@@ -395,7 +395,7 @@ def run_tiles(sweep: Sweep, rows: EdgeOrder, tiles: Sequence[EdgeOrder], leaves:
             if launched.is_begun:  # the rows of the tiles before may be gone
                 raise TileRefusedError(site.kernel.name, k, len(tiles)) from error
             return run_tiles(sweep, rows, tiles, itertools.chain(asked, leaves), leaf, like, exact)
-        if launched.is_begun:  # and may go
+        if launched.is_begun:  # no tile is taken again
             asked.clear()
     with events.stage(None, like.device):
         return launched.finish()
