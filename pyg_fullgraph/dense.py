@@ -33,7 +33,7 @@ from pyg_fullgraph import columns
 from pyg_fullgraph.functions import PLAIN, applying
 from triton_kernels import dense
 
-__all__ = ["Products", "added", "call", "chain", "in_layer", "linear", "matmul", "padded", "plus_product",
+__all__ = ["Products", "added", "call", "chain", "in_layer", "linear", "matmul", "outer", "padded", "plus_product",
            "takes", "use_tensor_cores"]
 
 #: Multiplications (rows x widths) from which a product is taken: torch needs about 0.1 ms for as many on an H200, twice
@@ -114,6 +114,13 @@ def plus_product(x: Tensor, weight: Tensor, total: Tensor) -> Tensor:
     x, weight = _with_zeros(x.to(dtype), weight.to(dtype))
     made = added(total, x, weight.t())
     return torch.addmm(total, x, weight) if made is None else made
+
+
+def outer(a: Tensor, b: Tensor) -> Tensor:
+    """``a^T b`` for ``[M, K]`` and ``[M, N]``: by our kernel where it pays, else by torch. Not differentiable."""
+    if takes(a, a.new_empty((b.shape[1], a.shape[1])), None):
+        return dense.weight_gradient(a, b)[0]
+    return a.t() @ b
 
 
 def padded(x: Tensor) -> Tensor:

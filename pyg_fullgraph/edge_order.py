@@ -5,8 +5,8 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from pyg_fullgraph.memo import keep
 from triton_kernels import segment
 from triton_kernels.segment import RowSchedule
 
-__all__ = ["EdgeOrder", "HeadOrder", "schedule_tiles", "sorts_rows"]
+__all__ = ["EdgeOrder", "HeadOrder", "Span", "schedule_tiles", "sorts_rows"]
 
 # Row ids of this many edges are kept once computed; more are computed on demand.
 _MAX_CACHED_ROWS = 1 << 20
@@ -29,6 +29,21 @@ def sorts_rows(num_edges: int) -> bool:
     find what they read in the cache of a multiprocessor.
     """
     return num_edges > segment.ASYNC_EDGES
+
+
+class Span(NamedTuple):
+    """Consecutive edges of an order, which are swept at a time.
+
+    Attributes:
+        first, stop: positions ``first .. stop``; spans side by side are all edges.
+        end: of the last edge of the pieces that begin in the span.
+        schedule: these pieces; None where no rows are reduced.
+    """
+
+    first: int
+    stop: int
+    end: int
+    schedule: RowSchedule | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,9 +117,35 @@ class EdgeOrder:
             cut = pieces.schedule_rows
         return cut(self.ptr, max_piece, self.num_edges)
 
-    def blocks(self, size: int) -> RowSchedule:
-        """The pieces of rows in each block of ``size`` consecutive edges; cached per size."""
-        return self._cached(("blocks", size), lambda: segment.schedule_blocks(self.ptr, size, self.num_edges))
+    def spans(self, size: int, max_piece: int | None) -> tuple[Span, ...]:
+        """Spans of ``size`` edges, with their pieces of rows of at most ``max_piece`` edges; cached per both.
+
+        Long pieces of a span come first, as in :meth:`schedule`. Cost: where there is more than one span, and there are
+        pieces, a sort of them and one host synchronisation.
+        """
+        return self._cached(("spans", size, max_piece), lambda: self._spans(size, max_piece))
+
+    def _spans(self, size: int, max_piece: int | None) -> tuple[Span, ...]:
+        whole = None if max_piece is None else self.schedule(max_piece)
+        count = self.num_edges
+        starts = range(0, max(count, 1), max(size, 1))
+        if len(starts) == 1 or self.ptr.device.type == "meta":
+            return (Span(0, count, count, whole),)
+        if whole is None or max_piece is None:
+            return tuple(Span(first, min(first + size, count), min(first + size, count), None) for first in starts)
+        span = torch.div(whole.piece_start, size, rounding_mode="floor").clamp_(max=len(starts) - 1).long()
+        order = torch.sort(span, stable=True).indices
+        row, start, end, slot = (t.index_select(0, order) for t in (whole.piece_row, whole.piece_start,
+                                                                    whole.piece_end, whole.piece_slot))
+        spans, place = [], 0
+        for first, num_pieces in zip(starts, torch.bincount(span, minlength=len(starts)).tolist(), strict=True):
+            here = slice(place, place + num_pieces)
+            pieces = replace(whole, piece_row=row[here], piece_start=start[here], piece_end=end[here],
+                             piece_slot=slot[here], num_pieces=num_pieces)
+            stop = min(first + size, count)
+            spans.append(Span(first, stop, min(stop + max_piece, count), pieces))
+            place += num_pieces
+        return tuple(spans)
 
     @property
     def is_empty(self) -> Tensor:

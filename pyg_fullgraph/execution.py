@@ -10,19 +10,20 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import triton.language as tl
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from pyg_fullgraph import chunks, events, launches
+from pyg_fullgraph import chunks, events, launches, pipelines
 from pyg_fullgraph.edge_order import EdgeOrder
 from pyg_fullgraph.errors import NotFusable, TileRefusedError
 from pyg_fullgraph.memo import keep
 from pyg_fullgraph.saga import codegen, interpret, ir, tiles
 from pyg_fullgraph.saga.ir import Domain, Node
+from pyg_fullgraph.saga.pipeline import Pipeline, pipeline_of
 from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, Plan, Step, Sweep, Target, addend, is_staged
 from pyg_fullgraph.saga.rows import RowsSource, num_passes
 from pyg_fullgraph.saga.rows import generate as generate_rows
@@ -44,12 +45,11 @@ SLICES = ((256, 128), (32, 256))
 #: forward and backward, 12.3 and 12.5 ms, by heads 11.7 and 11.5; of 2 x 128 14.8 and 14.0, 11.8 and 11.5. Heads of 128
 #: bytes take longer for it backward; on products (50 edges per row) 4 x 64 takes longer both ways.
 HEAD_BYTES, HEAD_DEGREE = (256, 512), 256
-#: Rows of how many edges on average leave lanes of matrix products idle, so that sweeps take blocks of edges in place
-#: of rows, and from how much work per feature on products outweigh that each row of a block is then merged by itself.
-#: From counts of instructions, not measured. Not where programs by rows share the features: each works out again what
-#: products go on with, and by blocks spills it (an MLP of 256 features per edge on the arxiv size: 276 ms on an H100,
-#: where PyG takes 103).
-MAX_BLOCK_DEGREE, MIN_BLOCK_WORK = 32, 32
+#: Harmonic mean of rows and columns of a matrix from which products of edge values with it are taken out of kernels,
+#: and multiplications in a sweep from which that is worth more launches. Measured on an H100: steps of an MLP of two
+#: layers per edge, arxiv size, take 6.9 ms either way for 64 features; in kernels 20.1 for 128, and 92.8 for 256, in
+#: spans 11.5 and 28.0.
+MIN_PIPELINE_WIDTH, MIN_PIPELINE = 96, 1 << 31
 #: Programs are launched at about two per nanosecond: rows with at most so many features of all their edges, on average,
 #: are done sooner, and programs take several pieces. Measured on an H200: 0.115 and 0.076 ms for a sum of 32 features
 #: (arxiv size), 2.3 and 1.9 (products size); from 3500 features on it takes longer.
@@ -289,12 +289,22 @@ def run_sweep(sweep: Sweep, order: EdgeOrder, leaf: chunks.Leaf, like: Tensor, e
             return _handed(sweep, made, staging)
     if not sweep.is_bare and not _finishes(sweep, order, like):
         return finish_after(sweep, leaf, like, exact, lambda known: run_sweep(sweep.bare, order, leaf, like, known))
+    while (prepared := _prepared_pipeline(sweep, order, like, exact)) is not None:
+        try:
+            with events.stage(0, like.device):
+                results = prepared.run(order, leaf, staging)
+            keep(order._cache, _run_key(sweep, like, exact), prepared)
+            return _handed(sweep, results, staging)
+        except OutOfResources as error:
+            _refuse(prepared.running, error, "in another way")
+            if not sweep.is_bare:
+                return run_sweep(sweep, order, leaf, like, exact)
     while (kernel := _kernel_for(sweep, like, order)) is not None:
         try:
             with events.stage(0, like.device):
                 return _handed(sweep, _launch_sweep(sweep, kernel, order, leaf, like, exact, staging), staging)
         except OutOfResources as error:
-            _refuse(kernel, error, "by rows" if kernel.takes_blocks else "in chunks")
+            _refuse(kernel, error, "in another way")
             if not sweep.is_bare:
                 return run_sweep(sweep, order, leaf, like, exact)
     return chunks.run_sweep(sweep, order, leaf, like, exact)
@@ -328,12 +338,11 @@ def _handed(sweep: Sweep, made: dict[Node, Tensor], staging: EdgeOrder | None) -
 
 
 def _finishes(sweep: Sweep, order: EdgeOrder, like: Tensor) -> bool:
-    """Whether the kernel that is best for ``sweep`` can go on with its results as well: one by blocks cannot."""
-    kernel = _kernel_for(sweep, like, order)
-    if kernel is not None and _prefers_blocks(kernel, order.num_edges / max(order.num_rows, 1)):
-        bare = _kernel_for(sweep.bare, like, order)
-        return bare is not None and not bare.takes_blocks
-    return kernel is not None
+    """Whether what is best for ``sweep`` can go on with its results as well."""
+    for known in (sweep, sweep.bare):
+        if _pipeline_for(known, like, order) is not None:
+            return known is sweep
+    return _kernel_for(sweep, like, order) is not None
 
 
 def finish_after(sweep: Sweep, leaf: chunks.Leaf, like: Tensor, exact: frozenset[Node],
@@ -434,15 +443,40 @@ def _prepared_tiles(sweep: Sweep, rows: EdgeOrder, tiles: Sequence[EdgeOrder], l
     return known[1]
 
 
+def _pipeline_for(sweep: Sweep, like: Tensor, order: EdgeOrder) -> Piped | None:
+    """The pipeline that runs ``sweep`` over ``order``; None where its products are in a kernel, or in chunks."""
+    if not has_kernels(like.device):
+        return None
+    lanes = 16 // like.element_size()
+    return order._cached(("piped", sweep, lanes, len(_TOO_LARGE)),
+                         lambda: pipeline_on(sweep, lanes, order.num_rows, order.num_edges))
+
+
+def _prepared_pipeline(sweep: Sweep, order: EdgeOrder, like: Tensor,
+                       exact: frozenset[Node]) -> pipelines.PreparedPipeline | None:
+    piped = _pipeline_for(sweep, like, order)
+    if piped is None:
+        return None
+
+    def prepare() -> pipelines.PreparedPipeline:
+        # A span has as few edges as a small graph.
+        size = pipelines.span_edges(piped.pipeline, chunks.compute_dtype(like.dtype))
+        max_piece = _max_piece(min(size, order.num_edges), 0.0)
+        kernels = {s: (kernel, replace(_default_shape(kernel, order), max_piece=max_piece))
+                   for s, kernel in piped.kernels.items()}
+        return pipelines.PreparedPipeline(piped.pipeline, order, size, kernels, like, exact)
+
+    return order._cached(("pipeline", sweep, like.dtype, exact, len(_TOO_LARGE)), prepare)
+
+
 def _refuse(kernel: codegen.KernelSource | RowsSource, error: Exception, otherwise: str = "in chunks") -> None:
     _TOO_LARGE.add(kernel.source)
     warnings.warn(f"Kernel {kernel.name} does not fit the device ({error}); runs {otherwise}", stacklevel=3)
 
 
-def takes_blocks(sweep: Sweep, order: EdgeOrder, like: Tensor) -> bool:
-    """Whether ``sweep`` runs by a kernel that reduces blocks of edges of several rows, and has to have all at once."""
-    kernel = _kernel_for(sweep.bare, like, order)
-    return kernel is not None and kernel.takes_blocks and kernel.has_merge
+def takes_spans(sweep: Sweep, order: EdgeOrder, like: Tensor) -> bool:
+    """Whether ``sweep`` runs span after span of its edges, and has to have all rows at once."""
+    return any(_pipeline_for(known, like, order) is not None for known in (sweep, sweep.bare))
 
 
 def _kernel_for(sweep: Sweep, like: Tensor, order: EdgeOrder, is_whole: bool = True) -> codegen.KernelSource | None:
@@ -471,8 +505,6 @@ def kernel_on(sweep: Sweep, lanes: int, num_rows: int, num_edges: int,
     if not isinstance(kernel, codegen.KernelSource):
         return kernel
     better: list[codegen.KernelSource | NotFusable] = []
-    if is_whole and not kernel.takes_blocks and _prefers_blocks(kernel, degree):
-        better.append(kernel_of(sweep, lanes, takes_blocks=True))
     features = next((size * lanes // 16 for least, size in SLICES if degree >= least), kernel.width)
     if kernel.is_sliced_freely and 2 * features < kernel.width:
         better.append(kernel_of(sweep, lanes, features))
@@ -484,17 +516,34 @@ def kernel_on(sweep: Sweep, lanes: int, num_rows: int, num_edges: int,
     return next((k for k in better if isinstance(k, codegen.KernelSource) and k.source not in _TOO_LARGE), kernel)
 
 
-def _prefers_blocks(kernel: codegen.KernelSource, degree: float) -> bool:
-    """Whether rows are so short that blocks of edges of several rows fill the matrix products of ``kernel`` better."""
-    return kernel.product_work >= MIN_BLOCK_WORK and degree <= MAX_BLOCK_DEGREE and kernel.num_tiles == 1
+class Piped(NamedTuple):
+    """A pipeline, and the kernels of its sweeps."""
+
+    pipeline: Pipeline
+    kernels: Mapping[Sweep, codegen.KernelSource]
+
+
+def pipeline_on(sweep: Sweep, lanes: int, num_rows: int, num_edges: int) -> Piped | None:
+    """The pipeline that is better for as many rows and edges than a kernel with the products in it; None without one.
+
+    Args: as for :func:`kernel_on`.
+    """
+    kernel = _fitting(sweep, lanes)
+    has_kernel = isinstance(kernel, codegen.KernelSource) and kernel.source not in _TOO_LARGE
+    pipeline = pipeline_of(sweep, MIN_PIPELINE_WIDTH if has_kernel else 1)
+    if pipeline is None or (has_kernel and num_edges * pipeline.work < MIN_PIPELINE):
+        return None
+    kernels = {s: kernel_on(s, lanes, num_rows, num_edges) for s in pipeline.sweeps}
+    fitting = {s: k for s, k in kernels.items() if isinstance(k, codegen.KernelSource) and k.source not in _TOO_LARGE}
+    return Piped(pipeline, fitting) if len(fitting) == len(kernels) else None
 
 
 @lru_cache(maxsize=4096)
-def kernel_of(sweep: Sweep, lanes: int = 4, tile: int | None = None, takes_blocks: bool | None = None,
+def kernel_of(sweep: Sweep, lanes: int = 4, tile: int | None = None, may_take_blocks: bool = True,
               in_rounds: bool = False) -> codegen.KernelSource | NotFusable:
     """The generated kernel of ``sweep`` (see :func:`codegen.generate`), or why there is none."""
     try:
-        return codegen.generate(sweep, lanes, tile, takes_blocks, in_rounds)
+        return codegen.generate(sweep, lanes, tile, may_take_blocks, in_rounds)
     except NotFusable as reason:
         return reason
 
@@ -503,15 +552,26 @@ def _fitting(sweep: Sweep, lanes: int) -> codegen.KernelSource | NotFusable:
     """The generated kernel, the one by rows where that by blocks was refused."""
     kernel = kernel_of(sweep, lanes)
     is_refused = isinstance(kernel, codegen.KernelSource) and kernel.takes_blocks and kernel.source in _TOO_LARGE
-    return kernel_of(sweep, lanes, takes_blocks=False) if is_refused else kernel
+    return kernel_of(sweep, lanes, may_take_blocks=False) if is_refused else kernel
 
 
 def chunk_reasons(sweep: Sweep, lanes: int = 4) -> tuple[str, ...]:
-    """Why ``sweep`` runs in chunks on a GPU; empty if it has a kernel that, as far as was tried, fits the device."""
+    """Why ``sweep`` runs in chunks on a GPU; empty if it has kernels that, as far as was tried, fit the device."""
     kernel = _fitting(sweep, lanes)
-    if isinstance(kernel, NotFusable):
-        return kernel.reasons
-    return ("its kernel does not fit the device",) if kernel.source in _TOO_LARGE else ()
+    is_fitting = isinstance(kernel, codegen.KernelSource) and kernel.source not in _TOO_LARGE
+    if is_fitting or pipeline_on(sweep, lanes, 1, 1) is not None:
+        return ()
+    return kernel.reasons if isinstance(kernel, NotFusable) else ("its kernel does not fit the device",)
+
+
+def kernels_on(sweep: Sweep, lanes: int, num_rows: int, num_edges: int,
+               is_whole: bool = True) -> tuple[codegen.KernelSource, ...] | NotFusable:
+    """The generated kernels that run ``sweep``, or why it runs in chunks; arguments as for :func:`kernel_on`."""
+    piped = pipeline_on(sweep, lanes, num_rows, num_edges) if is_whole else None
+    if piped is not None:
+        return tuple(piped.kernels.values())
+    kernel = kernel_on(sweep, lanes, num_rows, num_edges, is_whole)
+    return (kernel,) if isinstance(kernel, codegen.KernelSource) else kernel
 
 
 #: Bounds of what tuning tries: values of the widest tile in flight per program and per thread.

@@ -20,16 +20,15 @@ from torch.nn import Module
 from pyg_fullgraph import debug, picture
 from pyg_fullgraph.autograd import Run, observing
 from pyg_fullgraph.edge_order import EdgeOrder
-from pyg_fullgraph.errors import InputError
+from pyg_fullgraph.errors import InputError, NotFusable
 from pyg_fullgraph.estimate import Saved, Sizes, Unfused, Work, plan_work, saved_by, unfused, vertex_work
-from pyg_fullgraph.execution import chunk_reasons, kernel_on, row_kernels, target_of
+from pyg_fullgraph.execution import chunk_reasons, kernels_on, pipeline_on, row_kernels, target_of
 from pyg_fullgraph.formula import formulas, short_names
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn.propagation import FusedMixin
 from pyg_fullgraph.nn.surroundings import is_lazy
 from pyg_fullgraph.phases import EdgePhase, stores_half
 from pyg_fullgraph.saga import ir
-from pyg_fullgraph.saga.codegen import KernelSource
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output
 from pyg_fullgraph.saga.passes import Stage, rewritten
 from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, Plan, Sweep, Target, is_staged
@@ -335,10 +334,9 @@ class Explanation:
                 if not isinstance(batch, Sweep):
                     parts += [kernel.source for _, kernel in row_kernels(batch, False)]
                     continue
-                num_rows = graph.num_dst if batch.rows == Domain.DST else graph.num_src
-                kernel = kernel_on(batch, 4, num_rows, graph.num_edges, isinstance(graph.incoming, EdgeOrder))
-                parts.append(kernel.source if isinstance(kernel, KernelSource)
-                             else f"# Runs in chunks: {'; '.join(kernel.reasons)}\n")
+                known = kernels_on(batch, 4, *_sizes(batch, graph), isinstance(graph.incoming, EdgeOrder))
+                parts += [f"# Runs in chunks: {'; '.join(known.reasons)}\n"] if isinstance(known, NotFusable) else \
+                    [kernel.source for kernel in known]
         return "\n\n".join(parts)
 
     def svg(self, name: str) -> str:
@@ -496,6 +494,12 @@ def _how(phase: PhaseReport) -> list[str]:
                 where = " on a GPU as well" if phase.target is CHUNKS else ""
                 out.append(f"the {name} pass by {_SIDES[sweep.rows]} runs in chunks of edges{where}: "
                            f"{'; '.join(reasons)}")
+                continue
+            where = " on a GPU" if phase.target is CHUNKS else ""
+            piped = pipeline_on(sweep, phase.lanes, *_sizes(sweep, phase.graph))
+            if piped is not None:
+                out.append(f"the {name} pass by {_SIDES[sweep.rows]} takes spans of edges{where}, with "
+                           f"{piped.pipeline.describe()} between kernels")
         count[name] = kernels(plan, phase.lanes)
     for name, plan in (("forward", phase.forward()), ("backward", phase.backward())):
         for sweep in plan.sweeps if plan is not None else ():
@@ -504,6 +508,11 @@ def _how(phase: PhaseReport) -> list[str]:
     where = "generated kernels on a GPU" if phase.target is CHUNKS else "generated kernels"
     out.append(f"{where}: {count['forward']} forward, {count['backward']} backward")
     return out
+
+
+def _sizes(sweep: Sweep, graph: Graph) -> tuple[int, int]:
+    """Rows and edges of ``sweep`` over ``graph``."""
+    return graph.num_dst if sweep.rows == Domain.DST else graph.num_src, graph.num_edges
 
 
 def kernels(plan: Plan | None, lanes: int = 4) -> int:

@@ -14,11 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from pyg_fullgraph import chunks
-from pyg_fullgraph.edge_order import EdgeOrder, schedule_tiles
+from pyg_fullgraph.edge_order import EdgeOrder, Span, schedule_tiles
 from pyg_fullgraph.saga import codegen
 from pyg_fullgraph.saga.emit import Buffer
 from pyg_fullgraph.saga.ir import Domain, Node
-from pyg_fullgraph.saga.plans import Sweep, is_staged
+from pyg_fullgraph.saga.plans import Sweep, is_local, is_staged
 from triton_kernels import launch, segment, skeletons, tune
 from triton_kernels.columns import fold
 
@@ -33,11 +33,14 @@ _FAR = 1 << 31
 
 
 class Part(NamedTuple):
-    """Edges that are swept at once, all of an order or those of a tile, and the kernel and shape for them."""
+    """Edges that are swept at once, all of an order, those of a tile or those of a span, and the kernel and shape for
+    them.
+    """
 
     edges: EdgeOrder
     kernel: codegen.KernelSource
     shape: tune.Shape
+    span: Span | None = None
 
 
 class _Site:
@@ -59,9 +62,9 @@ class _Site:
             constants: Of the kernel, beside those that follow from the edges.
             made: Dtypes of what it writes.
         """
-        order, kernel, shape = part
-        num_pieces = -(-order.num_edges // shape.block_e) if schedule is None or kernel.takes_blocks else \
-            schedule.num_pieces
+        order, kernel, shape, span = part
+        first, end = (0, order.num_edges) if span is None else (span.first, span.end)
+        num_pieces = -(-(end - first) // shape.block_e) if schedule is None else schedule.num_pieces
         self.num_workers = _num_workers(kernel, num_pieces)
         # Ids stand in the place of places where a kernel needs no places.
         # Parts of a graph work out both on first use: what the kernel does not read is not asked for.
@@ -74,10 +77,10 @@ class _Site:
             self._constants["HAS_IDS"] = ids is not None
         fixed += [order.kept_row] if kernel.takes_blocks else []
         if schedule is not None:
-            fixed += [] if schedule.block_ptr is None else [schedule.block_ptr]
             fixed += [schedule.piece_row, schedule.piece_start, schedule.piece_end, schedule.piece_slot]
         fixed += [rows.ptr] if kernel.uses_row_ptr else []
-        fixed += [order.num_edges if kernel.takes_blocks else num_pieces, *([self.num_workers] * kernel.has_workers)]
+        fixed += [end if kernel.takes_blocks else num_pieces, *([self.num_workers] * kernel.has_workers)]
+        fixed += [first] * kernel.uses_span
         self.kernel, self.inputs = kernel, _Inputs(kernel.inputs, {b.node for b in kernel.ends})
         self._num_warps, self._device = shape.num_warps, order.ptr.device
         self._fixed, self._made = fixed, made
@@ -174,23 +177,15 @@ def _picker(places: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...
 
 
 class _Made(NamedTuple):
-    """A result: its shape and dtype, and what makes its tensor of which arguments."""
+    """A result: its shape, and a tensor of its dtype and device."""
 
     node: Node
     shape: tuple[int, ...]
-    dtype: torch.dtype
-    make: Callable[..., Tensor]
-    args: tuple[Any, ...]
-
-    @staticmethod
-    def of(node: Node, shape: tuple[int, ...], like: Tensor, fill: int | None) -> _Made:
-        """``fill`` is what rows have that no program writes; None where all are written."""
-        make, args = (like.new_empty, (shape,)) if fill is None else (like.new_full, (shape, fill))
-        return _Made(node, shape, like.dtype, make, args)
+    like: Tensor
 
 
 class Prepared:
-    """A sweep by kernels, over all edges or over tiles of them: what its runs have in common.
+    """A sweep by kernels, over all edges, over tiles or over spans of them: what its runs have in common.
 
     It holds index tensors, and no :class:`EdgeOrder`, with which it may be kept.
 
@@ -198,7 +193,7 @@ class Prepared:
         sweep: What to compute.
         rows: All edges.
         parts: The same edges with their kernels, which differ in how they go through pieces and features only; pieces
-            of all have the same bound.
+            of all have the same bound. Or a span of them, if results are values of that.
         like, exact: As for :func:`execution.run_sweep`.
     """
 
@@ -208,19 +203,18 @@ class Prepared:
         stat_dtype = chunks.compute_dtype(like.dtype)
         constants = _constants(stat_dtype, rows.id_dtype)
         schedules = _schedules(parts, rows)
-        _, kernel, shape = parts[0]
+        _, kernel, shape, span = parts[0]
+        # Tiles have edges of the same rows, and spans pieces of their own.
+        self.adds = span is None
         self.added = [b.node for b in kernel.added]
         self.totals = [(b.node, rows.id_dtype if b.node.is_integer else stat_dtype) for b in kernel.totals]
         self.results = []
         for node in (b.node for b in kernel.outputs if b.node.is_row):
             kind = sweep.kinds.get(node)
             is_exact = kind == "lse" or node in exact
-            # No block has the rows without edges.
-            fill = {"argmax": -1, "mul": 1}.get(kind, 0) if kernel.takes_blocks and kind is not None else None
-            self.results.append(_Made.of(
-                node, (rows.num_edges if node.domain == Domain.EDGE else rows.num_rows, *node.shape),
-                chunks.scalar_of(rows.id_dtype if node.is_integer else stat_dtype if is_exact else like.dtype,
-                                 like.device), fill))
+            scalar = chunks.scalar_of(rows.id_dtype if node.is_integer else stat_dtype if is_exact else like.dtype,
+                                      like.device)
+            self.results.append(_Made(node, (self._num_rows(node, rows, span), *node.shape), scalar))
         self.written = [b.node for b in kernel.outputs]
         self.reach = max((math.prod(made.shape) for made in self.results if made.node.domain == Domain.EDGE), default=0)
         self.merged = [b.node for b in kernel.rows]
@@ -228,7 +222,7 @@ class Prepared:
         self.workspace: list[tuple[Callable[..., Tensor], tuple[int, int]]] = []
         space: list[torch.dtype] = []
         self.merge: launch.Launch | None = None
-        dtypes = {**{made.node: made.dtype for made in self.results}, **dict(self.totals)}
+        dtypes = {**{made.node: made.like.dtype for made in self.results}, **dict(self.totals)}
         schedule = schedules[0]
         if kernel.has_merge:
             assert schedule is not None
@@ -245,8 +239,14 @@ class Prepared:
         self.sites = [_Site(part, rows, schedule, sweep.needs_ids, constants, made)
                       for part, schedule in zip(parts, schedules, strict=True)]
 
+    @staticmethod
+    def _num_rows(node: Node, rows: EdgeOrder, span: Span | None) -> int:
+        if span is not None and is_local(node):
+            return span.end - span.first
+        return rows.num_edges if node.domain == Domain.EDGE else rows.num_rows
+
     def run(self, order: EdgeOrder, leaf: chunks.Leaf, staging: EdgeOrder | None) -> dict[Node, Tensor]:
-        """The results of the sweep over all edges at once; see :class:`Run`."""
+        """The results of the sweep over all edges at once, or over the one span; see :class:`Run`."""
         run = Run(self, (order,), staging)
         run.take(0, leaf)
         return run.finish()
@@ -263,13 +263,14 @@ def _workspace(dtype: torch.dtype, device: torch.device, num_rows: int, features
 
 def _schedules(parts: Sequence[Part], rows: EdgeOrder) -> Sequence[segment.RowSchedule | None]:
     """The pieces of rows of each part; none are needed where no rows are reduced."""
-    _, kernel, shape = parts[0]
-    if kernel.takes_blocks and not kernel.has_merge:
+    _, kernel, shape, span = parts[0]
+    if kernel.takes_blocks:
         return [None] * len(parts)
+    if span is not None:
+        return [None if part.span is None else part.span.schedule for part in parts]
     if len(parts) > 1:
-        assert not kernel.takes_blocks
         return schedule_tiles(rows, [part.edges for part in parts], shape.max_piece)
-    return [rows.blocks(shape.block_e) if kernel.takes_blocks else rows.schedule(shape.max_piece)]
+    return [rows.schedule(shape.max_piece)]
 
 
 class Run:
@@ -286,7 +287,7 @@ class Run:
 
     def __init__(self, prepared: Prepared, tiles: Sequence[EdgeOrder], staging: EdgeOrder | None = None) -> None:
         self.prepared, self.tiles, self.staging = prepared, tiles, staging
-        self.results = {node: make(*args) for node, _, _, make, args in prepared.results}
+        self.results = {node: like.new_empty(shape) for node, shape, like in prepared.results}
         self.workspace = [make(shape) for make, shape in prepared.workspace]
         self.totals: dict[Node, Tensor] = {}
         self.added: list[Tensor] = []
@@ -321,9 +322,9 @@ class Run:
             args += self.added
             tensors += self.added
         args += self.workspace
-        if kernel.apart:
-            args += [self.workspace[n].clone() if k else self.workspace[n] for n in kernel.apart]
-        site.launch(has_places, k > 0, reach >= _FAR or prepared.reach >= _FAR).run(args, tensors, strides)
+        adds = k > 0 and prepared.adds
+        args += [self.workspace[n].clone() if adds else self.workspace[n] for n in kernel.apart]
+        site.launch(has_places, adds, reach >= _FAR or prepared.reach >= _FAR).run(args, tensors, strides)
         self.is_begun = True
         # A parameter's gradient leaves the kernel as one row per program.
         for node, _ in prepared.totals:

@@ -31,12 +31,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from pyg_fullgraph.execution import MIN_BLOCK_WORK, kernel_of, row_kernels
+from pyg_fullgraph.execution import MIN_PIPELINE, kernel_of, pipeline_on, row_kernels
 from pyg_fullgraph.phases import EdgePhase
 from pyg_fullgraph.saga.codegen import KernelSource
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram
 from pyg_fullgraph.saga.passes import split
-from pyg_fullgraph.saga.plans import KERNELS, Plan, Sweep, is_packed, is_staged
+from pyg_fullgraph.saga.plans import KERNELS, Plan, Sweep, is_local, is_packed, is_staged
 from pyg_fullgraph.saga.rows import RowsSource, generate
 from tests.programs import CASES, MORE_CASES, ROW_CASES, WIDE_CASES
 from triton_kernels import columns, dense, dense_hopper, dots, launch
@@ -89,11 +89,12 @@ def compile_kernel(kernel: KernelSource, name: str, dtype: str = "fp32", index: 
     stat = "fp64" if dtype == "fp64" else "fp32"
     for arg in function.arg_names:
         buffer = buffers.get(arg.removesuffix("_ptr").removesuffix("_stride"))
-        if arg.endswith("_stride") or arg in ("num_pieces", "num_split", "num_workers", "num_edges"):
+        if arg.endswith("_stride") or arg in ("num_pieces", "num_split", "num_workers", "num_edges", "first_edge"):
             signature[arg] = "i32"
         elif buffer is not None:
             is_seed = buffer.integer and not buffer.node.is_row
-            kept = stat if is_staged(buffer.node) or is_packed(buffer.node) else dtype
+            is_made = is_staged(buffer.node) or is_packed(buffer.node) or is_local(buffer.node)
+            kept = stat if is_made else dtype
             signature[arg] = "*i64" if is_seed else f"*{index}" if buffer.integer else f"*{kept}"
         elif arg.startswith(("ws", "old")):
             is_index = kernel.carries[int(arg.removeprefix("ws").removeprefix("old")[:-4])][1]
@@ -202,12 +203,10 @@ def lines_of(names: list[str], report: Any, dtype: str, index: str) -> dict[str,
         for kernel in rows_of(plans, False):
             found[f"{name}/{kernel.name}"] = compile_rows(kernel, dtype, index, report)
         for sweep in sweeps_of(plans):
-            for takes_blocks in (None, True):
-                kernel = kernel_of(sweep, {"fp64": 2, "fp32": 4}[dtype], takes_blocks=takes_blocks)
-                if isinstance(kernel, KernelSource):
-                    for part in (kernel.name, *([kernel.merge_name] if kernel.has_merge else [])):
-                        found[f"{name}/{part}"] = compile_kernel(kernel, part, dtype, index, offset=tl.int64,
-                                                                 report=report)
+            kernel = kernel_of(sweep, {"fp64": 2, "fp32": 4}[dtype])
+            if isinstance(kernel, KernelSource):
+                for part in (kernel.name, *([kernel.merge_name] if kernel.has_merge else [])):
+                    found[f"{name}/{part}"] = compile_kernel(kernel, part, dtype, index, offset=tl.int64, report=report)
     return found
 
 
@@ -322,16 +321,14 @@ def main(names: list[str]) -> None:
         for kernel in rows_of(plans, lanes == 8):
             results[f"{name}/{kernel.name}"] = compile_rows(kernel, dtype, index)
         for k, sweep in enumerate(sweeps_of(plans)):
+            piped = pipeline_on(sweep, lanes, 1000, MIN_PIPELINE)
+            kernels = [] if piped is None else [*piped.kernels.values()]
             kernel = kernel_of(sweep, lanes)
-            if not isinstance(kernel, KernelSource):
+            if isinstance(kernel, KernelSource):
+                kernels.append(kernel)
+            else:
                 results[f"{name}/{k}"] = {"refused": kernel.reasons}
-                continue
-            kernels = [kernel]
-            if kernel.product_work >= MIN_BLOCK_WORK and not kernel.takes_blocks:
-                in_blocks = kernel_of(sweep, lanes, takes_blocks=True)
-                assert isinstance(in_blocks, KernelSource), in_blocks
-                kernels.append(in_blocks)
-            if case in IN_TILES and kernel.is_light:
+            if case in IN_TILES and isinstance(kernel, KernelSource) and kernel.is_light:
                 in_rounds = kernel_of(sweep, lanes, in_rounds=True)
                 assert isinstance(in_rounds, KernelSource), in_rounds
                 kernels.append(in_rounds)

@@ -133,8 +133,6 @@ class RowSchedule:
         split_row: [num_split] ids of the cut rows, ascending.
         split_ptr: [num_split + 1] the slots of cut row k are ``split_ptr[k] .. split_ptr[k + 1]``, in edge order.
         max_piece: the bound. num_pieces, num_slots, num_split: counts.
-        block_ptr: [blocks + 1] where pieces are those of blocks of edges, the pieces of block b are
-            ``block_ptr[b] .. block_ptr[b + 1]``; None for other schedules.
     """
 
     piece_row: Tensor
@@ -147,7 +145,6 @@ class RowSchedule:
     num_pieces: int
     num_slots: int
     num_split: int
-    block_ptr: Tensor | None = None
 
 
 def schedule_rows(ptr: Tensor, max_piece: int, num_edges: int) -> RowSchedule:
@@ -213,36 +210,6 @@ def _bounds(num_rows: int, max_piece: int, num_edges: int) -> tuple[int, int, in
     # A row of d entries is cut into at most 1 + (d - 1) // M parts.
     num_split = num_edges // (max_piece + 1)
     return num_rows + num_edges // max_piece, num_edges // max_piece + num_split + 1, num_split
-
-
-def schedule_blocks(ptr: Tensor, block: int, num_edges: int) -> RowSchedule:
-    """The pieces of rows in each block of ``block`` consecutive entries, in the order of entries.
-
-    Rows without entries have no piece. Counts are upper bounds, and no host waits for them.
-
-    Args:
-        ptr: row pointer [R + 1].
-        block: entries of a block, but of the last.
-        num_edges: E, the last entry of ``ptr``.
-
-    Cost: two searches for R + E / block keys.
-    """
-    num_rows, num_blocks, dtype = ptr.numel() - 1, -(-num_edges // block), ptr.dtype
-    ptr = ptr.long()
-    first = torch.div(ptr[:-1], block, rounding_mode="floor")
-    last = torch.div(ptr[1:] - 1, block, rounding_mode="floor")
-    num_parts = torch.where(degrees(ptr) > 0, last - first + 1, 0)
-    # Every row has a piece more than bounds of blocks in it, and two pieces at least if it has a bound.
-    num_pieces, num_slots = num_rows + num_blocks, 2 * num_blocks + 1
-    row, part, parts, slot, split_row, split_ptr = _cut(num_parts, num_pieces, num_slots, num_blocks)
-    of_row = torch.stack([ptr[:-1], ptr[1:], first]).index_select(1, row)
-    start = torch.maximum(of_row[0], (of_row[2] + part) * block)
-    end = torch.minimum(of_row[1], (of_row[2] + part + 1) * block)
-    start, end = (torch.where(part < parts, bound, num_edges) for bound in (start, end))
-    bounds = (torch.arange(num_blocks + 1, device=ptr.device) * block).clamp_(max=num_edges)
-    return RowSchedule(row.to(dtype), start.to(dtype), end.to(dtype), slot.to(torch.int32), split_row.to(dtype),
-                       split_ptr.to(dtype), block, num_pieces, num_slots, num_blocks,
-                       torch.searchsorted(start, bounds).to(dtype))
 
 
 def _cut(num_parts: Tensor, num_pieces: int, num_slots: int, num_split: int) -> tuple[Tensor, ...]:

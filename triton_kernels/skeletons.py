@@ -16,9 +16,8 @@ pieces, as these may be long, and then up to ``ROUNDS - 1`` consecutive ones at 
 that run at the same time so read rows that lie close together, as long as there are few pieces per program. They hold
 matrices of weights, and sums over all edges: gradients of parameters, which leave as one row per program.
 
-``BLOCKS`` has a fixed number of programs too, which take every ``num_workers``-th block of consecutive edges, whatever
-rows these belong to, so that no lane waits for an edge that its row has not. Where rows are reduced, the lanes of each
-row of a block are merged by themselves (``PIECES``), and a row that is cut by the bounds of a block goes to slots.
+``BLOCKS``, where no rows are reduced, has a fixed number of programs too, which take every ``num_workers``-th block of
+consecutive edges, whatever rows these belong to, so that no lane waits for an edge that its row has not.
 
 ``MERGE``: one program takes one cut row and merges its slots in edge order, so results do not depend on timing. The
 number of cut rows may be an upper bound; what is beyond has no slots.
@@ -44,9 +43,9 @@ import triton.language as tl
 
 from triton_kernels import device
 
-COUNTS = ("num_pieces", "num_workers", "num_split", "num_blocks")
-TABLES = ("piece_row_ptr", "piece_start_ptr", "piece_end_ptr", "piece_slot_ptr", "block_ptr_ptr", "split_row_ptr",
-          "split_ptr_ptr", "row_ptr_ptr")
+COUNTS = ("num_pieces", "num_workers", "num_split", "num_blocks", "first_edge")
+TABLES = ("piece_row_ptr", "piece_start_ptr", "piece_end_ptr", "piece_slot_ptr", "split_row_ptr", "split_ptr_ptr",
+          "row_ptr_ptr")
 '''
 
 ONE_PIECE = '''
@@ -103,12 +102,6 @@ for base in {range}({start}, {end}, {step}{options}):
     alive = position < {end}
     live = alive{lanes}
 {loop}
-'''
-
-PIECES = '''\
-block = base // BLOCK_E
-for piece in range(tl.load(block_ptr_ptr + block), tl.load(block_ptr_ptr + block + 1)):
-{piece}
 '''
 
 RESULT = '''\

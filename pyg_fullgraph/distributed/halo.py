@@ -26,7 +26,7 @@ class Halo(Way):
     """All-to-all of the rows that each rank needs.
 
     The edges between own vertices are computed while the rows are on their way; then the others, which carry on with
-    what is reduced. Kernels that take blocks of edges of several rows wait for all rows, and take all edges at once.
+    what is reduced. Sweeps that take spans of edges wait for all rows.
 
     Cost: per sweep and input one row for each remote vertex with an edge to this rank, sent and received; buffers for
         them and for the rows that are sent, which all layers share. Edges are held as own and remote ones from the
@@ -45,7 +45,7 @@ class Halo(Way):
         routes = self._routes_of(side, group) if nodes else None
         if group.size == 1 or not nodes:
             return execution.run_sweep(sweep, side.rows, leaf, like, exact)
-        is_whole = execution.takes_blocks(sweep, side.rows, like)
+        is_whole = execution.takes_spans(sweep, side.rows, like)
         owned, values, transfers = {}, {}, []
         for k, node in enumerate(nodes):
             own = owned[node] = execution.padded(leaf(node), node, like)

@@ -19,7 +19,7 @@ from pyg_fullgraph.saga.emit import Buffer, Emitter
 from pyg_fullgraph.saga.features import Place
 from pyg_fullgraph.saga.in_flight import Flight
 from pyg_fullgraph.saga.ir import Domain, Node
-from pyg_fullgraph.saga.plans import Sweep, addend, is_staged
+from pyg_fullgraph.saga.plans import Sweep, addend, is_local, is_staged
 from pyg_fullgraph.saga.reducers import Carry, Outer, Reducer, Softmax, Sum, reducers_of
 from pyg_fullgraph.saga.tiles import Edges, Lowering, Tile
 from pyg_fullgraph.saga.unrolled import Unrolled, is_narrow_outer
@@ -66,15 +66,16 @@ class KernelSource:
         uses_eid: Whether the kernel needs edge ids, or the places of edges in edge tensors.
         uses_ids: Whether it needs both, so that a part of a graph gives it ids of the whole graph beside the places.
         uses_places: Whether it needs the places of edges among values on their way between sweeps.
+        uses_span: Whether it takes a span of edges, and after where edges end where they begin, to know their places in
+            what is held of a span.
         is_light: Whether programs do so little per edge that for short rows they should go in rounds.
         has_workers: Whether programs take piece after piece, and the kernel their number after that of pieces.
         holds_weights: Whether programs hold matrices of weights.
         in_rounds: Whether they do so only as programs would be launched slower than they run.
-        takes_blocks: Whether programs take blocks of edges, of whatever rows: it has workers, and takes the row of each
-            edge and the number of edges in place of pieces and their number; pieces, if it reduces rows, go by block.
+        takes_blocks: Whether programs take blocks of edges, of whatever rows, none of which is reduced: it has workers,
+            and takes the row of each edge and where edges end in place of pieces and their number.
         takes_tiles: Whether it can take the edges of rows in tiles, adding to what those before left.
         uses_row_ptr: Whether it then needs to know how many edges a row has in all of them.
-        product_work: Multiply-adds of matrix products of a block of edges, per edge and feature that is reduced by row.
     """
 
     source: str
@@ -97,6 +98,7 @@ class KernelSource:
     uses_eid: bool
     uses_ids: bool
     uses_places: bool
+    uses_span: bool
     is_light: bool
     has_workers: bool
     holds_weights: bool
@@ -104,7 +106,6 @@ class KernelSource:
     takes_blocks: bool
     takes_tiles: bool
     uses_row_ptr: bool
-    product_work: float
 
     @property
     def has_merge(self) -> bool:
@@ -129,7 +130,7 @@ class KernelSource:
         return self.max_warps if self.edge_lanes else max(self.max_warps * block_e // self.block_e, 1)
 
 
-def generate(sweep: Sweep, lanes: int = 4, tile: int | None = None, takes_blocks: bool | None = None,
+def generate(sweep: Sweep, lanes: int = 4, tile: int | None = None, may_take_blocks: bool = True,
              in_rounds: bool = False) -> KernelSource:
     """Generate the kernels of ``sweep``.
 
@@ -137,17 +138,17 @@ def generate(sweep: Sweep, lanes: int = 4, tile: int | None = None, takes_blocks
         sweep: What to compute.
         lanes: Features per 16 bytes, the widest load of a thread.
         tile: Features that one program holds per edge before it splits them over programs; None for the usual number.
-        takes_blocks: Whether programs take blocks of edges of several rows; None where no rows are reduced, no sum over
-            edges is unrolled, and values fit.
+        may_take_blocks: Whether programs take blocks of edges where no rows are reduced, no sum over edges is unrolled,
+            and values fit.
         in_rounds: Whether programs that hold nothing take piece after piece all the same.
 
     Raises:
         NotFusable: A value does not fit a tile, or an operation has no rule; the sweep then runs in chunks.
     """
-    if takes_blocks is None and not reduces_rows(sweep) and not any(is_narrow_outer(g) for _, g in sweep.gathers):
+    if may_take_blocks and not reduces_rows(sweep) and not any(is_narrow_outer(g) for _, g in sweep.gathers):
         with contextlib.suppress(NotFusable):  # weights have half the room in blocks
             return _Generator(sweep, lanes, tile, True).generate()
-    return _Generator(sweep, lanes, tile, bool(takes_blocks), in_rounds).generate()
+    return _Generator(sweep, lanes, tile, False, in_rounds).generate()
 
 
 def reduces_rows(sweep: Sweep) -> bool:
@@ -174,11 +175,9 @@ class _Generator:
         for _, g in self.gathers:
             if g.attr("kind") in ("outer", "index_sum") and lanes <= 2:
                 raise NotFusable(["a parameter's gradient is a matrix product in float64"])
-        # What is merged row by row has its edges in one dimension.
-        has_lanes = not (takes_blocks and reduces_rows(sweep))
-        self.tile = Tile(self.gathers, self.edges, lanes, max_width, has_lanes, takes_blocks, self.finish)
+        self.tile = Tile(self.gathers, self.edges, lanes, max_width, True, takes_blocks, self.finish)
         held = (*(r for r, _ in sweep.edges), *(n for n in sweep.inputs if n.domain == Domain.EDGE))
-        uses_ids = sweep.needs_ids and not all(map(is_staged, held))
+        uses_ids = sweep.needs_ids and not all(is_staged(n) or is_local(n) for n in held)
         # Laying values out anew is a launch, so only in programs that were asked for one head at a time.
         by_feature = self.by_heads and not takes_blocks
         self.emitter = Emitter(lowering, self.tile, sweep.rows, lanes, uses_ids, takes_blocks, by_feature)
@@ -186,9 +185,6 @@ class _Generator:
                                has_large_blocks=takes_blocks and self.tile.has_products)
         self.reducers = [r for r in reducers if r.stores[0][0].domain != Domain.PARAM]
         self.totals = [r for r in reducers if r.stores[0][0].domain == Domain.PARAM]
-        # What the lanes of a block carry: of one row each, or of several rows, and then merged row by row.
-        by_row = [(r, g) for r, g in self.gathers if g.domain != Domain.PARAM]
-        self.lanes = reducers_of(by_row, self.tile.precision, "_lane") if takes_blocks else self.reducers
         self.carries = [c for r in self.reducers for c in r.carries]
         self.reads_count = any(r.reads_count for r in self.reducers)
         self.outputs = {result: Buffer(f"out{k}", result, result.shape, result.is_integer)
@@ -198,9 +194,7 @@ class _Generator:
         can_add = any(isinstance(r, Sum | Softmax) and sweep.total in [n for n, _ in r.stores] for r in self.reducers)
         if (self.added or sweep.rest is not None) and not can_add:
             raise NotFusable(["what is added to results is added to sums of rows only"])
-        if takes_blocks and not sweep.is_bare:
-            raise NotFusable(["results of blocks of edges are left as they are"])
-        self.takes_tiles = bool(self.carries) and not takes_blocks
+        self.takes_tiles = bool(self.carries)
         widest = max(map(self._width, self.carries), default=0)
         self.apart = tuple(k for k, c in enumerate(self.carries) if self.takes_tiles and (
             self._width(c) < widest or self.tile.first(self.tile.axes.axes(c.node))))
@@ -218,12 +212,12 @@ class _Generator:
     def generate(self) -> KernelSource:
         if self.tile.edge_lanes:
             self.emitter.load_narrow([*(a for _, g in self.gathers for a in g.args), *(e for _, e in self.edges)])
-        for reducer in (*self.lanes, *self.totals):
+        for reducer in (*self.reducers, *self.totals):
             self.emitter.lines += reducer.update(self.emitter)
         for result, e in self.edges:
             value = self.emitter.number(e)
-            place = self.emitter.staged_places() if is_staged(result) else self.emitter.edge_places()
-            self.emitter.lines += self._store(self.outputs[result], f"{place}.to(OFFSET)", value, "live")
+            place = f"{self.emitter.places(result)}.to(OFFSET)"
+            self.emitter.lines += self._store(self.outputs[result], place, value, "live")
         self.ends, self.end_inputs = self._ends()
         text = skeletons.HEADER.format(title=f"Sweep {self.sweep.digest}: "
                                              + ", ".join(g.attr("kind") for _, g in self.gathers)
@@ -239,9 +233,9 @@ class _Generator:
                             self.tile.num_programs, self.tile.width, block_e, min_block_e, full_degree,
                             self.tile.num_warps(block_e), self.tile.edge_lanes,
                             self._is_sliced_freely, self._head_width, self.emitter.uses_eid, self.emitter.uses_ids,
-                            self.emitter.uses_places, self._is_light, self.has_workers, self.holds_weights,
-                            self.in_rounds, self.takes_blocks, self.takes_tiles,
-                            self.takes_tiles and self.reads_count, self._product_work())
+                            self.emitter.uses_places, self.emitter.uses_span, self._is_light, self.has_workers,
+                            self.holds_weights, self.in_rounds, self.takes_blocks, self.takes_tiles,
+                            self.takes_tiles and self.reads_count)
 
     # --- kernels ----------------------------------------------------------------------------------------------------
 
@@ -252,10 +246,10 @@ class _Generator:
         pieces = ["piece_row_ptr", "piece_start_ptr", "piece_end_ptr", "piece_slot_ptr"]
         tables = ["other_ptr", "eid_ptr", *["ids_ptr"] * emitter.uses_ids]
         if self.takes_blocks:
-            tables += ["rows_ptr", *(["block_ptr_ptr", *pieces] if self.carries else []), "num_edges"]
+            tables += ["rows_ptr", "num_edges"]
         else:
             tables += [*pieces, *["row_ptr_ptr"] * (self.takes_tiles and self.reads_count), "num_pieces"]
-        counts = ["num_workers"] * self.has_workers
+        counts = ["num_workers"] * self.has_workers + ["first_edge"] * emitter.uses_span
         places = ["places_ptr"] * emitter.uses_places
         ins = pointers(emitter.inputs.values())
         outs = [f"{b.name}_ptr" for b in (*self.outputs.values(), *self.added.values())]
@@ -293,7 +287,7 @@ class _Generator:
         is_ahead = not self.tile.has_products and (for_totals or self._reads_wide_edges)
         how = ("tl.range", f", num_stages={STAGES}") if is_ahead else ("range", "")
         piece += self._loop(how[0], "start", "end", "BLOCK_E", loads + self.emitter.lines, how[1])
-        return piece + (self._result([]) if self.carries else "")
+        return piece + (self._result() if self.carries else "")
 
     def _loop(self, kind: str, start: str, end: str, step: str, lines: Sequence[str], options: str = "") -> str:
         """The loop over blocks of edges."""
@@ -302,26 +296,16 @@ class _Generator:
 
     def _blocks(self) -> str:
         """What a program does for all its blocks of edges."""
-        span = ("worker * BLOCK_E", "num_edges", "num_workers * BLOCK_E")
+        first = "first_edge + " * self.emitter.uses_span
+        span = (f"{first}worker * BLOCK_E", "num_edges", "num_workers * BLOCK_E")
         ahead, loads = self._prefetched(*span)
-        lines = self._starts(self.lanes, is_merged=False) + loads + self.emitter.lines
-        if self.carries:
-            lines += self._pieces_of_block()
         # Stages would hold several blocks of rows in shared memory, more than there is.
-        return "".join(f"{line}\n" for line in ahead) + self._loop("tl.range", *span, lines, ", num_stages=1")
+        return "".join(f"{line}\n" for line in ahead) + \
+            self._loop("tl.range", *span, loads + self.emitter.lines, ", num_stages=1")
 
-    def _pieces_of_block(self) -> list[str]:
-        """Lines that merge the lanes of each row of a block."""
-        inside = [f"inside = ((position >= start) & (position < end)){self.tile.edge_slice}"]
-        for r, lane in zip(self.reducers, self.lanes, strict=True):
-            inside += [f"{c.name} = tl.where(inside, {held.name}, {c.start})"
-                       for c, held in zip(r.carries, lane.carries, strict=True)]
-        piece = _fill(skeletons.PIECE, before="") + self._result(inside)
-        return _fill(skeletons.PIECES, piece=_indent(piece.splitlines(), 1)).splitlines()
-
-    def _result(self, before: Sequence[str]) -> str:
-        """``before``, what merges the lanes of a piece, and where the result goes."""
-        after = [*before, *(line for r in self.reducers for line in r.merge_lanes(self.tile))]
+    def _result(self) -> str:
+        """What merges the lanes of a piece, and where the result goes."""
+        after = [line for r in self.reducers for line in r.merge_lanes(self.tile)]
         count, of_all = ("count = (end - start).to(FLOAT)", f"count = {skeletons.COUNT}") if self.reads_count else \
             ("", "")
         add = _fill(skeletons.ADD, merge=_indent(self._merges(self.apart), 2), count=_indent([of_all], 1)) \
@@ -363,6 +347,8 @@ class _Generator:
                 loads += [f"position_flat = base + {edges}", f"alive_flat = position_flat < {end}"]
             if asked:
                 ahead.append(f"ahead{form} = {start} + {edges}")
+            if "local" in asked:
+                loads.append(f"local{form} = (position{form} - first_edge){lanes}")
             for flag, what, name, otherwise in (("", "other", "other", ""), ("", "rows", "rows", ""),
                                                 ("HAS_EID", "eid", "eid", f"position{form}{lanes}"),
                                                 ("HAS_IDS", "ids", "edge_id", f"eid{form}"),
@@ -467,11 +453,6 @@ class _Generator:
             mask = f", mask=tl.broadcast_to({mask}, {shape})" if mask else ""
             lines.append(f"tl.store(tl.broadcast_to({self._workspace(c)}, {shape}), {c.name}{mask})")
         return lines
-
-    def _product_work(self) -> float:
-        products = {n for _, g in self.gathers for a in g.args for n in ir.walk(a) if n.op == "mm"}
-        work = sum(n.args[0].numel * n.shape[-1] for n in products)
-        return work / max(sum(r.numel for r, g in self.gathers if g.domain != Domain.PARAM), 1)
 
     # --- shape ------------------------------------------------------------------------------------------------------
 

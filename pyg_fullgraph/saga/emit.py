@@ -15,7 +15,7 @@ from pyg_fullgraph.saga.axes import Axis
 from pyg_fullgraph.saga.features import Place, contiguous_strides
 from pyg_fullgraph.saga.idle import IdleLanes
 from pyg_fullgraph.saga.ir import Domain, Node
-from pyg_fullgraph.saga.plans import is_packed, is_staged
+from pyg_fullgraph.saga.plans import is_local, is_packed, is_staged
 from pyg_fullgraph.saga.tiles import MIN_DOT_SIZE, WARP, Edges, Lowering, Tile, next_power_of_2
 from triton_kernels.reference import dropout_threshold
 
@@ -50,8 +50,10 @@ class Buffer:
 
     @property
     def has_stride(self) -> bool:
-        """Whether its rows or features lie apart by a number that a launch passes; between sweeps there are no gaps."""
-        return self.node.is_row and not is_staged(self.node)
+        """Whether its rows or features lie apart by a number that a launch passes; what kernels make for others has no
+        gaps.
+        """
+        return self.node.is_row and not is_staged(self.node) and not is_local(self.node)
 
 
 class Emitter:
@@ -64,8 +66,8 @@ class Emitter:
         names: Value -> the name of its tile.
         uses_ids: Whether edge ids and places of edges in edge tensors may differ.
         indices: What was asked for of the edges of a block: the ``other`` end point, the one whose ``rows`` the sweep
-            goes along, ``eid``, the place in edge tensors, ``edge_id``, or the ``place`` among values on their way
-            between sweeps; and whether as a run of edges, not as a tile.
+            goes along, ``eid``, the place in edge tensors, ``edge_id``, the ``place`` among values on their way between
+            sweeps, or the ``local`` one in a span of edges; and whether as a run of edges, not as a tile.
         fixed: Domains of values that are the same for all edges of a block.
         reads_columns: Whether packed values are read by one load and not by one for each.
     """
@@ -130,15 +132,19 @@ class Emitter:
         self.indices.add((what, False))
         return what
 
-    def edge_places(self, is_flat: bool = False) -> str:
-        """The name of the places of the block's edges in edge tensors, shaped as a tile or as a run of edges."""
-        self.indices.add(("eid", is_flat))
-        return "eid_flat" if is_flat else "eid"
+    @property
+    def uses_span(self) -> bool:
+        """Whether the places of edges in a span of them were asked for."""
+        return any(what == "local" for what, _ in self.indices)
 
-    def staged_places(self, is_flat: bool = False) -> str:
-        """The name of their places in tensors on their way between sweeps, which have an order of their own."""
-        self.indices.add(("place", is_flat))
-        return "place_flat" if is_flat else "place"
+    def places(self, node: Node, is_flat: bool = False) -> str:
+        """The name of the places of the block's edges in the tensor of ``node``, shaped as a tile or as a run of edges.
+
+        The user's edge tensors, those on their way between sweeps and those of a span have orders of their own.
+        """
+        what = "place" if is_staged(node) else "local" if is_local(node) else "eid"
+        self.indices.add((what, is_flat))
+        return f"{what}_flat" if is_flat else what
 
     def ends(self, side: Domain, is_flat: bool) -> str:
         """The name of the end points on ``side`` of the block's edges."""
@@ -347,7 +353,7 @@ class Emitter:
             edges = "_flat" if is_flat else ""
             across = "[:, None]" if is_flat else ""
             if node.domain == Domain.EDGE:
-                index = self.staged_places(is_flat) if is_staged(node) else self.edge_places(is_flat)
+                index = self.places(node, is_flat)
             else:
                 index = self.ends(node.domain, is_flat)
             stride = f"{buffer.name}_stride" if buffer.has_stride else max(buffer.node.numel, 1)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.emit import Emitter
 from pyg_fullgraph.saga.ir import Domain, Node
-from pyg_fullgraph.saga.reducers import ArgPeak, Peak, Reducer, Softmax, Sum
+from pyg_fullgraph.saga.reducers import Reducer, Softmax, Sum
 from pyg_fullgraph.saga.tiles import MIN_DOT_SIZE, WARP, Edges, Tile
 
 __all__ = ["Flight"]
@@ -28,10 +28,9 @@ FEW_EDGES, FEWEST_EDGES, FULL_DEGREE, FULL_FEATURES = 4, 2, 12, 128
 MAX_RIDING_EDGES, SUMMED_FEATURES = 8, 512
 #: Values of the widest tile in flight per program, where there are matrix products.
 PRODUCT_VALUES = 1024
-#: The same where edges in flight belong to several rows that are reduced or to none, without and with extrema, and the
-#: values per thread that are then held without extrema: fewest instructions and spills of what compiles for an H200.
-#: Extrema take 64 edges, from which on the weights need not be in registers.
-BLOCK_VALUES, EXTREMA_VALUES, MAX_BLOCK_HELD = 8192, 16384, 96
+#: The same where no rows are reduced, and the values per thread that are held with products: fewest instructions and
+#: spills of what compiles for an H200.
+BLOCK_VALUES, MAX_BLOCK_HELD = 8192, 96
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Flight:
 
         Args:
             by_heads: Whether programs were asked for one head at a time.
-            takes_blocks: Whether they take blocks of edges of several rows.
+            takes_blocks: Whether they take blocks of edges of any rows.
         """
         tile = self.tile
         inputs = [n for n in self.emitter.names if n.op == "input"]
@@ -152,10 +151,8 @@ class Flight:
         """The same where they are one dimension of the tile; ``gathered`` are features loaded per edge."""
         tile = self.tile
         fewest = MIN_DOT_SIZE if tile.has_products else 1
-        merges_extrema = takes_blocks and any(isinstance(r, Peak | ArgPeak) for r in self.reducers)
-        values = EXTREMA_VALUES if merges_extrema else BLOCK_VALUES if takes_blocks else PRODUCT_VALUES
-        most = max(min(values // max(tile.width, 1), 64), fewest)
+        most = max(min((BLOCK_VALUES if takes_blocks else PRODUCT_VALUES) // max(tile.width, 1), 64), fewest)
         held = sum(gathered) + sum(tile.padded(tile.axes.axes(c.node)) for r in self.reducers for c in r.carries)
-        while not merges_extrema and most > 2 * fewest and held * most > MAX_BLOCK_HELD * WARP * tile.num_warps(most):
+        while most > 2 * fewest and held * most > MAX_BLOCK_HELD * WARP * tile.num_warps(most):
             most //= 2
         return most, fewest

@@ -14,6 +14,8 @@ from pyg_fullgraph.saga.ir import Domain, Node
 STAGED = "%staged."
 #: The same of vertex values that a vertex step puts side by side.
 PACKED = "%packed."
+#: The same of edge values that one kernel hands to another of the same sweep, for a span of edges at a time.
+LOCAL = "%local."
 
 
 def addend(term: Node) -> tuple[Node | None, Node]:
@@ -27,6 +29,11 @@ def addend(term: Node) -> tuple[Node | None, Node]:
 def is_staged(node: Node) -> bool:
     """Whether ``node`` is an edge value on its way from one sweep to another, or a part of one."""
     return node.name.startswith(STAGED)
+
+
+def is_local(node: Node) -> bool:
+    """Whether ``node`` is a value of a span of edges, or a part of one, see :mod:`apart`."""
+    return node.name.startswith(LOCAL)
 
 
 def is_packed(node: Node) -> bool:

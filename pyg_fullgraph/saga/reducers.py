@@ -227,12 +227,10 @@ class Softmax(Reducer):
         return [*lines, f"{self.peak} = {top}"]
 
 
-def reducers_of(gathers: Sequence[tuple[Node, Node]], precision: str, suffix: str = "",
-                has_large_blocks: bool = False) -> list[Reducer]:
+def reducers_of(gathers: Sequence[tuple[Node, Node]], precision: str, has_large_blocks: bool = False) -> list[Reducer]:
     """One reducer per value that is reduced, for all results that it can give; softmax last, its weights come late.
 
-    The names of all that they carry end in ``suffix``. With large blocks of edges, sums over all edges hold one number
-    per feature and not one per lane.
+    With large blocks of edges, sums over all edges hold one number per feature and not one per lane.
     """
     sums: dict[tuple[Domain, Node], list[tuple[str, Node]]] = {}
     peaks: dict[Node, list[tuple[str, Node]]] = {}
@@ -245,10 +243,10 @@ def reducers_of(gathers: Sequence[tuple[Node, Node]], precision: str, suffix: st
         elif kind in ("max", "argmax"):
             peaks.setdefault(g.args[0], []).append((kind, result))
         elif kind == "mul":
-            out.append(Product(f"{len(out)}{suffix}", g.args[0], result))
+            out.append(Product(str(len(out)), g.args[0], result))
         elif kind in ("outer", "index_sum"):
             num_rows = result.shape[0] if kind == "index_sum" else 0
-            out.append(Outer(f"{len(out)}{suffix}", g.args[0], g.args[1], result, precision, num_rows))
+            out.append(Outer(str(len(out)), g.args[0], g.args[1], result, precision, num_rows))
         else:
             values, stats = softmax.setdefault(g.args[0], ([], []))
             if kind == "lse":
@@ -257,10 +255,9 @@ def reducers_of(gathers: Sequence[tuple[Node, Node]], precision: str, suffix: st
                 values.append((result, g.args[1]))
     for (domain, value), results in sums.items():
         kind_of_sum = BlockSum if has_large_blocks and domain == Domain.PARAM else Sum
-        out.append(kind_of_sum(f"{len(out)}{suffix}", value, results))
+        out.append(kind_of_sum(str(len(out)), value, results))
     for k, (value, results) in enumerate(peaks.items()):
         has_ids = any(kind == "argmax" for kind, _ in results)
-        name = f"{k}{suffix}"
-        out.append(ArgPeak(name, value, results) if has_ids else Peak(name, value, results[0][1]))
-    out += [Softmax(f"{k}{suffix}", logit, *parts) for k, (logit, parts) in enumerate(softmax.items())]
+        out.append(ArgPeak(str(k), value, results) if has_ids else Peak(str(k), value, results[0][1]))
+    out += [Softmax(str(k), logit, *parts) for k, (logit, parts) in enumerate(softmax.items())]
     return out

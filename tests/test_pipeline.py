@@ -1,0 +1,225 @@
+"""Products of edge values taken out of kernels, over spans of edges; `test_kernels` says how kernels run in tests."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_kernels import GPU, GRAPHS, INTERPRETER, check_same_bits, graph_for, poisoned  # noqa: F401
+from torch import nn
+from triton.runtime.errors import OutOfResources
+
+import zoo
+from oracle import check, program_of, random_case
+from programs import DST, EDGE, SRC, WIDE_CASES, edge_conv
+from pyg_fullgraph import chunks, execution, pipelines
+from pyg_fullgraph.graph import Graph
+from pyg_fullgraph.phases import EdgePhase
+from pyg_fullgraph.saga import ir
+from pyg_fullgraph.saga.codegen import KernelSource
+from pyg_fullgraph.saga.ir import EdgeProgram, Output
+from pyg_fullgraph.saga.passes import split
+from pyg_fullgraph.saga.pipeline import Outer, Product, Values, pipeline_of
+from pyg_fullgraph.saga.plans import KERNELS, Sweep
+from triton_kernels import launch
+
+#: Products in one layer and in several, of edge data and of both ends, before each kind of reduction, with dropout.
+NAMES = ("gat-edge", "gatv2-edge-dropout", "edge-mlp", "joined", "edge-mlp-deep", "gatv2-edge-wide",
+         "transformer-edge-wide")
+
+
+@pytest.fixture
+def spans(monkeypatch):
+    """All products out of kernels, in small spans; how many spans each sweep took."""
+    taken, run = [], pipelines.PreparedPipeline.run
+
+    def noted(self, *args):
+        taken.append(len(self.spans))
+        return run(self, *args)
+
+    monkeypatch.setattr(execution, "MIN_PIPELINE_WIDTH", 1)
+    monkeypatch.setattr(execution, "MIN_PIPELINE", 0)
+    monkeypatch.setattr(execution, "MAX_PIECE", 8)
+    monkeypatch.setattr(pipelines, "SPAN_BYTES", 0)
+    monkeypatch.setattr(pipelines, "MIN_SPAN", 16)
+    monkeypatch.setattr(pipelines.PreparedPipeline, "run", noted)
+    return taken
+
+
+@pytest.fixture
+def no_chunks(monkeypatch):
+    def refuse(sweep, *args):
+        raise AssertionError(f"{sweep} ran in chunks")
+
+    monkeypatch.setattr(chunks, "run_tiles", refuse)
+
+
+def sweeps_of(program):
+    phase = EdgePhase(split(program).stages[0].core)
+    needs = tuple(not n.is_integer for n in phase.inputs)
+    return [s for p in (phase.forward_plan(KERNELS, True), phase.backward_plan(KERNELS, needs)) for s in p.sweeps]
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@pytest.mark.parametrize("name, dtype", [*((n, torch.float32) for n in NAMES),
+                                         *((n, torch.float64) for n in NAMES[2:5]),
+                                         *((n, d) for n in NAMES[4:5] for d in (torch.float16, torch.bfloat16))],
+                         ids=str)
+def test_results_and_gradients(name, dtype, device, spans, no_chunks):
+    case = random_case(21, 17, 80) if device == "cpu" else random_case(301, 201, 3_000)
+    check(program_of(name), case, dtype, device, slack=3)
+    assert len(spans) >= 3 and set(spans) == {-(-case.num_edges // 16)}
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_every_kind_of_graph(graph, device, spans, no_chunks):
+    check(program_of("edge-mlp-deep"), getattr(zoo, graph)(), torch.float32, device)
+    assert spans
+
+
+def shared_values() -> EdgeProgram:
+    """Two products of the same values, one whose result is multiplied again, one of edge data, and edge values."""
+    x = ir.pointwise("tanh", ir.pointwise("add", ir.input("x", SRC, (6,)), ir.input("y", DST, (6,))))
+    first = ir.mm(x, ir.input("A", ir.Domain.PARAM, (6, 5)))
+    second = ir.mm(ir.mm(x, ir.input("B", ir.Domain.PARAM, (6, 4))), ir.input("C", ir.Domain.PARAM, (4, 5)))
+    data = ir.mm(ir.pointwise("mul", ir.input("w", EDGE, (3,)), ir.input("z", SRC, (3,))),
+                 ir.input("D", ir.Domain.PARAM, (3, 5)))
+    total = ir.pointwise("mul", ir.pointwise("add", first, second), data)
+    return EdgeProgram((Output("sum", total, "total"), Output("max", first, "peak"), Output("edge", second, "edges")))
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_products_share_what_they_multiply(dtype, device, spans, no_chunks):
+    check(shared_values(), graph_for(device), dtype, device)
+    forward = sweeps_of(shared_values())[0]
+    steps = pipeline_of(forward).steps
+    assert [type(s) for s in steps].count(Product) == 4
+    assert [type(s) for s in steps].count(Values) == 2  # of both ends, and of edge data; a product needs no copy
+
+
+def test_values_are_held_as_long_as_they_are_needed():
+    def layers():
+        return (lambda: nn.Linear(8, 20), nn.Tanh, lambda: nn.Linear(20, 30), nn.Tanh, lambda: nn.Linear(30, 10),
+                nn.Tanh, lambda: nn.Linear(10, 7))
+
+    pipelines_of = [pipeline_of(s) for s in sweeps_of(edge_conv("sum", *layers())())]
+    forward = pipelines_of[0]
+    assert [s.result.numel for s in forward.steps] == [20, 30, 30, 10]  # the last layer is one of vertices
+    assert forward.width == 60
+    assert forward.work == 20 * 30 + 30 * 10
+    held = set()
+    for step, done in zip(forward.steps, forward.done, strict=True):
+        assert set(step.reads) - set(forward.last.inputs) - held == set(ir.inputs_of(*step.reads)) - held
+        held = (held | {step.result}) - set(done)
+    assert held == {forward.steps[-1].result}
+    outers = [s for p in pipelines_of for s in p.steps if isinstance(s, Outer)]
+    assert sorted((s.a.numel, s.b.numel) for s in outers) == [(10, 30), (30, 20)]  # as torch has weights
+
+
+def test_what_is_wide_goes_in_spans_where_there_is_enough_of_it():
+    def kernels(width, num_edges, lanes=4):
+        program = edge_conv("max", lambda: nn.Linear(2 * width, width), nn.ReLU, lambda: nn.Linear(width, width),
+                            width=width)()
+        return [execution.pipeline_on(s, lanes, 1000, num_edges) for s in sweeps_of(program)]
+
+    assert None not in kernels(256, 1 << 15) and None not in kernels(128, 1 << 17)
+    assert not any(kernels(256, 1 << 14)) and not any(kernels(64, 1 << 24))
+    assert None not in kernels(256, 100, lanes=2)  # no kernel holds these in float64
+    assert not any(execution.pipeline_on(s, 4, 1000, 1 << 24) for s in sweeps_of(program_of("gat")))
+
+
+@pytest.mark.parametrize("name", ["edge-mlp-256", "cg-64"])
+def test_no_kernel_of_a_pipeline_has_a_product(name):
+    for sweep in sweeps_of(WIDE_CASES[name]()):
+        pipeline = pipeline_of(sweep)
+        if pipeline is None:
+            continue
+        assert all(g.attr("kind") != "outer" for s in pipeline.sweeps for _, g in s.gathers)
+        assert not any(n.op == "mm" for s in pipeline.sweeps for n in ir.walk(*s.operands))
+        kernels = [execution.kernel_of(s, lanes) for s in pipeline.sweeps for lanes in (2, 4, 8)]
+        assert all(isinstance(k, KernelSource) for k in kernels)
+        assert execution.chunk_reasons(sweep, 2) == ()
+
+
+@pytest.mark.parametrize("device", [INTERPRETER])
+def test_what_the_device_refuses_goes_another_way(device, spans, monkeypatch):
+    start, refused = launch.Launch.run, []
+
+    def refuse(self, args, *looks):
+        if "edge_by" in self.kernel.__name__:
+            refused.append(self.kernel.__name__)
+            raise OutOfResources(300_000, 232_448, "shared memory")
+        start(self, args, *looks)
+
+    monkeypatch.setattr(execution, "_TOO_LARGE", set())
+    monkeypatch.setattr(launch.Launch, "run", refuse)
+    with pytest.warns(UserWarning, match="does not fit the device .* runs in another way"):
+        check(program_of("edge-mlp"), graph_for(device), torch.float32, device)
+    assert refused and len(spans) == len(refused)
+
+
+@settings(max_examples=60, deadline=None)
+@given(degrees=st.lists(st.integers(0, 23), max_size=12), size=st.sampled_from([1, 4, 16, 1000]),
+       max_piece=st.sampled_from([3, 8]))
+def test_pieces_of_spans(degrees, size, max_piece):
+    """Every piece is in one span, which has all its edges; spans side by side are all edges."""
+    row = torch.arange(len(degrees)).repeat_interleave(torch.tensor(degrees, dtype=torch.long))
+    graph = Graph.from_edge_index(torch.stack([torch.zeros_like(row), row]), (1, len(degrees)))
+    order = graph.incoming
+    made, whole = order.spans(size, max_piece), order.schedule(max_piece)
+    assert [s.first for s in made] == [k * size for k in range(len(made))]
+    assert [s.stop for s in made] == [min(s.first + size, order.num_edges) for s in made]
+
+    def pieces(schedule):
+        return list(zip(*(t.tolist() for t in (schedule.piece_row, schedule.piece_start, schedule.piece_end,
+                                               schedule.piece_slot)), strict=True))
+
+    assert sorted(p for s in made for p in pieces(s.schedule)) == sorted(pieces(whole))
+    for span in made:
+        assert span.schedule.num_pieces == len(pieces(span.schedule))
+        assert all(span.first <= start <= end <= span.end for _, start, end, _ in pieces(span.schedule) if end > start)
+        assert span.end <= span.stop + max_piece
+    assert all(s.schedule is None and s.end == s.stop for s in order.spans(size, None))
+
+
+@pytest.mark.gpu
+def test_memory_is_bounded_by_the_span(monkeypatch):
+    """A step of 400,000 edges, of which one value of 256 features is 400 MB."""
+    monkeypatch.setattr(pipelines, "SPAN_BYTES", 16 << 20)
+    case = random_case(2_000, 2_000, 400_000)
+    graph = Graph.from_edge_index(case.edge_index.cuda(), case.size)
+    import pyg_fullgraph.nn as fused_nn
+
+    layer = fused_nn.EdgeConv(nn.Sequential(nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 256))).cuda()
+    x = torch.randn(2_000, 256, device="cuda", requires_grad=True)
+    layer(x, graph).sum().backward()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    layer(x, graph).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 64 << 20
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_runs_are_bit_identical(name, spans):
+    check_same_bits(name, 10)
+    assert spans
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [128, 256])
+def test_wide_layers(width, dtype, no_chunks, monkeypatch):
+    """As users have them, in several spans."""
+    monkeypatch.setattr(pipelines, "SPAN_BYTES", 32 << 20)
+    program = edge_conv("max", lambda: nn.Linear(2 * width, width), nn.ReLU, lambda: nn.Linear(width, width),
+                        width=width)()
+    check(program, random_case(3_000, 3_000, 150_000), dtype, "cuda", slack=3)
+    assert all(execution.pipeline_on(s, 16 // dtype.itemsize, 3_000, 150_000) for s in sweeps_of(program))
+
+
+def test_a_sweep_without_products_is_no_pipeline():
+    value = ir.pointwise("mul", ir.input("w", EDGE, (4,)), ir.input("x", SRC, (4,)))
+    assert pipeline_of(Sweep(DST, ((ir.input("r", DST, (4,)), ir.gather("sum", DST, value)),), ())) is None
