@@ -34,7 +34,7 @@ from pyg_fullgraph.functions import PLAIN, applying
 from triton_kernels import dense
 
 __all__ = ["Products", "added", "call", "chain", "in_layer", "linear", "matmul", "outer", "padded", "plus_product",
-           "takes", "use_tensor_cores"]
+           "product", "takes", "use_tensor_cores"]
 
 #: Multiplications (rows x widths) from which a product is taken: torch needs about 0.1 ms for as many on an H200, twice
 #: what two launches from Python take longer than its one, as products were when this was measured.
@@ -116,11 +116,14 @@ def plus_product(x: Tensor, weight: Tensor, total: Tensor) -> Tensor:
     return torch.addmm(total, x, weight) if made is None else made
 
 
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """``x weight`` for ``[M, K]`` and ``[K, N]``: by our kernel whatever M is, else by torch. Not differentiable."""
+    return dense.product(x, weight.t()) if _fits(*weight.shape) and _is_ours(x, weight) else x @ weight
+
+
 def outer(a: Tensor, b: Tensor) -> Tensor:
-    """``a^T b`` for ``[M, K]`` and ``[M, N]``: by our kernel where it pays, else by torch. Not differentiable."""
-    if takes(a, a.new_empty((b.shape[1], a.shape[1])), None):
-        return dense.weight_gradient(a, b)[0]
-    return a.t() @ b
+    """``a^T b`` for ``[M, K]`` and ``[M, N]``, as :func:`product`."""
+    return dense.weight_gradient(a, b)[0] if _fits(b.shape[1], a.shape[1]) and _is_ours(a, b) else a.t() @ b
 
 
 def padded(x: Tensor) -> Tensor:
@@ -188,15 +191,24 @@ def _is_wanted(device: torch.device) -> bool:
 
 def takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether a product as of :func:`linear` is one for our kernels; cheap questions first."""
-    if not (_is_on and type(x) in PLAIN and type(weight) in PLAIN and x.dim() >= 2 and weight.dim() == 2):
+    if not (type(x) in PLAIN and type(weight) in PLAIN and x.dim() >= 2 and weight.dim() == 2):
         return False
     num_out, num_in = weight.shape
     given = (x, weight) if bias is None else (x, weight, bias)
-    return (x.shape[-1] == num_in and x.numel() * num_out >= MIN_PRODUCTS and max(num_out, num_in) <= MAX_WIDTH
-            and 2 * num_out * num_in >= MIN_WIDTH * (num_out + num_in)
+    return (x.shape[-1] == num_in and x.numel() * num_out >= MIN_PRODUCTS and _fits(num_out, num_in)
             and (bias is None or (type(bias) in PLAIN and bias.shape == (num_out,)))
-            and all(t.dtype == torch.float32 and t.device == x.device and t.layout == torch.strided for t in given)
-            and _is_wanted(x.device) and (torch.compiler.is_compiling() or not columns.has_transform(given)))
+            and _is_ours(*given) and (torch.compiler.is_compiling() or not columns.has_transform(given)))
+
+
+def _fits(num_out: int, num_in: int) -> bool:
+    """Whether our kernels take a product of such widths."""
+    return max(num_out, num_in) <= MAX_WIDTH and 2 * num_out * num_in >= MIN_WIDTH * (num_out + num_in)
+
+
+def _is_ours(x: Tensor, *others: Tensor) -> bool:
+    """Whether there are kernels for factors like these, and torch would multiply without tensor cores."""
+    return _is_on and all(t.dtype == torch.float32 and t.device == x.device and t.layout == torch.strided
+                          for t in (x, *others)) and _is_wanted(x.device)
 
 
 def _is_summed(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

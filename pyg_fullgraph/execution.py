@@ -24,7 +24,7 @@ from pyg_fullgraph.memo import keep
 from pyg_fullgraph.saga import codegen, interpret, ir, tiles
 from pyg_fullgraph.saga.ir import Domain, Node
 from pyg_fullgraph.saga.pipeline import Pipeline, pipeline_of
-from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, Plan, Step, Sweep, Target, addend, is_staged
+from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, Plan, Step, Sweep, Target, addend, is_staged, joined
 from pyg_fullgraph.saga.rows import RowsSource, num_passes
 from pyg_fullgraph.saga.rows import generate as generate_rows
 from triton_kernels import launch, tune
@@ -46,10 +46,11 @@ SLICES = ((256, 128), (32, 256))
 #: bytes take longer for it backward; on products (50 edges per row) 4 x 64 takes longer both ways.
 HEAD_BYTES, HEAD_DEGREE = (256, 512), 256
 #: Harmonic mean of rows and columns of a matrix from which products of edge values with it are taken out of kernels,
-#: and multiplications in a sweep from which that is worth more launches. Measured on an H100: steps of an MLP of two
-#: layers per edge, arxiv size, take 6.9 ms either way for 64 features; in kernels 20.1 for 128, and 92.8 for 256, in
-#: spans 11.5 and 28.0.
-MIN_PIPELINE_WIDTH, MIN_PIPELINE = 96, 1 << 31
+#: in float64 and otherwise, and multiplications in a sweep from which that is worth more launches. Measured on an H100:
+#: steps of an MLP of two layers per edge, arxiv size, take 7.0 and 7.2 ms for 64 features, 20.8 and 10.4 for 96, 93.9
+#: and 25.7 for 256; in float64 9.3 and 3.5 for 64 (328 thousand edges); in float32 2.5 and 2.3 for 128 features of 32
+#: thousand edges.
+MIN_PIPELINE_WIDTH, MIN_PIPELINE = (64, 96), 1 << 29
 #: Programs are launched at about two per nanosecond: rows with at most so many features of all their edges, on average,
 #: are done sooner, and programs take several pieces. Measured on an H200: 0.115 and 0.076 ms for a sum of 32 features
 #: (arxiv size), 2.3 and 1.9 (products size); from 3500 features on it takes longer.
@@ -117,7 +118,7 @@ def run_plan(plan: Plan, incoming: Order, outgoing: Order | None, env: dict[Node
     # Parts of a graph exchange edge values between sweeps, in the order that all edge tensors have there.
     chosen = incoming if plan.staging is Domain.DST else outgoing
     staging = chosen if isinstance(chosen, EdgeOrder) else None
-    for step, done in plan.batches:
+    for step, done in itertools.chain.from_iterable(_joined(g, incoming, outgoing, like) for g in plan.groups):
         if isinstance(step, Sweep):
             order = incoming if step.rows is Domain.DST else outgoing
             assert order is not None
@@ -135,6 +136,23 @@ def run_plan(plan: Plan, incoming: Order, outgoing: Order | None, env: dict[Node
     if plan.last:
         env.update(run_rows(plan.last, leaf, like))
     return [env[r] for r in plan.results]
+
+
+#: A step of a plan, or vertex steps that run at once, and what nothing reads after it.
+_Batch = tuple[Sweep | tuple[Step, ...], tuple[Node, ...]]
+
+
+def _joined(batches: tuple[_Batch, ...], incoming: Order, outgoing: Order | None,
+            like: Tensor) -> tuple[_Batch, ...]:
+    """``batches`` as one, if they are sweeps that can be joined and run as one pipeline."""
+    sweeps = tuple(step for step, _ in batches if isinstance(step, Sweep))
+    if len(sweeps) < 2:
+        return batches
+    one = joined(sweeps)
+    order = incoming if one.rows is Domain.DST else outgoing
+    if not isinstance(order, EdgeOrder) or _pipeline_for(one, like, order) is None:
+        return batches
+    return ((one, tuple(node for _, done in batches for node in done)),)
 
 
 def run_again(plan: Plan, incoming: Order, outgoing: Order | None, env: Mapping[Node, Tensor],
@@ -530,7 +548,7 @@ def pipeline_on(sweep: Sweep, lanes: int, num_rows: int, num_edges: int) -> Pipe
     """
     kernel = _fitting(sweep, lanes)
     has_kernel = isinstance(kernel, codegen.KernelSource) and kernel.source not in _TOO_LARGE
-    pipeline = pipeline_of(sweep, MIN_PIPELINE_WIDTH if has_kernel else 1)
+    pipeline = pipeline_of(sweep, 1 if not has_kernel else MIN_PIPELINE_WIDTH[lanes > 2])
     if pipeline is None or (has_kernel and num_edges * pipeline.work < MIN_PIPELINE):
         return None
     kernels = {s: kernel_on(s, lanes, num_rows, num_edges) for s in pipeline.sweeps}

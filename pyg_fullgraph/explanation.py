@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import html
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -31,7 +31,7 @@ from pyg_fullgraph.phases import EdgePhase, stores_half
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output
 from pyg_fullgraph.saga.passes import Stage, rewritten
-from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, Plan, Sweep, Target, is_staged
+from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, Plan, Step, Sweep, Target, is_staged, joined
 
 __all__ = ["Explanation", "LayerReport", "PhaseReport", "ProgramReport", "explain"]
 
@@ -330,7 +330,7 @@ class Explanation:
         parts = []
         for graph, phase in ((part.graph, p) for part in self._fused(name).parts for p in part.phases):
             plan = phase.backward(KERNELS) if backward else phase.forward(KERNELS)
-            for batch in (*(b for b, _ in plan.batches), plan.last) if plan is not None else ():
+            for batch in (*_batches(plan, 4, graph), plan.last) if plan is not None else ():
                 if not isinstance(batch, Sweep):
                     parts += [kernel.source for _, kernel in row_kernels(batch, False)]
                     continue
@@ -488,7 +488,9 @@ def _how(phase: PhaseReport) -> list[str]:
     if phase.target is CHUNKS:
         out.append("runs here in chunks of edges, because the graph is on the CPU")
     for name, plan in (("forward", phase.forward(KERNELS)), ("backward", phase.backward(KERNELS))):
-        for sweep in plan.sweeps if plan is not None else ():
+        for sweep in _batches(plan, phase.lanes, phase.graph) if plan is not None else ():
+            if not isinstance(sweep, Sweep):
+                continue
             reasons = chunk_reasons(sweep, phase.lanes)
             if reasons:
                 where = " on a GPU as well" if phase.target is CHUNKS else ""
@@ -508,6 +510,17 @@ def _how(phase: PhaseReport) -> list[str]:
     where = "generated kernels on a GPU" if phase.target is CHUNKS else "generated kernels"
     out.append(f"{where}: {count['forward']} forward, {count['backward']} backward")
     return out
+
+
+def _batches(plan: Plan, lanes: int, graph: Graph) -> Iterator[Sweep | tuple[Step, ...]]:
+    """What runs at a time, in order; sweeps that run as one pipeline are one."""
+    for group in plan.groups:
+        sweeps = tuple(s for s, _ in group if isinstance(s, Sweep))
+        one = joined(sweeps) if len(sweeps) > 1 else None
+        if one is not None and pipeline_on(one, lanes, *_sizes(one, graph)) is not None:
+            yield one
+        else:
+            yield from (s for s, _ in group)
 
 
 def _sizes(sweep: Sweep, graph: Graph) -> tuple[int, int]:

@@ -175,13 +175,9 @@ class EdgePhase:
         return self._plans[key]
 
     def adds_back(self, back: int) -> bool:
-        """Whether the kernel that sums up the gradient of input ``back`` can add what is there of it already.
-
-        Kernels of products by blocks of edges leave results as they are.
-        """
+        """Whether the kernel that sums up the gradient of input ``back`` can add what is there of it already."""
         grad = self.adjoint.grads.get(self.inputs[back])
-        return grad is not None and grad.op == "gather" and grad.attr("kind") in ("sum", "mean") and \
-            all(n.op != "mm" for n in ir.walk(grad))
+        return grad is not None and grad.op == "gather" and grad.attr("kind") in ("sum", "mean")
 
     def place_to_give_back(self, tensors: Sequence[Tensor]) -> int:
         """The place of the first input that is features ``[N, K]`` with a gradient, -1 without any."""

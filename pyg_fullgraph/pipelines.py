@@ -17,8 +17,9 @@ from triton_kernels import tune
 
 __all__ = ["SPAN_BYTES", "PreparedPipeline", "span_edges"]
 
-#: Bytes of what is held of the edges of a span, and fewest edges of one, in multiples of which spans are.
-SPAN_BYTES, MIN_SPAN = 256 << 20, 1 << 12
+#: Bytes of what is held of the edges of a span, and fewest edges of one, in multiples of which spans are: with fewer,
+#: launches take longer than what they launch.
+SPAN_BYTES, MIN_SPAN = 256 << 20, 1 << 16
 
 
 def span_edges(pipeline: Pipeline, dtype: torch.dtype) -> int:
@@ -77,7 +78,7 @@ class PreparedPipeline:
                     self.running = prepared.sites[0].kernel
                     held.update(prepared.run(order, read, staging))
                 elif isinstance(step, Product):
-                    held[step.result] = dense.matmul(held[step.x], weights[step.weight])
+                    held[step.result] = dense.product(held[step.x], weights[step.weight])
                 else:
                     _add_outer(totals, step, held, span)
                 for node in done:

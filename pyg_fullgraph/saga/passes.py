@@ -17,7 +17,7 @@ from pyg_fullgraph.saga import features, finishing, ir, packing, recompute
 from pyg_fullgraph.saga.adjoint import scales_linearly, softmax_from
 from pyg_fullgraph.saga.canonical import canonicalize
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output, pointwise
-from pyg_fullgraph.saga.plans import Plan, Sweep, Target, addend, read_by
+from pyg_fullgraph.saga.plans import Plan, Sweep, Target, addend, read_by, side_by_side
 from pyg_fullgraph.saga.rewrites import order_products, reorganize, terms_of
 from pyg_fullgraph.saga.unrolled import MAX_UNROLLED, is_narrow_outer
 
@@ -336,6 +336,8 @@ def plan(outputs: Mapping[str, Node], target: Target, disable: Sequence[str] = (
         steps = packing.pack(steps, results.values())
     if target.finishes and "finish" not in disable:
         steps, results = finishing.finish(steps, results)
+    if "join" not in disable:
+        steps = side_by_side(steps)
     wanted = {n for name in exact for n in ir.inputs_of(results[name])}
     handed = {r for s in steps if isinstance(s, Sweep) for r, _ in s.edges} - set(written.values())
     return Plan(steps, results, frozenset(wanted | handed))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from pyg_fullgraph.saga import ir
@@ -198,6 +198,47 @@ class Sweep:
         return "\n".join([f"sweep over {side}, inputs {', '.join(n.name for n in self.inputs)}", *body])
 
 
+def can_join(first: Sweep, second: Sweep) -> bool:
+    """Whether ``second``, which comes after ``first``, may be part of it: both have products of edge values with
+    matrices, or their gradients, and what they read of each edge for these is then made once.
+    """
+    return first.rows == second.rows and second.is_bare and all(map(_has_products, (first, second))) and \
+        (first.is_bare or not any(r.is_row for r, _ in second.gathers)) and \
+        not set(made_by(first)) & set(read_by(second))
+
+
+@lru_cache(maxsize=4096)
+def joined(sweeps: tuple[Sweep, ...]) -> Sweep:
+    """One sweep for several, each of which :func:`can_join` all before it."""
+    first, *others = sweeps
+    return replace(first, gathers=(*first.gathers, *(g for s in others for g in s.gathers)),
+                   edges=(*first.edges, *(e for s in others for e in s.edges)))
+
+
+@lru_cache(maxsize=4096)
+def _has_products(sweep: Sweep) -> bool:
+    return "outer" in sweep.kinds.values() or any(n.op == "mm" for n in ir.walk(*sweep.operands))
+
+
+def side_by_side(steps: Iterable[Step | Sweep]) -> tuple[Step | Sweep, ...]:
+    """``steps`` with each sweep right after an earlier one that it can join, where nothing between makes what it reads.
+    """
+    placed: list[Step | Sweep] = []
+    for step in steps:
+        place = len(placed)
+        if isinstance(step, Sweep):
+            read = set(read_by(step))
+            while place and not set(made_by(placed[place - 1])) & read:
+                before = placed[place - 1]
+                if isinstance(before, Sweep) and can_join(before, step):
+                    break
+                place -= 1
+            else:
+                place = len(placed)
+        placed.insert(place, step)
+    return tuple(placed)
+
+
 def made_by(step: Step | Sweep) -> tuple[Node, ...]:
     """The results of a step."""
     return step.results if isinstance(step, Sweep) else step[:1]
@@ -243,6 +284,19 @@ class Plan:
             else:
                 batches[-1] = (*before, step), (*gone, *done)
         return tuple(batches)
+
+    @cached_property
+    def groups(self) -> tuple[tuple[tuple[Sweep | tuple[Step, ...], tuple[Node, ...]], ...], ...]:
+        """:attr:`batches`, with sweeps that can be joined together."""
+        groups: list[tuple[tuple[Sweep | tuple[Step, ...], tuple[Node, ...]], ...]] = []
+        for batch in self.batches:
+            step = batch[0]
+            before = [s for s, _ in groups[-1]] if groups else []
+            if isinstance(step, Sweep) and before and all(isinstance(s, Sweep) and can_join(s, step) for s in before):
+                groups[-1] = (*groups[-1], batch)
+            else:
+                groups.append((batch,))
+        return tuple(groups)
 
     @cached_property
     def sole(self) -> Sweep | None:
