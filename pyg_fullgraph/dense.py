@@ -33,8 +33,8 @@ from pyg_fullgraph import columns
 from pyg_fullgraph.functions import PLAIN, applying
 from triton_kernels import dense
 
-__all__ = ["Products", "added", "call", "chain", "in_layer", "linear", "matmul", "outer", "padded", "plus_product",
-           "product", "takes", "use_tensor_cores"]
+__all__ = ["Products", "added", "call", "chain", "in_layer", "linear", "matmul", "multiplier", "outer", "padded",
+           "plus_product", "takes", "use_tensor_cores"]
 
 #: Multiplications (rows x widths) from which a product is taken: torch needs about 0.1 ms for as many on an H200, twice
 #: what two launches from Python take longer than its one, as products were when this was measured.
@@ -116,13 +116,18 @@ def plus_product(x: Tensor, weight: Tensor, total: Tensor) -> Tensor:
     return torch.addmm(total, x, weight) if made is None else made
 
 
-def product(x: Tensor, weight: Tensor) -> Tensor:
-    """``x weight`` for ``[M, K]`` and ``[K, N]``: by our kernel whatever M is, else by torch. Not differentiable."""
-    return dense.product(x, weight.t()) if _fits(*weight.shape) and _is_ours(x, weight) else x @ weight
+def multiplier(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    """What multiplies matrices ``[M, K]`` like ``weight`` ``[K, N]`` by it, whatever M is: our kernel, or torch. Not
+    differentiable.
+    """
+    turned = weight.t()
+    if _fits(*weight.shape) and _is_ours(weight):
+        return lambda x: dense.product(x, turned)
+    return lambda x: x @ weight
 
 
 def outer(a: Tensor, b: Tensor) -> Tensor:
-    """``a^T b`` for ``[M, K]`` and ``[M, N]``, as :func:`product`."""
+    """``a^T b`` for ``[M, K]`` and ``[M, N]``, by our kernel whatever M is, or by torch. Not differentiable."""
     return dense.weight_gradient(a, b)[0] if _fits(b.shape[1], a.shape[1]) and _is_ours(a, b) else a.t() @ b
 
 

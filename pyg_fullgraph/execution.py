@@ -45,12 +45,13 @@ SLICES = ((256, 128), (32, 256))
 #: forward and backward, 12.3 and 12.5 ms, by heads 11.7 and 11.5; of 2 x 128 14.8 and 14.0, 11.8 and 11.5. Heads of 128
 #: bytes take longer for it backward; on products (50 edges per row) 4 x 64 takes longer both ways.
 HEAD_BYTES, HEAD_DEGREE = (256, 512), 256
-#: Harmonic mean of rows and columns of a matrix from which products of edge values with it are taken out of kernels,
-#: in float64 and otherwise, and multiplications in a sweep from which that is worth more launches. Measured on an H100:
-#: steps of an MLP of two layers per edge, arxiv size, take 7.0 and 7.2 ms for 64 features, 20.8 and 10.4 for 96, 93.9
-#: and 25.7 for 256; in float64 9.3 and 3.5 for 64 (328 thousand edges); in float32 2.5 and 2.3 for 128 features of 32
-#: thousand edges.
-MIN_PIPELINE_WIDTH, MIN_PIPELINE = (64, 96), 1 << 29
+#: Products of edge values are taken out of kernels with matrices whose harmonic mean of rows and columns is at least
+#: the first, where those of a sweep add up to at least the second, but in float64, and where there are as many
+#: multiplications that it is worth more launches. Measured on an H100, in kernels and in spans: steps of an MLP of two
+#: layers per edge, arxiv size, 7.0 and 7.2 ms for 64 features, 20.8 and 10.4 for 96, 93.9 and 25.2 for 256; of three
+#: layers 15.8 and 12.9 for 64, 5.1 and 7.6 for 32; of two and 128 features for 32 thousand edges 2.5 and 2.3; in
+#: float64 9.3 and 3.5 for 64 and 328 thousand.
+MIN_PIPELINE_WIDTH, MIN_PIPELINE_BREADTH, MIN_PIPELINE = 64, 96, 1 << 29
 #: Programs are launched at about two per nanosecond: rows with at most so many features of all their edges, on average,
 #: are done sooner, and programs take several pieces. Measured on an H200: 0.115 and 0.076 ms for a sum of 32 features
 #: (arxiv size), 2.3 and 1.9 (products size); from 3500 features on it takes longer.
@@ -478,7 +479,7 @@ def _prepared_pipeline(sweep: Sweep, order: EdgeOrder, like: Tensor,
 
     def prepare() -> pipelines.PreparedPipeline:
         # A span has as few edges as a small graph.
-        size = pipelines.span_edges(piped.pipeline, chunks.compute_dtype(like.dtype))
+        size = pipelines.span_edges(piped.pipeline, order.num_edges, chunks.compute_dtype(like.dtype))
         max_piece = _max_piece(min(size, order.num_edges), 0.0)
         kernels = {s: (kernel, replace(_default_shape(kernel, order), max_piece=max_piece))
                    for s, kernel in piped.kernels.items()}
@@ -548,8 +549,11 @@ def pipeline_on(sweep: Sweep, lanes: int, num_rows: int, num_edges: int) -> Pipe
     """
     kernel = _fitting(sweep, lanes)
     has_kernel = isinstance(kernel, codegen.KernelSource) and kernel.source not in _TOO_LARGE
-    pipeline = pipeline_of(sweep, 1 if not has_kernel else MIN_PIPELINE_WIDTH[lanes > 2])
-    if pipeline is None or (has_kernel and num_edges * pipeline.work < MIN_PIPELINE):
+    pipeline = pipeline_of(sweep, MIN_PIPELINE_WIDTH if has_kernel else 1)
+    if pipeline is None:
+        return None
+    is_broad = lanes == 2 or pipeline.breadth >= MIN_PIPELINE_BREADTH
+    if has_kernel and not (is_broad and num_edges * pipeline.work >= MIN_PIPELINE):
         return None
     kernels = {s: kernel_on(s, lanes, num_rows, num_edges) for s in pipeline.sweeps}
     fitting = {s: k for s, k in kernels.items() if isinstance(k, codegen.KernelSource) and k.source not in _TOO_LARGE}

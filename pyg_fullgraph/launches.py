@@ -49,6 +49,7 @@ class _Site:
     Attributes:
         kernel: What is launched.
         inputs: Its inputs.
+        num_edges: Of the order, tile or span.
         num_workers: Programs per feature tile.
     """
 
@@ -65,7 +66,7 @@ class _Site:
         order, kernel, shape, span = part
         first, end = (0, order.num_edges) if span is None else (span.first, span.end)
         num_pieces = -(-(end - first) // shape.block_e) if schedule is None else schedule.num_pieces
-        self.num_workers = _num_workers(kernel, num_pieces)
+        self.num_edges, self.num_workers = end - first, _num_workers(kernel, num_pieces)
         # Ids stand in the place of places where a kernel needs no places.
         # Parts of a graph work out both on first use: what the kernel does not read is not asked for.
         ids = order.ids if needs_ids else None
@@ -118,6 +119,7 @@ class _Inputs:
     def __init__(self, buffers: Sequence[Buffer], ends: Container[Node]) -> None:
         self._buffers, self._nodes = buffers, [b.node for b in buffers]
         self._staged = [k for k, n in enumerate(self._nodes) if is_staged(n)]
+        self._local = [k for k, n in enumerate(self._nodes) if is_local(n)]
         self._strides = [max(b.node.numel, 1) for b in buffers if b.has_stride]
         # Rows of one run, which may come padded.
         self._padded = {(b.node, b.run[1]) for b in buffers if b.run[0] == b.node.numel < b.run[1] and not b.columns}
@@ -135,6 +137,14 @@ class _Inputs:
             return value if not node.is_row or (node, value.shape[-1]) in self._padded else unpadded_rows(value, node)
 
         return read
+
+    def take_next(self, leaf: chunks.Leaf, taken: _Taken) -> _Taken:
+        """What was ``taken`` for a span of the edges, but for values of that: they are those that ``leaf`` gives."""
+        _, ends, values, strides, reach = taken
+        values = [*values]
+        for k in self._local:
+            values[k] = leaf(self._nodes[k])
+        return self._order((*values, *(strides or self._strides))), ends, values, strides, reach
 
     def take(self, leaf: chunks.Leaf, staging: EdgeOrder | None) -> _Taken:
         """The inputs as ``leaf`` gives them; edge values are put in the order of ``staging``.
@@ -193,7 +203,7 @@ class Prepared:
         sweep: What to compute.
         rows: All edges.
         parts: The same edges with their kernels, which differ in how they go through pieces and features only; pieces
-            of all have the same bound. Or a span of them, if results are values of that.
+            of all have the same bound.
         like, exact: As for :func:`execution.run_sweep`.
     """
 
@@ -214,9 +224,13 @@ class Prepared:
             is_exact = kind == "lse" or node in exact
             scalar = chunks.scalar_of(rows.id_dtype if node.is_integer else stat_dtype if is_exact else like.dtype,
                                       like.device)
-            self.results.append(_Made(node, (self._num_rows(node, rows, span), *node.shape), scalar))
+            num_rows = rows.num_edges if node.domain == Domain.EDGE else rows.num_rows
+            self.results.append(_Made(node, (num_rows, *node.shape), scalar))
+        # Values of a span are made for each span.
+        self.local = [made for made in self.results if is_local(made.node)]
         self.written = [b.node for b in kernel.outputs]
-        self.reach = max((math.prod(made.shape) for made in self.results if made.node.domain == Domain.EDGE), default=0)
+        self.reach = max((math.prod(made.shape) for made in self.results if made.node.domain == Domain.EDGE
+                          and not is_local(made.node)), default=0)
         self.merged = [b.node for b in kernel.rows]
         # What makes the rows that a run takes, and their shape.
         self.workspace: list[tuple[Callable[..., Tensor], tuple[int, int]]] = []
@@ -239,14 +253,8 @@ class Prepared:
         self.sites = [_Site(part, rows, schedule, sweep.needs_ids, constants, made)
                       for part, schedule in zip(parts, schedules, strict=True)]
 
-    @staticmethod
-    def _num_rows(node: Node, rows: EdgeOrder, span: Span | None) -> int:
-        if span is not None and is_local(node):
-            return span.end - span.first
-        return rows.num_edges if node.domain == Domain.EDGE else rows.num_rows
-
     def run(self, order: EdgeOrder, leaf: chunks.Leaf, staging: EdgeOrder | None) -> dict[Node, Tensor]:
-        """The results of the sweep over all edges at once, or over the one span; see :class:`Run`."""
+        """The results of the sweep over all edges at once; see :class:`Run`."""
         run = Run(self, (order,), staging)
         run.take(0, leaf)
         return run.finish()
@@ -274,11 +282,11 @@ def _schedules(parts: Sequence[Part], rows: EdgeOrder) -> Sequence[segment.RowSc
 
 
 class Run:
-    """A run of what is prepared: one launch per tile, and one to merge what is partial.
+    """A run of what is prepared: one launch per tile or span, and one to merge what is partial.
 
     Args:
         prepared: What runs.
-        tiles: Its edges.
+        tiles: Its edges; the same for all spans.
         staging: As for :func:`execution.run_sweep`.
 
     Attributes:
@@ -287,22 +295,27 @@ class Run:
 
     def __init__(self, prepared: Prepared, tiles: Sequence[EdgeOrder], staging: EdgeOrder | None = None) -> None:
         self.prepared, self.tiles, self.staging = prepared, tiles, staging
-        self.results = {node: like.new_empty(shape) for node, shape, like in prepared.results}
+        self.results = {node: like.new_empty(shape) for node, shape, like in prepared.results if not is_local(node)}
         self.workspace = [make(shape) for make, shape in prepared.workspace]
         self.totals: dict[Node, Tensor] = {}
         self.added: list[Tensor] = []
         self.ends: tuple[Any, ...] = ()
         self.is_begun = False
+        self._taken: _Taken | None = None
 
     def take(self, k: int, leaf: chunks.Leaf) -> None:
-        """Launch the kernel on tile ``k``."""
+        """Launch the kernel on tile or span ``k``. Values of a span are :attr:`results` until the next is taken."""
         prepared = self.prepared
         site = prepared.sites[k]
         kernel = site.kernel
         if site.num_workers == 0 and len(self.tiles) > 1:
             return
-        inputs, ends, tensors, strides, reach = site.inputs.take(leaf, self.staging)
-        args, has_places = [*inputs], False
+        if prepared.adds or self._taken is None:
+            self._taken = site.inputs.take(leaf, self.staging)
+        else:
+            self._taken = site.inputs.take_next(leaf, self._taken)
+        inputs, ends, values, strides, reach = self._taken
+        args, tensors, has_places = [*inputs], [*values], False
         if k == 0:  # whose kernel's other half merges
             self.ends = ends
         if kernel.uses_places:
@@ -311,6 +324,8 @@ class Run:
             has_places = places is not None
             args.insert(0, order.ptr if places is None else places)
             tensors.append(args[0])
+        for node, shape, like in prepared.local:
+            self.results[node] = like.new_empty((site.num_edges, *shape[1:]))
         made = self.results
         if prepared.totals:
             totals = {node: torch.empty((site.num_workers, *node.shape), dtype=dtype, device=prepared.device)

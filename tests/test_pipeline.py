@@ -10,7 +10,7 @@ from triton.runtime.errors import OutOfResources
 
 import zoo
 from oracle import check, program_of, random_case
-from programs import DST, EDGE, SRC, WIDE_CASES, edge_conv
+from programs import CASES, DST, EDGE, MORE_CASES, SRC, WIDE_CASES, edge_conv
 from pyg_fullgraph import chunks, execution, pipelines
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.phases import EdgePhase
@@ -19,7 +19,7 @@ from pyg_fullgraph.saga.codegen import KernelSource
 from pyg_fullgraph.saga.ir import EdgeProgram, Output
 from pyg_fullgraph.saga.passes import split
 from pyg_fullgraph.saga.pipeline import Outer, Product, Values, pipeline_of
-from pyg_fullgraph.saga.plans import KERNELS, Sweep
+from pyg_fullgraph.saga.plans import KERNELS, Sweep, can_join, joined, made_by, read_by
 from triton_kernels import launch
 
 #: Products in one layer and in several, of edge data and of both ends, before each kind of reduction, with dropout.
@@ -36,11 +36,12 @@ def spans(monkeypatch):
         taken.append(len(self.spans))
         return run(self, *args)
 
-    monkeypatch.setattr(execution, "MIN_PIPELINE_WIDTH", (1, 1))
+    monkeypatch.setattr(execution, "MIN_PIPELINE_WIDTH", 1)
+    monkeypatch.setattr(execution, "MIN_PIPELINE_BREADTH", 1)
     monkeypatch.setattr(execution, "MIN_PIPELINE", 0)
     monkeypatch.setattr(execution, "MAX_PIECE", 8)
     monkeypatch.setattr(pipelines, "SPAN_BYTES", 0)
-    monkeypatch.setattr(pipelines, "MIN_SPAN", 16)
+    monkeypatch.setattr(pipelines, "SPAN_STEP", 16)
     monkeypatch.setattr(pipelines.PreparedPipeline, "run", noted)
     return taken
 
@@ -53,10 +54,14 @@ def no_chunks(monkeypatch):
     monkeypatch.setattr(chunks, "run_tiles", refuse)
 
 
-def sweeps_of(program):
+def plans_of(program):
     phase = EdgePhase(split(program).stages[0].core)
     needs = tuple(not n.is_integer for n in phase.inputs)
-    return [s for p in (phase.forward_plan(KERNELS, True), phase.backward_plan(KERNELS, needs)) for s in p.sweeps]
+    return phase.forward_plan(KERNELS, True), phase.backward_plan(KERNELS, needs)
+
+
+def sweeps_of(program):
+    return [s for p in plans_of(program) for s in p.sweeps]
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
@@ -106,7 +111,7 @@ def test_values_are_held_as_long_as_they_are_needed():
     pipelines_of = [pipeline_of(s) for s in sweeps_of(edge_conv("sum", *layers())())]
     forward = pipelines_of[0]
     assert [s.result.numel for s in forward.steps] == [20, 30, 30, 10]  # the last layer is one of vertices
-    assert forward.width == 60
+    assert forward.width == 30
     assert forward.work == 20 * 30 + 30 * 10
     held = set()
     for step, done in zip(forward.steps, forward.done, strict=True):
@@ -127,6 +132,30 @@ def test_what_is_wide_goes_in_spans_where_there_is_enough_of_it():
     assert not any(kernels(256, 1 << 12)) and not any(kernels(64, 1 << 24))
     assert None not in kernels(256, 100, lanes=2)  # no kernel holds these in float64
     assert not any(execution.pipeline_on(s, 4, 1000, 1 << 24) for s in sweeps_of(program_of("gat")))
+
+
+@pytest.mark.parametrize("name", [*CASES, *MORE_CASES, *WIDE_CASES])
+def test_sweeps_that_can_be_joined_are_side_by_side(name):
+    """Every step reads what was made before it, also where it was put next to another; of one side are one group."""
+    for plan in plans_of((CASES | MORE_CASES | WIDE_CASES)[name]()):
+        made = {n for s in plan.steps for n in made_by(s)}
+        for k, step in enumerate(plan.steps):
+            assert not (set(read_by(step)) & made) - {n for s in plan.steps[:k] for n in made_by(s)}
+        for group in plan.groups:
+            sweeps = [s for s, _ in group]
+            assert len(sweeps) == 1 or len({s.rows for s in sweeps}) == 1
+            assert all(can_join(a, b) for k, b in enumerate(sweeps) for a in sweeps[:k])
+        assert [b for group in plan.groups for b in group] == list(plan.batches)
+
+
+def test_gradients_of_weights_join_the_sweep_by_destination():
+    (_, forward), (_, backward) = ((p, p.groups) for p in plans_of(WIDE_CASES["edge-mlp-256"]()))
+    assert [len(g) for g in forward if isinstance(g[0][0], Sweep)] == [1]
+    assert [len(g) for g in backward if isinstance(g[0][0], Sweep)] == [2, 1]
+    (both,) = [tuple(s for s, _ in g) for g in backward if len(g) == 2]
+    apart, one = [pipeline_of(s) for s in both], pipeline_of(joined(both))
+    assert len(one.steps) == sum(len(p.steps) for p in apart) - 1  # what both multiply is made once
+    assert one.breadth == sum(p.breadth for p in apart) == 512
 
 
 @pytest.mark.parametrize("name", ["edge-mlp-256", "cg-64"])

@@ -68,12 +68,10 @@ class Pipeline:
     Attributes:
         steps: In order.
         last: What reads the results of these and reduces them, or writes them per edge; None if there is nothing left.
-        work: Multiplications of all products, per edge.
     """
 
     steps: tuple[Values | Product | Outer, ...]
     last: Sweep | None
-    work: int
 
     @cached_property
     def sweeps(self) -> tuple[Sweep, ...]:
@@ -89,6 +87,22 @@ class Pipeline:
     def outers(self) -> tuple[Node, ...]:
         """The sums over edges of products of edge values."""
         return tuple(s.result for s in self.steps if isinstance(s, Outer))
+
+    @cached_property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """Rows and columns of the matrices of all products, and of those that are sums of them."""
+        return tuple((s.x.numel, s.result.numel) if isinstance(s, Product) else (s.a.numel, s.b.numel)
+                     for s in self.steps if not isinstance(s, Values))
+
+    @cached_property
+    def work(self) -> int:
+        """Multiplications of all products, per edge."""
+        return sum(rows * columns for rows, columns in self.shapes)
+
+    @cached_property
+    def breadth(self) -> float:
+        """The harmonic means of rows and columns of all matrices, added up."""
+        return sum(2 * rows * columns / (rows + columns) for rows, columns in self.shapes)
 
     @cached_property
     def done(self) -> tuple[tuple[Node, ...], ...]:
@@ -107,15 +121,8 @@ class Pipeline:
 
     @cached_property
     def width(self) -> int:
-        """Most features of an edge that are held at a time."""
-        held: set[Node] = set()
-        widest = 1
-        for step, done in zip(self.steps, self.done, strict=True):
-            if not isinstance(step, Outer):
-                held.add(step.result)
-            widest = max(widest, sum(n.numel for n in held))
-            held -= set(done)
-        return widest
+        """Features of the widest value that is held of an edge."""
+        return max(n.numel for s in self.steps for n in (s.result, *s.reads) if n.name.startswith(LOCAL))
 
 
 @lru_cache(maxsize=4096)
@@ -136,7 +143,6 @@ class _Builder:
         self.sweep, self.least = sweep, least
         self.steps: list[Values | Product | Outer] = []
         self.local: dict[Node, Node] = {}
-        self.work = 0
 
     def build(self) -> Pipeline | None:
         sweep = self.sweep
@@ -150,18 +156,16 @@ class _Builder:
                 result = self._name(node)
                 self.steps.append(Product(result, self._held(ir.substitute(x, made)), weight))
                 made[node] = result
-                self.work += x.numel * weight.shape[1]
         for result, gather in outers:
             a, b = (self._held(ir.lift(ir.substitute(n, made))) for n in gather.args)
             self.steps.append(Outer(result, a, b))
-            self.work += gather.numel
         if not self.steps:
             return None
         last = None
         if gathers or sweep.edges:
             gathers = tuple((r, g.rebuild([ir.substitute(a, made) for a in g.args])) for r, g in gathers)
             last = replace(sweep, gathers=gathers, edges=tuple((r, ir.substitute(e, made)) for r, e in sweep.edges))
-        return Pipeline(tuple(self.steps), last, self.work)
+        return Pipeline(tuple(self.steps), last)
 
     def _is_product(self, node: Node) -> bool:
         return node.op == "mm" and node.domain == Domain.EDGE and node.args[1].domain == Domain.PARAM and \
