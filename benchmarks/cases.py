@@ -6,6 +6,7 @@ works on the same numbers.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -83,6 +84,23 @@ class Case:
         return getattr(torch, self.dtype)
 
 
+class AtPositions(nn.Module):
+    """A layer of points, which has their positions ``[N, 3]`` after the graph, as other layers have their data."""
+
+    def __init__(self, conv: nn.Module) -> None:
+        super().__init__()
+        self.conv = conv
+
+    def forward(self, x: Tensor, graph: Any, positions: Tensor) -> Tensor:
+        """``[N, out]`` from ``x`` ``[N, in]``."""
+        return self.conv(x, positions, graph)
+
+
+def _mlp(*widths: int) -> nn.Sequential:
+    layers = [[nn.Linear(i, o), nn.ReLU()] for i, o in itertools.pairwise(widths)]
+    return nn.Sequential(*[*itertools.chain.from_iterable(layers)][:-1])
+
+
 #: name -> (namespace, in, out, heads, is_last) -> layer. ``out`` counts all heads, except for an averaged last layer.
 CONVS: dict[str, Callable[[SimpleNamespace, int, int, int, bool], nn.Module]] = {
     "gcn": lambda ns, i, o, h, last: ns.GCNConv(i, o),
@@ -99,8 +117,7 @@ CONVS: dict[str, Callable[[SimpleNamespace, int, int, int, bool], nn.Module]] = 
     "res-gated": lambda ns, i, o, h, last: ns.ResGatedGraphConv(i, o),
     "pna": lambda ns, i, o, h, last: ns.PNAConv(i, o, ["mean", "min", "max", "std"],
                                                 ["identity", "amplification", "attenuation"], _DEGREES),
-    "edge-mlp": lambda ns, i, o, h, last: ns.EdgeConv(nn.Sequential(
-        nn.Linear(2 * i, o), nn.ReLU(), nn.Linear(o, o)), aggr="max"),
+    "edge-mlp": lambda ns, i, o, h, last: ns.EdgeConv(_mlp(2 * i, o, o), aggr="max"),
 }
 #: The other layers that take features, and at most an array of edge features, in the order of PyG's list.
 MORE_CONVS: dict[str, Callable[[SimpleNamespace, int, int, int, bool], nn.Module]] = {
@@ -148,7 +165,13 @@ PHASES: dict[str, Callable[[SimpleNamespace, int, int, int, bool], nn.Module]] =
     "gatv2-phase": lambda ns, i, o, h, last: ns.GATv2Attention(h, o),
     "dot-phase": lambda ns, i, o, h, last: ns.DotAttention(h),
 }
-LAYERS = {**CONVS, **MORE_CONVS, **KIND_CONVS, **PHASES}
+#: Layers with more products of edge values with matrices.
+PRODUCT_CONVS: dict[str, Callable[[SimpleNamespace, int, int, int, bool], nn.Module]] = {
+    "edge-mlp-deep": lambda ns, i, o, h, last: ns.EdgeConv(_mlp(2 * i, o, o, o), aggr="max"),
+    "point-transformer": lambda ns, i, o, h, last: AtPositions(ns.PointTransformerConv(
+        i, o, _mlp(3, o, o), _mlp(o, o, o), add_self_loops=False)),
+}
+LAYERS = {**CONVS, **MORE_CONVS, **KIND_CONVS, **PRODUCT_CONVS, **PHASES}
 #: Kinds of edges of the layers that have some.
 EDGE_KINDS = 4
 #: How many nodes have 0, 1, 2 ... edges, as far as PNA's scalers ask: a mean of log(degree + 1).
@@ -220,6 +243,11 @@ CASES: dict[str, Case] = {c.name: c for c in [
     *[_layer_case(layer, "arxiv", direction="forward") for layer in ("sage", "gat")],
     Case("edgeconv-points", "edgeconv", "points", num_in=256, width=256),
     Case("edge-mlp-points", "edge-mlp", "points", num_in=64, width=64),
+    *[Case(f"edge-mlp-arxiv-{width}", "edge-mlp", "arxiv", num_in=width, width=width) for width in (64, 128)],
+    *[Case(f"edge-mlp-deep-{graph}", "edge-mlp-deep", graph, num_in=width, width=width)
+      for graph, width in (("points", 64), ("mesh", 256))],
+    *[Case(f"point-transformer-{graph}", "point-transformer", graph, num_in=width, width=width, node_data=(3,))
+      for graph, width in (("points", 64), ("mesh", 256))],
     *[_phase_case("sum", graph + order, width, 1, dtype, "forward") for graph in ("arxiv", *_LARGE)
       for order in _ORDERS for width in (32, 128, 256) for dtype in ("float32", "bfloat16")],
     *[_phase_case("sum", graph + order, width, 1, direction="forward") for graph in ("arxiv", *_LARGE)

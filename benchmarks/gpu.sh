@@ -19,7 +19,7 @@ case "${1:-layers}" in
 layers)
     run --case 'train-gat-reddit' --providers ours,pyg --deadline-s 120
     layers=gcn,sage,sage-max,gin,gat,gatv2,transformer,res-gated,edgeconv,gmm,pna
-    run --case "$(printf '%s-arxiv,' ${layers//,/ })edgeconv-points,edge-mlp-points" --providers pyg,ours --budget-s 1 \
+    run --case "$(printf '%s-arxiv,' ${layers//,/ })edgeconv-points,edge-mlp-*,point-transformer-*" --providers pyg,ours --budget-s 1 \
         --deadline-s 240
     run --case 'gat-reddit,sage-reddit,gatv2-reddit,*-arxiv-bfloat16,*-arxiv-forward' --providers ours --budget-s 1 \
         --deadline-s 60

@@ -278,6 +278,13 @@ def test_layers_with_a_matrix_per_kind_of_edge_equal_pyg(monkeypatch, layer):
     assert check(sampled, Workload(sampled, "ours"))["rows_error"] < 1e-5
 
 
+@pytest.mark.parametrize("layer, node_data", [("edge-mlp", ()), ("edge-mlp-deep", ()), ("point-transformer", (3,))])
+def test_layers_with_products_per_edge_equal_pyg(monkeypatch, layer, node_data):
+    monkeypatch.setitem(graphs.SIZES, "small", graphs.SIZES["tiny"])
+    problem = Problem(Case("products", layer, "tiny", "cpu", num_in=8, width=8, node_data=node_data))
+    assert check(problem, Workload(problem, "ours"))["error"] < 1e-5
+
+
 def test_out_of_memory_is_a_row(monkeypatch):
     def greedy(self):
         raise torch.OutOfMemoryError("CUDA out of memory")
