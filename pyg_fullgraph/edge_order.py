@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import weakref
 from collections.abc import Callable, Sequence
@@ -121,7 +122,8 @@ class EdgeOrder:
         """Spans of ``size`` edges, with their pieces of rows of at most ``max_piece`` edges; cached per both.
 
         Long pieces of a span come first, as in :meth:`schedule`. Cost: where there is more than one span, and there are
-        pieces, a sort of them and one host synchronisation.
+        pieces, a sort of them and one host synchronisation. Where the host may not wait, their numbers are bounds, and
+        the pieces beyond have no edges.
         """
         return self._cached(("spans", size, max_piece), lambda: self._spans(size, max_piece))
 
@@ -133,18 +135,30 @@ class EdgeOrder:
             return (Span(0, count, count, whole),)
         if whole is None or max_piece is None:
             return tuple(Span(first, min(first + size, count), min(first + size, count), None) for first in starts)
-        span = torch.div(whole.piece_start, size, rounding_mode="floor").clamp_(max=len(starts) - 1).long()
-        order = torch.sort(span, stable=True).indices
-        row, start, end, slot = (t.index_select(0, order) for t in (whole.piece_row, whole.piece_start,
-                                                                    whole.piece_end, whole.piece_slot))
-        spans, place = [], 0
-        for first, num_pieces in zip(starts, torch.bincount(span, minlength=len(starts)).tolist(), strict=True):
-            here = slice(place, place + num_pieces)
-            pieces = replace(whole, piece_row=row[here], piece_start=start[here], piece_end=end[here],
-                             piece_slot=slot[here], num_pieces=num_pieces)
+        # Pieces without edges are the same to all spans.
+        span = torch.div(whole.piece_start, size, rounding_mode="floor").long()
+        even = torch.arange(whole.num_pieces, device=span.device) * len(starts) // max(whole.num_pieces, 1)
+        span = torch.where(whole.piece_end > whole.piece_start, span, even)
+        span, order = torch.sort(span, stable=True)
+        bounds = torch.searchsorted(span, torch.arange(len(starts) + 1, device=span.device))
+        if segment.may_wait(span.device, count) or segment.may_wait_once(span.device):
+            known = bounds.tolist()
+            places = [order[first:stop] for first, stop in itertools.pairwise(known)]
+        else:  # as many as there may be, of which some are beyond those of the span
+            most = min(size, count, whole.num_pieces) + -(-whole.num_pieces // len(starts))
+            place = bounds[:-1, None] + torch.arange(most, device=span.device)
+            order = torch.where(place < bounds[1:, None], order[place.clamp_(max=whole.num_pieces - 1)], -1)
+            places = [*order]
+        # The place beyond all pieces is that of one without edges, in the last slot.
+        row, start, end = (torch.nn.functional.pad(t, (0, 1))
+                           for t in (whole.piece_row, whole.piece_start, whole.piece_end))
+        slot = torch.nn.functional.pad(whole.piece_slot, (0, 1), value=whole.num_slots - 1)
+        spans = []
+        for first, place in zip(starts, places, strict=True):
+            pieces = replace(whole, piece_row=row[place], piece_start=start[place], piece_end=end[place],
+                             piece_slot=slot[place], num_pieces=place.numel())
             stop = min(first + size, count)
             spans.append(Span(first, stop, min(stop + max_piece, count), pieces))
-            place += num_pieces
         return tuple(spans)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import operator
@@ -10,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import triton.language as tl
@@ -96,8 +97,25 @@ class FetchingOrder(Protocol):
 
 
 Order = EdgeOrder | FetchingOrder
+_Result = TypeVar("_Result")
 
 
+def _without_autocast(run: Callable[..., _Result]) -> Callable[..., _Result]:
+    """``run`` as outside autocast: what is computed with is in the dtypes of its inputs and of the arithmetic, also
+    where gradients are asked for inside.
+    """
+    @functools.wraps(run)
+    def plainly(plan: Plan, incoming: Order, outgoing: Order | None, env: Any, like: Tensor) -> _Result:
+        device = like.device.type
+        if not torch.is_autocast_enabled(device):
+            return run(plan, incoming, outgoing, env, like)
+        with torch.autocast(device, enabled=False):
+            return run(plan, incoming, outgoing, env, like)
+
+    return plainly
+
+
+@_without_autocast
 def run_plan(plan: Plan, incoming: Order, outgoing: Order | None, env: dict[Node, Tensor],
              like: Tensor) -> list[Tensor]:
     """Run every step of ``plan`` and return its outputs.
@@ -156,6 +174,7 @@ def _joined(batches: tuple[_Batch, ...], incoming: Order, outgoing: Order | None
     return ((one, tuple(node for _, done in batches for node in done)),)
 
 
+@_without_autocast
 def run_again(plan: Plan, incoming: Order, outgoing: Order | None, env: Mapping[Node, Tensor],
               like: Tensor) -> list[Tensor] | None:
     """As :func:`run_plan` a plan that is one sweep which ran on these edges before by a kernel: each result is a new
@@ -315,6 +334,8 @@ def run_sweep(sweep: Sweep, order: EdgeOrder, leaf: chunks.Leaf, like: Tensor, e
             keep(order._cache, _run_key(sweep, like, exact), prepared)
             return _handed(sweep, results, staging)
         except OutOfResources as error:
+            if prepared.running is None:  # a product, which nothing can do without
+                raise
             _refuse(prepared.running, error, "in another way")
             if not sweep.is_bare:
                 return run_sweep(sweep, order, leaf, like, exact)
@@ -556,7 +577,9 @@ def pipeline_on(sweep: Sweep, lanes: int, num_rows: int, num_edges: int) -> Pipe
     if has_kernel and not (is_broad and num_edges * pipeline.work >= MIN_PIPELINE):
         return None
     kernels = {s: kernel_on(s, lanes, num_rows, num_edges) for s in pipeline.sweeps}
-    fitting = {s: k for s, k in kernels.items() if isinstance(k, codegen.KernelSource) and k.source not in _TOO_LARGE}
+    # Values of a span are those of all its edges: a piece that begins before it has some of them.
+    fitting = {s: k for s, k in kernels.items() if isinstance(k, codegen.KernelSource) and k.source not in _TOO_LARGE
+               and (s is pipeline.last or k.takes_blocks)}
     return Piped(pipeline, fitting) if len(fitting) == len(kernels) else None
 
 

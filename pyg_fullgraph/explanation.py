@@ -22,7 +22,7 @@ from pyg_fullgraph.autograd import Run, observing
 from pyg_fullgraph.edge_order import EdgeOrder
 from pyg_fullgraph.errors import InputError, NotFusable
 from pyg_fullgraph.estimate import Saved, Sizes, Unfused, Work, plan_work, saved_by, unfused, vertex_work
-from pyg_fullgraph.execution import chunk_reasons, kernels_on, pipeline_on, row_kernels, target_of
+from pyg_fullgraph.execution import Order, chunk_reasons, kernels_on, pipeline_on, row_kernels, target_of
 from pyg_fullgraph.formula import formulas, short_names
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn.propagation import FusedMixin
@@ -334,7 +334,7 @@ class Explanation:
                 if not isinstance(batch, Sweep):
                     parts += [kernel.source for _, kernel in row_kernels(batch, False)]
                     continue
-                known = kernels_on(batch, 4, *_sizes(batch, graph), isinstance(graph.incoming, EdgeOrder))
+                known = kernels_on(batch, 4, *_sizes(batch, graph), _is_whole(graph))
                 parts += [f"# Runs in chunks: {'; '.join(known.reasons)}\n"] if isinstance(known, NotFusable) else \
                     [kernel.source for kernel in known]
         return "\n\n".join(parts)
@@ -498,7 +498,7 @@ def _how(phase: PhaseReport) -> list[str]:
                            f"{'; '.join(reasons)}")
                 continue
             where = " on a GPU" if phase.target is CHUNKS else ""
-            piped = pipeline_on(sweep, phase.lanes, *_sizes(sweep, phase.graph))
+            piped = pipeline_on(sweep, phase.lanes, *_sizes(sweep, phase.graph)) if _is_whole(phase.graph) else None
             if piped is not None:
                 out.append(f"the {name} pass by {_SIDES[sweep.rows]} takes spans of edges{where}, with "
                            f"{piped.pipeline.describe()} between kernels")
@@ -516,11 +516,17 @@ def _batches(plan: Plan, lanes: int, graph: Graph) -> Iterator[Sweep | tuple[Ste
     """What runs at a time, in order; sweeps that run as one pipeline are one."""
     for group in plan.groups:
         sweeps = tuple(s for s, _ in group if isinstance(s, Sweep))
-        one = joined(sweeps) if len(sweeps) > 1 else None
+        one = joined(sweeps) if len(sweeps) > 1 and isinstance(graph.incoming, EdgeOrder) else None
         if one is not None and pipeline_on(one, lanes, *_sizes(one, graph)) is not None:
             yield one
         else:
             yield from (s for s, _ in group)
+
+
+def _is_whole(graph: Graph) -> bool:
+    """Whether sweeps that take spans have all edges of ``graph`` at once."""
+    order: Order = graph.incoming
+    return isinstance(order, EdgeOrder) or order.way.waits_for_spans
 
 
 def _sizes(sweep: Sweep, graph: Graph) -> tuple[int, int]:

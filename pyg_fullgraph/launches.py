@@ -98,7 +98,7 @@ class _Site:
         known = self._launches.get((has_places, adds, is_far))
         if known is None:
             kernel, constants = self.kernel, {**self._constants, "OFFSET": tl.int64 if is_far else tl.int32}
-            if kernel.takes_tiles:
+            if kernel.has_merge:
                 constants["ADDS"] = adds
             if kernel.uses_places:
                 constants["HAS_PLACES"] = has_places
@@ -138,12 +138,17 @@ class _Inputs:
 
         return read
 
+    def shared(self, taken: _Taken) -> _Taken:
+        """What was ``taken`` for a span of the edges, without values of that."""
+        _, ends, values, strides, reach = taken
+        return (), ends, [v for k, v in enumerate(values) if k not in self._local], strides, reach
+
     def take_next(self, leaf: chunks.Leaf, taken: _Taken) -> _Taken:
-        """What was ``taken`` for a span of the edges, but for values of that: they are those that ``leaf`` gives."""
+        """What is :meth:`shared` with the next span, and values of that as ``leaf`` gives them."""
         _, ends, values, strides, reach = taken
         values = [*values]
-        for k in self._local:
-            values[k] = leaf(self._nodes[k])
+        for k in self._local:  # in order
+            values.insert(k, leaf(self._nodes[k]))
         return self._order((*values, *(strides or self._strides))), ends, values, strides, reach
 
     def take(self, leaf: chunks.Leaf, staging: EdgeOrder | None) -> _Taken:
@@ -310,11 +315,11 @@ class Run:
         kernel = site.kernel
         if site.num_workers == 0 and len(self.tiles) > 1:
             return
-        if prepared.adds or self._taken is None:
-            self._taken = site.inputs.take(leaf, self.staging)
-        else:
-            self._taken = site.inputs.take_next(leaf, self._taken)
-        inputs, ends, values, strides, reach = self._taken
+        taken = site.inputs.take(leaf, self.staging) if self._taken is None else \
+            site.inputs.take_next(leaf, self._taken)
+        inputs, ends, values, strides, reach = taken
+        if not prepared.adds:  # which spans have in common
+            self._taken = site.inputs.shared(taken)
         args, tensors, has_places = [*inputs], [*values], False
         if k == 0:  # whose kernel's other half merges
             self.ends = ends
@@ -333,7 +338,7 @@ class Run:
             made = {**made, **totals}
         args += map(made.__getitem__, prepared.written)
         if prepared.added:
-            self.added = [leaf(node).contiguous() for node in prepared.added]
+            self.added = self.added or [leaf(node).contiguous() for node in prepared.added]
             args += self.added
             tensors += self.added
         args += self.workspace

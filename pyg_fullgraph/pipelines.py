@@ -43,7 +43,7 @@ class PreparedPipeline:
         like, exact: As for :func:`execution.run_sweep`.
 
     Attributes:
-        running: The kernel that was launched last.
+        running: The kernel that was launched last; None while a product runs.
     """
 
     def __init__(self, pipeline: Pipeline, order: EdgeOrder, size: int,
@@ -59,7 +59,7 @@ class PreparedPipeline:
         self.last = None if last is None else self._prepare(last, order, kernels, like, exact)
         self.values = {s.result: self._prepare(s.sweep, order, kernels, like, frozenset([s.result]))
                        for s in pipeline.steps if isinstance(s, Values)}
-        self.running = kernels[pipeline.sweeps[0]][0]
+        self.running: codegen.KernelSource | None = None
 
     def _prepare(self, sweep: Sweep, order: EdgeOrder, kernels: Mapping[Sweep, tuple[codegen.KernelSource, tune.Shape]],
                  like: Tensor, exact: frozenset[Node]) -> launches.Prepared:
@@ -99,6 +99,7 @@ class PreparedPipeline:
     def _take(self, run: launches.Run, k: int, leaf: chunks.Leaf) -> None:
         self.running = run.prepared.sites[k].kernel
         run.take(k, leaf)
+        self.running = None
 
     def _weights(self, leaf: chunks.Leaf) -> Sequence[Tensor]:
         def read(node: Node, args: list[Tensor]) -> Tensor:

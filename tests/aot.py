@@ -89,7 +89,7 @@ def compile_kernel(kernel: KernelSource, name: str, dtype: str = "fp32", index: 
     stat = "fp64" if dtype == "fp64" else "fp32"
     for arg in function.arg_names:
         buffer = buffers.get(arg.removesuffix("_ptr").removesuffix("_stride"))
-        if arg.endswith("_stride") or arg in ("num_pieces", "num_split", "num_workers", "num_edges", "first_edge"):
+        if arg.endswith(("_stride", "_edge", "_edges")) or arg in ("num_pieces", "num_split", "num_workers"):
             signature[arg] = "i32"
         elif buffer is not None:
             is_seed = buffer.integer and not buffer.node.is_row
@@ -335,7 +335,7 @@ def main(names: list[str]) -> None:
             for kernel in kernels:
                 for part in (kernel.name, *([kernel.merge_name] if kernel.has_merge else [])):
                     results[f"{name}/{k}/{part}"] = compile_kernel(kernel, part, dtype, index)
-                if case in IN_TILES and kernel.takes_tiles:
+                if case in IN_TILES and kernel.has_merge:
                     results[f"{name}/{k}/{kernel.name}_adds"] = compile_kernel(kernel, kernel.name, dtype, index, True)
     print(json.dumps(results, indent=1))
 

@@ -11,6 +11,7 @@ import types
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 import pyg_fullgraph.nn as fused_nn
 import zoo
 from oracle import check, program_of, random_case
-from pyg_fullgraph import columns, debug, edge_order, errors, execution, explain
+from pyg_fullgraph import columns, debug, edge_order, errors, execution, explain, pipelines
 from pyg_fullgraph.autograd import run
 from pyg_fullgraph.distributed import DistributedModel, Group, ShardedGraph, shard, shard_edges, timeline
 from pyg_fullgraph.distributed.feature_split import FeatureSplit
@@ -81,6 +82,22 @@ def check_layers(rank: int, size: int, names: list[str], case_name: str, *kinds:
             except Exception as error:
                 where = f"{name} on {case_name}, rank {rank} of {size}, {way}{', uneven' * uneven}"
                 raise AssertionError(f"{where}: {error}") from error
+
+
+def check_spans(rank: int, size: int, *args: Any) -> None:
+    """As :func:`check_layers`, with all products of edge values between kernels, over small spans of edges."""
+    mine = [(execution, "MIN_PIPELINE_WIDTH", 1), (execution, "MIN_PIPELINE_BREADTH", 1),
+            (execution, "MIN_PIPELINE", 0), (execution, "MAX_PIECE", 8), (pipelines, "SPAN_BYTES", 0),
+            (pipelines, "SPAN_STEP", 16)]
+    taken: list[int] = []
+    prepare = pipelines.PreparedPipeline.__init__
+    with contextlib.ExitStack() as stack:
+        for module, name, value in mine:
+            stack.enter_context(mock.patch.object(module, name, value))
+        stack.enter_context(mock.patch.object(pipelines.PreparedPipeline, "__init__", lambda self, *a: (
+            prepare(self, *a), taken.append(len(self.spans)))[0]))
+        check_layers(rank, size, *args)
+    assert max(taken) > 1
 
 
 def check_large(rank: int, size: int, *args: Any) -> None:

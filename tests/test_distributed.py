@@ -73,6 +73,12 @@ def test_layers_equal_the_whole_by_nccl(layer, graph, ways):
 
 
 @pytest.mark.multi_gpu
+def test_products_between_kernels_by_nccl():
+    """`halo` takes spans of all edges, `broadcast` holds the products in kernels."""
+    ranks(2, "nccl").run(sharded.check_spans, ["edge_conv", "point_transformer_nn"], "hub", *BOTH)
+
+
+@pytest.mark.multi_gpu
 @pytest.mark.parametrize("way", ["broadcast", "halo", "feature_split"])
 def test_training_equals_the_whole_by_nccl(way):
     ranks(2, "nccl").run(sharded.check_training, "gat", way)

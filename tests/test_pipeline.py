@@ -1,5 +1,8 @@
 """Products of edge values taken out of kernels, over spans of edges; `test_kernels` says how kernels run in tests."""
 
+import gc
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,8 +13,10 @@ from triton.runtime.errors import OutOfResources
 
 import zoo
 from oracle import check, program_of, random_case
-from programs import CASES, DST, EDGE, MORE_CASES, SRC, WIDE_CASES, edge_conv
-from pyg_fullgraph import chunks, execution, pipelines
+from programs import CASES, DST, EDGE, MORE_CASES, SRC, WIDE_CASES, edge_conv, make_tensors
+from pyg_fullgraph import chunks, execution, launches, pipelines
+from pyg_fullgraph.autograd import run
+from pyg_fullgraph.edge_order import EdgeOrder
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.phases import EdgePhase
 from pyg_fullgraph.saga import ir
@@ -19,8 +24,8 @@ from pyg_fullgraph.saga.codegen import KernelSource
 from pyg_fullgraph.saga.ir import EdgeProgram, Output
 from pyg_fullgraph.saga.passes import split
 from pyg_fullgraph.saga.pipeline import Outer, Product, Values, pipeline_of
-from pyg_fullgraph.saga.plans import KERNELS, Sweep, can_join, joined, made_by, read_by
-from triton_kernels import launch
+from pyg_fullgraph.saga.plans import KERNELS, Sweep, can_join, is_local, joined, made_by, read_by
+from triton_kernels import launch, segment
 
 #: Products in one layer and in several, of edge data and of both ends, before each kind of reduction, with dropout.
 NAMES = ("gat-edge", "gatv2-edge-dropout", "edge-mlp", "joined", "edge-mlp-deep", "gatv2-edge-wide",
@@ -189,6 +194,82 @@ def test_what_the_device_refuses_goes_another_way(device, spans, monkeypatch):
     assert refused and len(spans) == len(refused)
 
 
+@pytest.mark.parametrize("device", [INTERPRETER])
+def test_values_of_all_edges_of_a_span_are_made(device, spans, no_chunks, monkeypatch):
+    """Kernels by rows have those of pieces that begin in it: where kernels by blocks are refused, none stand in."""
+    start, refused = launch.Launch.run, []
+
+    def refuse(self, args, *looks):
+        if "edge_by" in self.kernel.__name__ and "blocks" in self.kernel.__name__:
+            refused.append(self.kernel.__name__)
+            raise OutOfResources(300_000, 232_448, "shared memory")
+        start(self, args, *looks)
+
+    monkeypatch.setattr(execution, "_TOO_LARGE", set())
+    monkeypatch.setattr(launch.Launch, "run", refuse)
+    with pytest.warns(UserWarning, match="does not fit the device .* runs in another way"):
+        check(program_of("edge-mlp"), graph_for(device), torch.float32, device)
+    assert refused and len(spans) == len(refused)
+
+
+@pytest.mark.parametrize("device", [INTERPRETER])
+def test_a_product_that_is_refused_is_an_error(device, spans, monkeypatch):
+    def refuse(weight):
+        raise OutOfResources(300_000, 232_448, "shared memory")
+
+    monkeypatch.setattr(execution, "_TOO_LARGE", set())
+    monkeypatch.setattr(pipelines.dense, "multiplier", lambda weight: lambda x: refuse(weight))
+    with pytest.raises(OutOfResources):
+        check(program_of("edge-mlp"), graph_for(device), torch.float32, device)
+    assert not execution._TOO_LARGE
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+def test_gradients_asked_for_under_autocast(device, spans, no_chunks):
+    """Arithmetic over the edges is in float32 all the same."""
+    x = ir.pointwise("tanh", ir.pointwise("add", ir.input("x", SRC, (6,)), ir.input("y", DST, (6,))))
+    made = ir.mm(x, ir.input("A", ir.Domain.PARAM, (6, 5)))
+    case, program = graph_for(device), EdgeProgram((Output("sum", ir.pointwise("tanh", made)),))
+    graph = Graph.from_edge_index(case.edge_index.to(device), case.size)
+    tensors = {n: t.to(device).requires_grad_() for n, t in
+               make_tensors(program, *case.size, case.num_edges, torch.float32).items()}
+    found = []
+    for is_enabled in (False, True):
+        (out,) = run(program, graph, tensors)
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=is_enabled):
+            found += torch.autograd.grad(out, [tensors["A"], tensors["x"]], torch.ones_like(out))
+    assert spans and torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+def test_values_are_let_go_when_nothing_reads_them(device, spans, monkeypatch):
+    """No run of a kernel keeps those of the span before, and gradients of matrices come early."""
+    case, held, take = graph_for(device), [], launches.Run.take
+    program = edge_conv("sum", lambda: nn.Linear(8, 6), nn.Tanh, *[lambda: nn.Linear(6, 6), nn.Tanh] * 4)()
+
+    def counted(self, k, leaf):
+        take(self, k, leaf)
+        if any(is_local(n) for n in self.prepared.written):
+            gc.collect()
+            alive = {t.data_ptr() for t in gc.get_objects() if type(t) is torch.Tensor and t.shape == (24, 6)}
+            held.append(len(alive))
+
+    monkeypatch.setattr(launches.Run, "take", counted)
+    check(program, case, torch.float32, device)
+    most = max(len(live) for s in sweeps_of(program) for live in alive_of(pipeline_of(s)))
+    assert most <= 11
+    assert not held or max(held) <= most + 4
+
+
+def alive_of(pipeline):
+    """Per step the values that are held then."""
+    held = set()
+    for step, done in zip(pipeline.steps, pipeline.done, strict=True):
+        held |= set() if isinstance(step, Outer) else {step.result}
+        yield set(held)
+        held -= set(done)
+
+
 @settings(max_examples=60, deadline=None)
 @given(degrees=st.lists(st.integers(0, 23), max_size=12), size=st.sampled_from([1, 4, 16, 1000]),
        max_piece=st.sampled_from([3, 8]))
@@ -211,6 +292,18 @@ def test_pieces_of_spans(degrees, size, max_piece):
         assert all(span.first <= start <= end <= span.end for _, start, end, _ in pieces(span.schedule) if end > start)
         assert span.end <= span.stop + max_piece
     assert all(s.schedule is None and s.end == s.stop for s in order.spans(size, None))
+    # Where the host does not wait, and numbers are bounds, each span has the same pieces, and some without edges.
+    pieces_of, bounds = [{p for p in pieces(s.schedule) if p[1] < p[2]} for s in made], len(made) > 1
+    with mock.patch.object(segment, "may_wait", return_value=False), \
+            mock.patch.object(segment, "may_wait_once", return_value=False):
+        bounded = EdgeOrder(order.ptr, order.other, order.eid, order.num_rows, order.num_others)
+        counted = bounded.spans(size, max_piece)
+    assert [s[:3] for s in counted] == [s[:3] for s in made]
+    assert [{(r, a, b) for r, a, b, _ in pieces(s.schedule) if a < b} for s in counted] == \
+        [{p[:3] for p in known} for known in pieces_of]
+    rows = [r for s in counted for r, a, b, slot in pieces(s.schedule) if a == b and slot < 0]
+    assert sorted(rows) == [r for r, degree in enumerate(degrees) if not degree]
+    assert not bounds or len({s.schedule.num_pieces for s in counted}) == 1
 
 
 @pytest.mark.gpu

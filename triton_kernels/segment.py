@@ -27,6 +27,11 @@ def may_wait(device: torch.device, num_edges: int) -> bool:
     return device.type == "cpu" or (num_edges > ASYNC_EDGES and device.type != "meta")
 
 
+def may_wait_once(device: torch.device) -> bool:
+    """Whether the host may read what is computed once per graph: not where a step is recorded, or tried for that."""
+    return device.type != "cuda" or not (torch.cuda.is_current_stream_capturing() or torch.cuda.get_sync_debug_mode())
+
+
 def index_dtype(*counts: int) -> torch.dtype:
     """The index type of a graph: int32 if every count fits, int64 otherwise.
 

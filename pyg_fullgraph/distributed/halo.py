@@ -34,6 +34,7 @@ class Halo(Way):
     """
 
     name = "halo"
+    waits_for_spans = True
 
     def __init__(self) -> None:
         self._buffers = Buffers()

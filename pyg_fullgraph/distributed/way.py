@@ -24,9 +24,11 @@ class Way:
 
     Attributes:
         name: What users call it.
+        waits_for_spans: Whether sweeps that take spans of edges run over all edges at once, when all rows are there.
     """
 
     name = ""
+    waits_for_spans = False
 
     def run_sweep(self, sweep: Sweep, side: ShardOrder, group: Group, leaf: Leaf, like: Tensor,
                   exact: frozenset[Node]) -> dict[Node, Any]:

@@ -74,8 +74,7 @@ class KernelSource:
         in_rounds: Whether they do so only as programs would be launched slower than they run.
         takes_blocks: Whether programs take blocks of edges, of whatever rows, none of which is reduced: it has workers,
             and takes the row of each edge and where edges end in place of pieces and their number.
-        takes_tiles: Whether it can take the edges of rows in tiles, adding to what those before left.
-        uses_row_ptr: Whether it then needs to know how many edges a row has in all of them.
+        uses_row_ptr: Whether it needs to know how many edges a row has in all tiles.
     """
 
     source: str
@@ -104,7 +103,6 @@ class KernelSource:
     holds_weights: bool
     in_rounds: bool
     takes_blocks: bool
-    takes_tiles: bool
     uses_row_ptr: bool
 
     @property
@@ -194,10 +192,9 @@ class _Generator:
         can_add = any(isinstance(r, Sum | Softmax) and sweep.total in [n for n, _ in r.stores] for r in self.reducers)
         if (self.added or sweep.rest is not None) and not can_add:
             raise NotFusable(["what is added to results is added to sums of rows only"])
-        self.takes_tiles = bool(self.carries)
         widest = max(map(self._width, self.carries), default=0)
-        self.apart = tuple(k for k, c in enumerate(self.carries) if self.takes_tiles and (
-            self._width(c) < widest or self.tile.first(self.tile.axes.axes(c.node))))
+        self.apart = tuple(k for k, c in enumerate(self.carries)
+                           if self._width(c) < widest or self.tile.first(self.tile.axes.axes(c.node)))
         # Sums over all edges, and weights, are held for many pieces.
         self.holds_weights = self.tile.has_products or self.tile.held >= MIN_HELD_ROWS * self.tile.width
         holds = takes_blocks or bool(self.totals) or self.holds_weights
@@ -234,8 +231,7 @@ class _Generator:
                             self.tile.num_warps(block_e), self.tile.edge_lanes,
                             self._is_sliced_freely, self._head_width, self.emitter.uses_eid, self.emitter.uses_ids,
                             self.emitter.uses_places, self.emitter.uses_span, self._is_light, self.has_workers,
-                            self.holds_weights, self.in_rounds, self.takes_blocks, self.takes_tiles,
-                            self.takes_tiles and self.reads_count)
+                            self.holds_weights, self.in_rounds, self.takes_blocks, self.reads_count)
 
     # --- kernels ----------------------------------------------------------------------------------------------------
 
@@ -246,15 +242,15 @@ class _Generator:
         pieces = ["piece_row_ptr", "piece_start_ptr", "piece_end_ptr", "piece_slot_ptr"]
         tables = ["other_ptr", "eid_ptr", *["ids_ptr"] * emitter.uses_ids]
         if self.takes_blocks:
-            tables += ["rows_ptr", "num_edges"]
+            tables += ["rows_ptr", self._end]
         else:
-            tables += [*pieces, *["row_ptr_ptr"] * (self.takes_tiles and self.reads_count), "num_pieces"]
+            tables += [*pieces, *["row_ptr_ptr"] * self.reads_count, "num_pieces"]
         counts = ["num_workers"] * self.has_workers + ["first_edge"] * emitter.uses_span
         places = ["places_ptr"] * emitter.uses_places
         ins = pointers(emitter.inputs.values())
         outs = [f"{b.name}_ptr" for b in (*self.outputs.values(), *self.added.values())]
         has_ids = ["HAS_IDS: tl.constexpr"] * emitter.uses_ids + ["HAS_PLACES: tl.constexpr"] * emitter.uses_places
-        adds = ["ADDS: tl.constexpr"] * self.takes_tiles
+        adds = ["ADDS: tl.constexpr"] * bool(self.carries)
         copies = [f"old{k}_ptr" for k in self.apart]
         params = ", ".join([*tables, *counts, *places, *ins, *outs, *self._workspaces(), *copies, *_EDGE_CONSTANTS,
                             *_CONSTANTS, *has_ids, *adds])
@@ -297,19 +293,23 @@ class _Generator:
     def _blocks(self) -> str:
         """What a program does for all its blocks of edges."""
         first = "first_edge + " * self.emitter.uses_span
-        span = (f"{first}worker * BLOCK_E", "num_edges", "num_workers * BLOCK_E")
+        span = (f"{first}worker * BLOCK_E", self._end, "num_workers * BLOCK_E")
         ahead, loads = self._prefetched(*span)
         # Stages would hold several blocks of rows in shared memory, more than there is.
         return "".join(f"{line}\n" for line in ahead) + \
             self._loop("tl.range", *span, loads + self.emitter.lines, ", num_stages=1")
+
+    @property
+    def _end(self) -> str:
+        """Where edges end: of a graph, or of spans, for each of which no kernel is compiled anew."""
+        return "end_edge" if self.emitter.uses_span else "num_edges"
 
     def _result(self) -> str:
         """What merges the lanes of a piece, and where the result goes."""
         after = [line for r in self.reducers for line in r.merge_lanes(self.tile)]
         count, of_all = ("count = (end - start).to(FLOAT)", f"count = {skeletons.COUNT}") if self.reads_count else \
             ("", "")
-        add = _fill(skeletons.ADD, merge=_indent(self._merges(self.apart), 2), count=_indent([of_all], 1)) \
-            if self.takes_tiles else ""
+        add = _fill(skeletons.ADD, merge=_indent(self._merges(self.apart), 2), count=_indent([of_all], 1))
         return _fill(skeletons.RESULT, after=_indent(after, 0), count=count, add=add, finish=_indent(self.ends, 1),
                      spill=_indent(self._spills(), 1))
 

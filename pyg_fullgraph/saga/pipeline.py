@@ -149,16 +149,21 @@ class _Builder:
         outers = [(r, g) for r, g in sweep.gathers if g.attr("kind") == "outer" and self._is_wide(*g.shape)]
         gathers = tuple(pair for pair in sweep.gathers if pair not in outers)
         roots = [a for _, g in (*outers, *gathers) for a in g.args] + [e for _, e in sweep.edges]
+        products = [n for n in ir.walk(*roots) if self._is_product(n)]  # operands first
         made: dict[Node, Node] = {}
-        for node in ir.walk(*roots):  # operands first
-            if self._is_product(node):
+        # Gradients of matrices as soon as may be: what they multiply need not be held any longer.
+        waiting = [(r, g, {n for n in ir.walk(*g.args) if self._is_product(n)}) for r, g in outers]
+        for node in (None, *products):
+            if node is not None:
                 x, weight = node.args
                 result = self._name(node)
                 self.steps.append(Product(result, self._held(ir.substitute(x, made)), weight))
                 made[node] = result
-        for result, gather in outers:
-            a, b = (self._held(ir.lift(ir.substitute(n, made))) for n in gather.args)
-            self.steps.append(Outer(result, a, b))
+            for outer in [w for w in waiting if w[2] <= made.keys()]:
+                waiting.remove(outer)
+                result, gather, _ = outer
+                a, b = (self._held(ir.lift(ir.substitute(n, made))) for n in gather.args)
+                self.steps.append(Outer(result, a, b))
         if not self.steps:
             return None
         last = None

@@ -32,7 +32,7 @@ def is_staged(node: Node) -> bool:
 
 
 def is_local(node: Node) -> bool:
-    """Whether ``node`` is a value of a span of edges, or a part of one, see :mod:`apart`."""
+    """Whether ``node`` is a value of a span of edges, or a part of one, see :mod:`pipeline`."""
     return node.name.startswith(LOCAL)
 
 
