@@ -47,12 +47,12 @@ SLICES = ((256, 128), (32, 256))
 #: bytes take longer for it backward; on products (50 edges per row) 4 x 64 takes longer both ways.
 HEAD_BYTES, HEAD_DEGREE = (256, 512), 256
 #: Products of edge values are taken out of kernels with matrices whose harmonic mean of rows and columns is at least
-#: the first, where those of a sweep add up to at least the second, but in float64, and where there are as many
-#: multiplications that it is worth more launches. Measured on an H100, in kernels and in spans: steps of an MLP of two
-#: layers per edge, arxiv size, 7.0 and 7.2 ms for 64 features, 20.8 and 10.4 for 96, 93.9 and 25.2 for 256; of three
-#: layers 15.8 and 12.9 for 64, 5.1 and 7.6 for 32; of two and 128 features for 32 thousand edges 2.5 and 2.3; in
-#: float64 9.3 and 3.5 for 64 and 328 thousand.
-MIN_PIPELINE_WIDTH, MIN_PIPELINE_BREADTH, MIN_PIPELINE = 64, 96, 1 << 29
+#: the first, where, but in float64, one is at least as large as the second or all of a sweep add up to the third, and
+#: where there are so many multiplications that it is worth more launches. Measured on an H100, in kernels and in
+#: spans: steps of an MLP of two layers per edge, arxiv size, 7.0 and 7.2 ms for 64 features, 20.8 and 10.4 for 96, 93.9
+#: and 25.2 for 256; of three layers 15.8 and 12.9 for 64, 5.1 and 7.6 for 32; of two and 128 features for 32 thousand
+#: edges 2.5 and 2.3; in float64 9.3 and 3.5 for 64 and 328 thousand.
+MIN_PIPELINE_WIDTH, MIN_PIPELINE_BREADTH, MIN_PIPELINE = 64, (96, 192), 1 << 29
 #: Programs are launched at about two per nanosecond: rows with at most so many features of all their edges, on average,
 #: are done sooner, and programs take several pieces. Measured on an H200: 0.115 and 0.076 ms for a sum of 32 features
 #: (arxiv size), 2.3 and 1.9 (products size); from 3500 features on it takes longer.
@@ -107,7 +107,7 @@ def _without_autocast(run: Callable[..., _Result]) -> Callable[..., _Result]:
     @functools.wraps(run)
     def plainly(plan: Plan, incoming: Order, outgoing: Order | None, env: Any, like: Tensor) -> _Result:
         device = like.device.type
-        if not torch.is_autocast_enabled(device):
+        if device == "meta" or not torch.is_autocast_enabled(device):
             return run(plan, incoming, outgoing, env, like)
         with torch.autocast(device, enabled=False):
             return run(plan, incoming, outgoing, env, like)
@@ -573,7 +573,8 @@ def pipeline_on(sweep: Sweep, lanes: int, num_rows: int, num_edges: int) -> Pipe
     pipeline = pipeline_of(sweep, MIN_PIPELINE_WIDTH if has_kernel else 1)
     if pipeline is None:
         return None
-    is_broad = lanes == 2 or pipeline.breadth >= MIN_PIPELINE_BREADTH
+    one, all_of_them = MIN_PIPELINE_BREADTH
+    is_broad = lanes == 2 or max(pipeline.breadths) >= one or sum(pipeline.breadths) >= all_of_them
     if has_kernel and not (is_broad and num_edges * pipeline.work >= MIN_PIPELINE):
         return None
     kernels = {s: kernel_on(s, lanes, num_rows, num_edges) for s in pipeline.sweeps}

@@ -100,9 +100,9 @@ class Pipeline:
         return sum(rows * columns for rows, columns in self.shapes)
 
     @cached_property
-    def breadth(self) -> float:
-        """The harmonic means of rows and columns of all matrices, added up."""
-        return sum(2 * rows * columns / (rows + columns) for rows, columns in self.shapes)
+    def breadths(self) -> tuple[float, ...]:
+        """The harmonic means of rows and columns of all matrices."""
+        return tuple(2 * rows * columns / (rows + columns) for rows, columns in self.shapes)
 
     @cached_property
     def done(self) -> tuple[tuple[Node, ...], ...]:
