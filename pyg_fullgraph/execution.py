@@ -470,12 +470,12 @@ def _prepared_tiles(sweep: Sweep, rows: EdgeOrder, tiles: Sequence[EdgeOrder], l
     key = ("tiles", _run_key(sweep, like, exact))
     known = rows._cache.get(key)
     if known is None or len(known[0]) != len(tiles) or not all(map(operator.is_, known[0], tiles)):
-        kernel, made = _kernel_for(sweep, like, rows, is_whole=False), None
+        kernel, made = _kernel_for(sweep, like, rows), None
         if kernel is not None:
             shape = _default_shape(kernel, rows)
             parts = [launches.Part(tile, kernel, shape) for tile in tiles]
             if kernel.is_light:
-                own = [_kernel_for(sweep, like, tile, is_whole=False) or kernel for tile in tiles]
+                own = [_kernel_for(sweep, like, tile) or kernel for tile in tiles]
                 parts = [launches.Part(tile, best, replace(_default_shape(best, tile), max_piece=shape.max_piece))
                          for tile, best in zip(tiles, own, strict=True)]
             made = launches.Prepared(sweep, rows, parts, like, exact)
@@ -519,27 +519,25 @@ def takes_spans(sweep: Sweep, order: EdgeOrder, like: Tensor) -> bool:
     return any(_pipeline_for(known, like, order) is not None for known in (sweep, sweep.bare))
 
 
-def _kernel_for(sweep: Sweep, like: Tensor, order: EdgeOrder, is_whole: bool = True) -> codegen.KernelSource | None:
-    """The kernel that runs ``sweep`` over ``order``, or over one of its tiles if not ``is_whole``; None without one."""
+def _kernel_for(sweep: Sweep, like: Tensor, order: EdgeOrder) -> codegen.KernelSource | None:
+    """The kernel that runs ``sweep`` over ``order``, which may be a tile; None without one."""
     if not has_kernels(like.device):
         return None
 
     def choose() -> codegen.KernelSource | None:
-        kernel = kernel_on(sweep, 16 // like.element_size(), order.num_rows, order.num_edges, is_whole)
+        kernel = kernel_on(sweep, 16 // like.element_size(), order.num_rows, order.num_edges)
         return kernel if isinstance(kernel, codegen.KernelSource) and kernel.source not in _TOO_LARGE else None
 
-    return order._cached(("kernel", sweep, like.element_size(), is_whole, len(_TOO_LARGE)), choose)
+    return order._cached(("kernel", sweep, like.element_size(), len(_TOO_LARGE)), choose)
 
 
-def kernel_on(sweep: Sweep, lanes: int, num_rows: int, num_edges: int,
-              is_whole: bool = True) -> codegen.KernelSource | NotFusable:
+def kernel_on(sweep: Sweep, lanes: int, num_rows: int, num_edges: int) -> codegen.KernelSource | NotFusable:
     """The generated kernel that is best for as many rows and edges, or why there is none.
 
     Args:
         sweep: What to compute.
         lanes: Features per 16 bytes.
         num_rows, num_edges: Of the order, or of the tile.
-        is_whole: Whether all edges come at once and not in tiles.
     """
     kernel, degree = _fitting(sweep, lanes), num_edges / max(num_rows, 1)
     if not isinstance(kernel, codegen.KernelSource):
@@ -612,11 +610,13 @@ def chunk_reasons(sweep: Sweep, lanes: int = 4) -> tuple[str, ...]:
 
 def kernels_on(sweep: Sweep, lanes: int, num_rows: int, num_edges: int,
                is_whole: bool = True) -> tuple[codegen.KernelSource, ...] | NotFusable:
-    """The generated kernels that run ``sweep``, or why it runs in chunks; arguments as for :func:`kernel_on`."""
+    """The generated kernels that run ``sweep``, or why it runs in chunks; ``is_whole``: with all edges at once, not in
+    tiles. Other arguments are those of :func:`kernel_on`.
+    """
     piped = pipeline_on(sweep, lanes, num_rows, num_edges) if is_whole else None
     if piped is not None:
         return tuple(piped.kernels.values())
-    kernel = kernel_on(sweep, lanes, num_rows, num_edges, is_whole)
+    kernel = kernel_on(sweep, lanes, num_rows, num_edges)
     return (kernel,) if isinstance(kernel, codegen.KernelSource) else kernel
 
 
