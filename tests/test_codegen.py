@@ -37,14 +37,13 @@ SRC, DST, EDGE, PARAM = Domain.SRC, Domain.DST, Domain.EDGE, Domain.PARAM
 GOLDEN = Path(__file__).parent / "golden"
 
 #: Bytes that ptxas, as Triton calls it, may spill per kernel, and the cases that may spill more: many small values per
-#: edge, a Gaussian per pair of channels whose gradients all come out of one sweep, and the backward sweeps of wide
-#: products, where ptxas loads a whole matrix ahead and which take no longer for it on an H200 than forward. Blocks of
-#: edges of several rows spill up to 2400 bytes for 256 features and 2664 for CGConv's four outer products. Programs of
-#: several pieces hold where they are among them.
+#: edge, a Gaussian per pair of channels whose gradients all come out of one sweep, and wide products, where ptxas loads
+#: a whole matrix ahead: backward of 256 features, in kernels of small graphs and of parts of graphs only, and CGConv's
+#: four outer products. Programs of several pieces hold where they are among them.
 MAX_SPILL_BYTES = 16
-MORE_SPILL_BYTES = {"gatv2": 32, "gatv2-edge-dropout": 96, "gatv2-edge-wide": 160, "pointwise": 112, "joined": 48,
-                    "gmm-separate": 288, "edge-mlp-256": 9800, "edge-mlp-deep": 24, "cg-64": 2700,
-                    "gat-bias:fp16:i32": 24, "gatv2-edge-128": 272, "transformer-edge-32": 96}
+MORE_SPILL_BYTES = {"gatv2": 32, "gatv2-edge-dropout": 96, "gatv2-edge-wide": 160, "pointwise": 112,
+                    "gmm-separate": 288, "edge-mlp-256": 9100, "cg-64": 1900, "gat-bias:fp16:i32": 24,
+                    "transformer-edge-32": 96}
 #: Shared memory of a program on Hopper.
 SHARED_BYTES = 232_448
 
