@@ -71,6 +71,7 @@ LAYERS = (
     "pyg_fullgraph.recipe",
     "pyg_fullgraph.chunks",
     "pyg_fullgraph.launches",
+    "pyg_fullgraph.pipelines",
     "pyg_fullgraph.execution",
     "pyg_fullgraph.dots",
     "pyg_fullgraph.reuse",
