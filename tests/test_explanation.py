@@ -140,6 +140,21 @@ def test_chunks_come_with_their_reason():
     assert "runs in chunks of edges on a GPU as well: " in text
 
 
+def test_products_between_kernels():
+    """Sweeps of one side with wide products are one, and none of the kernels shown has a product."""
+    mlp = torch.nn.Sequential(torch.nn.Linear(512, 256), torch.nn.ReLU(), torch.nn.Linear(256, 256))
+    x, edge_index = torch.randn(300, 256, requires_grad=True), torch.randint(300, (2, 20_000))
+    report = explain(fused_nn.EdgeConv(mlp), x, edge_index)
+    gradient = " and the gradient of a matrix"
+    for name, side, what in (("forward", "destination", ""), ("backward", "destination", gradient),
+                             ("backward", "source", "")):
+        assert f"the {name} pass by {side} takes spans of edges on a GPU, with products by 256x256 matrices{what} " \
+            "between kernels" in str(report)
+    assert all("tl.dot" not in report.source("", backward) for backward in (False, True))
+    few = explain(fused_nn.EdgeConv(mlp), x, edge_index[:, :200])
+    assert "spans of edges" not in str(few) and "tl.dot" in few.source("")
+
+
 def test_caches_stay_empty():
     layer = convert(pyg_nn.GCNConv(6, 4, cached=True).double())
     explain(layer, features(), GRAPH)
