@@ -58,17 +58,24 @@ def test_tiles_are_the_whole(name, device):
     check(program_of(name), case_for(device), torch.float32, device, runner=run_in_tiles)
 
 
-@pytest.mark.parametrize("device", [INTERPRETER])
-def test_what_is_refused_in_blocks_goes_by_rows(device, launched, monkeypatch):
-    start = launch.Launch.run
+def refuse(monkeypatch, *words):
+    """Let the device refuse kernels with all ``words`` in their names; the names of those that were."""
+    start, refused = launch.Launch.run, []
 
-    def refuse(self, args, *looks):
-        if "blocks" in self.kernel.__name__:
+    def run(self, args, *looks):
+        if all(word in self.kernel.__name__ for word in words):
+            refused.append(self.kernel.__name__)
             raise OutOfResources(300_000, 232_448, "shared memory")
         start(self, args, *looks)
 
     monkeypatch.setattr(execution, "_TOO_LARGE", set())
-    monkeypatch.setattr(launch.Launch, "run", refuse)
+    monkeypatch.setattr(launch.Launch, "run", run)
+    return refused
+
+
+@pytest.mark.parametrize("device", [INTERPRETER])
+def test_what_is_refused_in_blocks_goes_by_rows(device, launched, monkeypatch):
+    refused = refuse(monkeypatch, "blocks")
     with pytest.warns(UserWarning, match="does not fit the device .* runs in another way"):
         check(program_of("edge-mlp-deep"), graph_for(device), torch.float32, device)
-    assert any(n.startswith("outer") for n in launched)
+    assert refused and any(n.startswith("outer") for n in launched)

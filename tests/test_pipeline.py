@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_blocks import refuse
 from test_kernels import GPU, GRAPHS, INTERPRETER, check_same_bits, graph_for, poisoned  # noqa: F401
 from torch import nn
 from triton.runtime.errors import OutOfResources
@@ -25,7 +26,7 @@ from pyg_fullgraph.saga.ir import EdgeProgram, Output
 from pyg_fullgraph.saga.passes import split
 from pyg_fullgraph.saga.pipeline import Outer, Product, Values, pipeline_of
 from pyg_fullgraph.saga.plans import KERNELS, Sweep, can_join, is_local, joined, made_by, read_by
-from triton_kernels import launch, segment
+from triton_kernels import segment
 
 #: Products in one layer and in several, of edge data and of both ends, before each kind of reduction, with dropout.
 NAMES = ("gat-edge", "gatv2-edge-dropout", "edge-mlp", "joined", "edge-mlp-deep", "gatv2-edge-wide",
@@ -181,35 +182,10 @@ def test_no_kernel_of_a_pipeline_has_a_product(name):
 
 
 @pytest.mark.parametrize("device", [INTERPRETER])
-def test_what_the_device_refuses_goes_another_way(device, spans, monkeypatch):
-    start, refused = launch.Launch.run, []
-
-    def refuse(self, args, *looks):
-        if "edge_by" in self.kernel.__name__:
-            refused.append(self.kernel.__name__)
-            raise OutOfResources(300_000, 232_448, "shared memory")
-        start(self, args, *looks)
-
-    monkeypatch.setattr(execution, "_TOO_LARGE", set())
-    monkeypatch.setattr(launch.Launch, "run", refuse)
-    with pytest.warns(UserWarning, match="does not fit the device .* runs in another way"):
-        check(program_of("edge-mlp"), graph_for(device), torch.float32, device)
-    assert refused and len(spans) == len(refused)
-
-
-@pytest.mark.parametrize("device", [INTERPRETER])
-def test_values_of_all_edges_of_a_span_are_made(device, spans, no_chunks, monkeypatch):
-    """Kernels by rows have those of pieces that begin in it: where kernels by blocks are refused, none stand in."""
-    start, refused = launch.Launch.run, []
-
-    def refuse(self, args, *looks):
-        if "edge_by" in self.kernel.__name__ and "blocks" in self.kernel.__name__:
-            refused.append(self.kernel.__name__)
-            raise OutOfResources(300_000, 232_448, "shared memory")
-        start(self, args, *looks)
-
-    monkeypatch.setattr(execution, "_TOO_LARGE", set())
-    monkeypatch.setattr(launch.Launch, "run", refuse)
+@pytest.mark.parametrize("words", [("edge_by",), ("edge_by", "blocks")])
+def test_what_the_device_refuses_goes_another_way(words, device, spans, monkeypatch):
+    """Kernels by rows have values of the pieces that begin in a span: they do not stand in for those by blocks."""
+    refused = refuse(monkeypatch, *words)
     with pytest.warns(UserWarning, match="does not fit the device .* runs in another way"):
         check(program_of("edge-mlp"), graph_for(device), torch.float32, device)
     assert refused and len(spans) == len(refused)
@@ -217,11 +193,11 @@ def test_values_of_all_edges_of_a_span_are_made(device, spans, no_chunks, monkey
 
 @pytest.mark.parametrize("device", [INTERPRETER])
 def test_a_product_that_is_refused_is_an_error(device, spans, monkeypatch):
-    def refuse(weight):
+    def multiply(x):
         raise OutOfResources(300_000, 232_448, "shared memory")
 
     monkeypatch.setattr(execution, "_TOO_LARGE", set())
-    monkeypatch.setattr(pipelines.dense, "multiplier", lambda weight: lambda x: refuse(weight))
+    monkeypatch.setattr(pipelines.dense, "multiplier", lambda weight: multiply)
     with pytest.raises(OutOfResources):
         check(program_of("edge-mlp"), graph_for(device), torch.float32, device)
     assert not execution._TOO_LARGE
