@@ -25,7 +25,7 @@ from pyg_fullgraph.memo import keep
 from pyg_fullgraph.saga import codegen, interpret, ir, tiles
 from pyg_fullgraph.saga.ir import Domain, Node
 from pyg_fullgraph.saga.pipeline import Pipeline, pipeline_of
-from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, Plan, Step, Sweep, Target, addend, is_staged, joined
+from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, Plan, Step, Sweep, Target, addend, is_staged
 from pyg_fullgraph.saga.rows import RowsSource, num_passes
 from pyg_fullgraph.saga.rows import generate as generate_rows
 from triton_kernels import launch, tune
@@ -49,9 +49,9 @@ HEAD_BYTES, HEAD_DEGREE = (256, 512), 256
 #: Products of edge values are taken out of kernels with matrices whose harmonic mean of rows and columns is at least
 #: the first, where, but in float64, one is at least as large as the second or all of a sweep add up to the third, and
 #: where there are so many multiplications that it is worth more launches. Measured on an H100, in kernels and in
-#: spans: steps of an MLP of two layers per edge, arxiv size, 7.0 and 7.2 ms for 64 features, 20.8 and 10.4 for 96, 93.9
-#: and 25.2 for 256; of three layers 15.8 and 12.9 for 64, 5.1 and 7.6 for 32; of two and 128 features for 32 thousand
-#: edges 2.5 and 2.3; in float64 9.3 and 3.5 for 64 and 328 thousand.
+#: spans of 128 MiB per value: steps of an MLP of two layers per edge, arxiv size, 7.0 and 7.2 ms for 64 features, 20.8
+#: and 10.4 for 96, 93.9 and 25.2 for 256; of three layers 15.8 and 12.9 for 64, 5.1 and 7.6 for 32; of two and 128
+#: features for 32 thousand edges 2.5 and 2.3; in float64 9.3 and 3.5 for 64 and 328 thousand.
 MIN_PIPELINE_WIDTH, MIN_PIPELINE_BREADTH, MIN_PIPELINE = 64, (96, 192), 1 << 29
 #: Programs are launched at about two per nanosecond: rows with at most so many features of all their edges, on average,
 #: are done sooner, and programs take several pieces. Measured on an H200: 0.115 and 0.076 ms for a sum of 32 features
@@ -137,7 +137,12 @@ def run_plan(plan: Plan, incoming: Order, outgoing: Order | None, env: dict[Node
     # Parts of a graph exchange edge values between sweeps, in the order that all edge tensors have there.
     chosen = incoming if plan.staging is Domain.DST else outgoing
     staging = chosen if isinstance(chosen, EdgeOrder) else None
-    for step, done in itertools.chain.from_iterable(_joined(g, incoming, outgoing, like) for g in plan.groups):
+
+    def is_one(sweep: Sweep) -> bool:
+        order = incoming if sweep.rows is Domain.DST else outgoing
+        return isinstance(order, EdgeOrder) and _pipeline_for(sweep, like, order) is not None
+
+    for step, done in plan.joined(is_one):
         if isinstance(step, Sweep):
             order = incoming if step.rows is Domain.DST else outgoing
             assert order is not None
@@ -155,23 +160,6 @@ def run_plan(plan: Plan, incoming: Order, outgoing: Order | None, env: dict[Node
     if plan.last:
         env.update(run_rows(plan.last, leaf, like))
     return [env[r] for r in plan.results]
-
-
-#: A step of a plan, or vertex steps that run at once, and what nothing reads after it.
-_Batch = tuple[Sweep | tuple[Step, ...], tuple[Node, ...]]
-
-
-def _joined(batches: tuple[_Batch, ...], incoming: Order, outgoing: Order | None,
-            like: Tensor) -> tuple[_Batch, ...]:
-    """``batches`` as one, if they are sweeps that can be joined and run as one pipeline."""
-    sweeps = tuple(step for step, _ in batches if isinstance(step, Sweep))
-    if len(sweeps) < 2:
-        return batches
-    one = joined(sweeps)
-    order = incoming if one.rows is Domain.DST else outgoing
-    if not isinstance(order, EdgeOrder) or _pipeline_for(one, like, order) is None:
-        return batches
-    return ((one, tuple(node for _, done in batches for node in done)),)
 
 
 @_without_autocast

@@ -31,7 +31,7 @@ from pyg_fullgraph.phases import EdgePhase, stores_half
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output
 from pyg_fullgraph.saga.passes import Stage, rewritten
-from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, Plan, Step, Sweep, Target, is_staged, joined
+from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, Plan, Step, Sweep, Target, is_staged
 
 __all__ = ["Explanation", "LayerReport", "PhaseReport", "ProgramReport", "explain"]
 
@@ -514,13 +514,8 @@ def _how(phase: PhaseReport) -> list[str]:
 
 def _batches(plan: Plan, lanes: int, graph: Graph) -> Iterator[Sweep | tuple[Step, ...]]:
     """What runs at a time, in order; sweeps that run as one pipeline are one."""
-    for group in plan.groups:
-        sweeps = tuple(s for s, _ in group if isinstance(s, Sweep))
-        one = joined(sweeps) if len(sweeps) > 1 and isinstance(graph.incoming, EdgeOrder) else None
-        if one is not None and pipeline_on(one, lanes, *_sizes(one, graph)) is not None:
-            yield one
-        else:
-            yield from (s for s, _ in group)
+    return (step for step, _ in plan.joined(lambda sweep: isinstance(graph.incoming, EdgeOrder) and
+                                            pipeline_on(sweep, lanes, *_sizes(sweep, graph)) is not None))
 
 
 def _is_whole(graph: Graph) -> bool:

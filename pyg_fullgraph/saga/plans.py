@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -251,6 +251,10 @@ def read_by(step: Step | Sweep) -> tuple[Node, ...]:
     return tuple(dict.fromkeys((*step.inputs, *ir.inputs_of(*step.added), *step.end_inputs)))
 
 
+#: What runs at a time, a sweep or vertex steps, and what nothing reads after it.
+Batch = tuple[Sweep | tuple[Step, ...], tuple[Node, ...]]
+
+
 @dataclass(frozen=True)
 class Plan:
     """What is run, in order: vertex steps ``(result, expression)`` and sweeps; then ``outputs`` over their results.
@@ -272,9 +276,9 @@ class Plan:
         return tuple(tuple(n for n, at in last.items() if at == k and n not in kept) for k in range(len(self.steps)))
 
     @cached_property
-    def batches(self) -> tuple[tuple[Sweep | tuple[Step, ...], tuple[Node, ...]], ...]:
+    def batches(self) -> tuple[Batch, ...]:
         """The steps in order, each with what nothing reads after it; vertex steps that need not wait are one."""
-        batches: list[tuple[Sweep | tuple[Step, ...], tuple[Node, ...]]] = []
+        batches: list[Batch] = []
         for step, done in zip(self.steps, self.done, strict=True):
             before, gone = batches[-1] if batches else ((), ())
             if isinstance(step, Sweep):
@@ -286,9 +290,9 @@ class Plan:
         return tuple(batches)
 
     @cached_property
-    def groups(self) -> tuple[tuple[tuple[Sweep | tuple[Step, ...], tuple[Node, ...]], ...], ...]:
+    def groups(self) -> tuple[tuple[Batch, ...], ...]:
         """:attr:`batches`, with sweeps that can be joined together."""
-        groups: list[tuple[tuple[Sweep | tuple[Step, ...], tuple[Node, ...]], ...]] = []
+        groups: list[tuple[Batch, ...]] = []
         for batch in self.batches:
             step = batch[0]
             before = [s for s, _ in groups[-1]] if groups else []
@@ -297,6 +301,15 @@ class Plan:
             else:
                 groups.append((batch,))
         return tuple(groups)
+
+    def joined(self, is_one: Callable[[Sweep], bool]) -> Iterator[Batch]:
+        """:attr:`batches`, with sweeps that can be joined as one where that is better, says ``is_one``."""
+        for group in self.groups:
+            sweeps = tuple(s for s, _ in group if isinstance(s, Sweep))
+            if len(sweeps) > 1 and is_one(one := joined(sweeps)):
+                yield one, tuple(node for _, done in group for node in done)
+            else:
+                yield from group
 
     @cached_property
     def sole(self) -> Sweep | None:
