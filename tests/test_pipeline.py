@@ -314,9 +314,11 @@ def test_runs_are_bit_identical(name, spans):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("width", [128, 256])
 def test_wide_layers(width, dtype, no_chunks, monkeypatch):
-    """As users have them, in several spans; without maxima, whose gradients may go to another edge by rounding."""
+    """As users have them, in several spans; without maxima, whose gradients may go to another edge by rounding, and
+    without tanh, which loses digits where it saturates (plain torch's gradients are 1.6e-5 off in float32).
+    """
     monkeypatch.setattr(pipelines, "SPAN_BYTES", 32 << 20)
-    program = edge_conv("mean", lambda: nn.Linear(2 * width, width), nn.Tanh, lambda: nn.Linear(width, width), nn.Tanh,
+    program = edge_conv("mean", lambda: nn.Linear(2 * width, width), nn.SiLU, lambda: nn.Linear(width, width), nn.SiLU,
                         width=width)()
     check(program, random_case(3_000, 3_000, 150_000), dtype, "cuda", slack=3)
     assert all(execution.pipeline_on(s, 16 // dtype.itemsize, 3_000, 150_000) for s in sweeps_of(program))
