@@ -39,12 +39,14 @@ class Span(NamedTuple):
         first, stop: positions ``first .. stop``; spans side by side are all edges.
         end: of the last edge of the pieces that begin in the span.
         schedule: these pieces; None where no rows are reduced.
+        places: of the edges in the span, where they are in another order.
     """
 
     first: int
     stop: int
     end: int
     schedule: RowSchedule | None
+    places: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,6 +162,54 @@ class EdgeOrder:
             stop = min(first + size, count)
             spans.append(Span(first, stop, min(stop + max_piece, count), pieces))
         return tuple(spans)
+
+    def across(self, size: int, max_piece: int) -> tuple[EdgeOrder, tuple[Span, ...]]:
+        """The same edges span by span (of ``size`` edges, see :meth:`spans`), and in each by the other endpoint, which
+        is its row; cached per both.
+
+        Every row has as many slots as it has pieces in the span where it has most, and at least one, to which all add.
+
+        Returns: the edges, whose ``ptr`` says nothing, and the spans. Cost: a sort of the edges, three or four numbers
+            per edge and four per piece, and a few host synchronisations.
+        """
+        return self._cached(("across", size, max_piece), lambda: self._across(size, max_piece))
+
+    def _across(self, size: int, max_piece: int) -> tuple[EdgeOrder, tuple[Span, ...]]:
+        count, num_rows, dtype, device = self.num_edges, self.num_others, self.ptr.dtype, self.ptr.device
+        starts = range(0, max(count, 1), size)
+        if device.type == "meta":  # as if all pieces had one edge
+            none, slot = self.other, torch.empty_like(self.other, dtype=torch.int32)
+            whole = RowSchedule(none, none, none, slot, none[:num_rows], none, max_piece, count, num_rows, num_rows)
+            edges = EdgeOrder(self.ptr, self.other, self.other, num_rows, self.num_rows, self.ids)
+            return edges, (Span(0, count, count, whole, self.other),)
+        span = torch.div(self._count(), size, rounding_mode="floor").long()
+        key, order = torch.sort(span * max(num_rows, 1) + self.other, stable=True)
+        places = order - span * size  # sorting moves edges within spans only
+        begins = torch.ones_like(key, dtype=torch.bool)
+        begins[1:] = key[1:] != key[:-1]
+        start = begins.nonzero().view(-1)
+        length = torch.diff(start, append=start.new_tensor([count]))
+        parts = (length + (max_piece - 1)) // max_piece
+        run = torch.repeat_interleave(parts)  # of each piece
+        part = torch.arange(run.numel(), device=device) - (parts.cumsum(0) - parts)[run]
+        row = key[start] % max(num_rows, 1)
+        slots = torch.ones(num_rows, dtype=torch.int64, device=device).scatter_reduce_(0, row, parts, "amax")
+        split_ptr = torch.cat([slots.new_zeros(1), slots.cumsum(0)])
+        begin, end = (start[run] + (part + k) * length[run] // parts[run] for k in (0, 1))
+        firsts = torch.searchsorted(begin, torch.arange(len(starts) + 1, device=device) * size).tolist()
+        begin, end, piece_row = begin.to(dtype), end.to(dtype), row[run].to(dtype)
+        slot = (split_ptr[row[run]] + part).to(torch.int32)
+        rows, num_slots = torch.arange(num_rows, dtype=dtype, device=device), int(split_ptr[-1])
+        eid = order if self.eid is None else self.eid.index_select(0, order)
+        ids = None if self.ids is None else self.ids.index_select(0, order)
+        places, others, split_ptr = places.to(dtype), self.row.index_select(0, order), split_ptr.to(dtype)
+        spans = []
+        for first, (one, two) in zip(starts, itertools.pairwise(firsts), strict=True):
+            stop = min(first + size, count)
+            schedule = RowSchedule(piece_row[one:two], begin[one:two], end[one:two], slot[one:two], rows, split_ptr,
+                                   max_piece, two - one, num_slots, num_rows)
+            spans.append(Span(first, stop, stop, schedule, places))
+        return EdgeOrder(self.ptr, others, eid.to(dtype), num_rows, self.num_rows, ids), tuple(spans)
 
     @property
     def is_empty(self) -> Tensor:

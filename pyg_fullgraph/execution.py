@@ -28,7 +28,7 @@ from pyg_fullgraph.saga.pipeline import Pipeline, pipeline_of
 from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, Plan, Step, Sweep, Target, addend, is_staged
 from pyg_fullgraph.saga.rows import RowsSource, num_passes
 from pyg_fullgraph.saga.rows import generate as generate_rows
-from triton_kernels import launch, tune
+from triton_kernels import launch, segment, tune
 
 #: Most edges of one piece of a row, in large graphs and in small ones; and pieces that a graph may have before its rows
 #: are cut finer.
@@ -142,8 +142,20 @@ def run_plan(plan: Plan, incoming: Order, outgoing: Order | None, env: dict[Node
         order = incoming if sweep.rows is Domain.DST else outgoing
         return isinstance(order, EdgeOrder) and _pipeline_for(sweep, like, order) is not None
 
-    for step, done in plan.joined(is_one):
-        if isinstance(step, Sweep):
+    def crosses(sweep: Sweep, other: Sweep) -> bool:
+        if not (isinstance(incoming, EdgeOrder) and is_one(sweep) and is_one(other)):
+            return False
+        # Without what the host waits for, once per graph, there is none.
+        known = ("piped", sweep, other, 16 // like.element_size(), len(_TOO_LARGE)) in incoming._cache
+        return (known or segment.may_wait_once(like.device)) and _pipeline_for(sweep, like, incoming, other) is not None
+
+    for step, across, done in plan.together(is_one, crosses):
+        if isinstance(step, Sweep) and across is not None:
+            assert isinstance(incoming, EdgeOrder)
+            assert isinstance(outgoing, EdgeOrder)
+            with events.sweep(step, "whole", like.device):
+                env.update(_run_pair(step, across, (incoming, outgoing), leaf, like, plan.exact))
+        elif isinstance(step, Sweep):
             order = incoming if step.rows is Domain.DST else outgoing
             assert order is not None
             if isinstance(order, EdgeOrder):
@@ -160,6 +172,22 @@ def run_plan(plan: Plan, incoming: Order, outgoing: Order | None, env: dict[Node
     if plan.last:
         env.update(run_rows(plan.last, leaf, like))
     return [env[r] for r in plan.results]
+
+
+def _run_pair(sweep: Sweep, across: Sweep, orders: tuple[EdgeOrder, EdgeOrder], leaf: chunks.Leaf, like: Tensor,
+              exact: frozenset[Node]) -> dict[Node, Any]:
+    """The results of a sweep by destination, and of one along the other side from the same spans."""
+    order, others = orders
+    prepared = _prepared_pipeline(sweep, order, like, exact, across, others)
+    assert prepared is not None
+    try:
+        with events.stage(0, like.device):
+            return prepared.run(order, leaf, None)
+    except OutOfResources as error:
+        if prepared.running is None:
+            raise
+        _refuse(prepared.running, error, "in another way")
+    return {**run_sweep(sweep, order, leaf, like, exact), **run_sweep(across, others, leaf, like, exact)}
 
 
 @_without_autocast
@@ -471,18 +499,21 @@ def _prepared_tiles(sweep: Sweep, rows: EdgeOrder, tiles: Sequence[EdgeOrder], l
     return known[1]
 
 
-def _pipeline_for(sweep: Sweep, like: Tensor, order: EdgeOrder) -> Piped | None:
-    """The pipeline that runs ``sweep`` over ``order``; None where its products are in a kernel, or in chunks."""
+def _pipeline_for(sweep: Sweep, like: Tensor, order: EdgeOrder, across: Sweep | None = None) -> Piped | None:
+    """The pipeline that runs ``sweep`` over ``order``, and ``across``; None where its products are in a kernel, or in
+    chunks.
+    """
     if not has_kernels(like.device):
         return None
     lanes = 16 // like.element_size()
-    return order._cached(("piped", sweep, lanes, len(_TOO_LARGE)),
-                         lambda: pipeline_on(sweep, lanes, order.num_rows, order.num_edges))
+    return order._cached(("piped", sweep, across, lanes, len(_TOO_LARGE)),
+                         lambda: pipeline_on(sweep, lanes, order.num_rows, order.num_edges, across))
 
 
-def _prepared_pipeline(sweep: Sweep, order: EdgeOrder, like: Tensor,
-                       exact: frozenset[Node]) -> pipelines.PreparedPipeline | None:
-    piped = _pipeline_for(sweep, like, order)
+def _prepared_pipeline(sweep: Sweep, order: EdgeOrder, like: Tensor, exact: frozenset[Node],
+                       across: Sweep | None = None,
+                       others: EdgeOrder | None = None) -> pipelines.PreparedPipeline | None:
+    piped = _pipeline_for(sweep, like, order, across)
     if piped is None:
         return None
 
@@ -492,9 +523,9 @@ def _prepared_pipeline(sweep: Sweep, order: EdgeOrder, like: Tensor,
         max_piece = _max_piece(min(size, order.num_edges), 0.0)
         kernels = {s: (kernel, replace(_default_shape(kernel, order), max_piece=max_piece))
                    for s, kernel in piped.kernels.items()}
-        return pipelines.PreparedPipeline(piped.pipeline, order, size, kernels, like, exact)
+        return pipelines.PreparedPipeline(piped.pipeline, order, size, kernels, like, exact, others)
 
-    return order._cached(("pipeline", sweep, like.dtype, exact, len(_TOO_LARGE)), prepare)
+    return order._cached(("pipeline", sweep, across, like.dtype, exact, len(_TOO_LARGE)), prepare)
 
 
 def _refuse(kernel: codegen.KernelSource | RowsSource, error: Exception, otherwise: str = "in chunks") -> None:
@@ -549,25 +580,25 @@ class Piped(NamedTuple):
     kernels: Mapping[Sweep, codegen.KernelSource]
 
 
-def pipeline_on(sweep: Sweep, lanes: int, num_rows: int, num_edges: int) -> Piped | None:
+def pipeline_on(sweep: Sweep, lanes: int, num_rows: int, num_edges: int, across: Sweep | None = None) -> Piped | None:
     """The pipeline that is better for as many rows and edges than a kernel with the products in it; None without one.
 
-    Args: as for :func:`kernel_on`.
+    Args: as for :func:`kernel_on`, and as for :func:`pipeline_of`.
     """
-    kernel = _fitting(sweep, lanes)
-    has_kernel = isinstance(kernel, codegen.KernelSource) and kernel.source not in _TOO_LARGE
-    pipeline = pipeline_of(sweep, MIN_PIPELINE_WIDTH if has_kernel else 1)
+    kernels = [_fitting(s, lanes) for s in (sweep, across) if s is not None]
+    has_kernel = all(isinstance(k, codegen.KernelSource) and k.source not in _TOO_LARGE for k in kernels)
+    pipeline = pipeline_of(sweep, MIN_PIPELINE_WIDTH if has_kernel else 1, across)
     if pipeline is None:
         return None
     one, all_of_them = MIN_PIPELINE_BREADTH
     is_broad = lanes == 2 or max(pipeline.breadths) >= one or sum(pipeline.breadths) >= all_of_them
     if has_kernel and not (is_broad and num_edges * pipeline.work >= MIN_PIPELINE):
         return None
-    kernels = {s: kernel_on(s, lanes, num_rows, num_edges) for s in pipeline.sweeps}
+    known = {s: kernel_on(s, lanes, num_rows, num_edges) for s in pipeline.sweeps}
     # Values of a span are those of all its edges: a piece that begins before it has some of them.
-    fitting = {s: k for s, k in kernels.items() if isinstance(k, codegen.KernelSource) and k.source not in _TOO_LARGE
-               and (s is pipeline.last or k.takes_blocks)}
-    return Piped(pipeline, fitting) if len(fitting) == len(kernels) else None
+    fitting = {s: k for s, k in known.items() if isinstance(k, codegen.KernelSource) and k.source not in _TOO_LARGE
+               and (s in pipeline.ends or k.takes_blocks)}
+    return Piped(pipeline, fitting) if len(fitting) == len(known) else None
 
 
 @lru_cache(maxsize=4096)
@@ -596,12 +627,12 @@ def chunk_reasons(sweep: Sweep, lanes: int = 4) -> tuple[str, ...]:
     return kernel.reasons if isinstance(kernel, NotFusable) else ("its kernel does not fit the device",)
 
 
-def kernels_on(sweep: Sweep, lanes: int, num_rows: int, num_edges: int,
-               is_whole: bool = True) -> tuple[codegen.KernelSource, ...] | NotFusable:
+def kernels_on(sweep: Sweep, lanes: int, num_rows: int, num_edges: int, is_whole: bool = True,
+               across: Sweep | None = None) -> tuple[codegen.KernelSource, ...] | NotFusable:
     """The generated kernels that run ``sweep``, or why it runs in chunks; ``is_whole``: with all edges at once, not in
     tiles. Other arguments are those of :func:`kernel_on`.
     """
-    piped = pipeline_on(sweep, lanes, num_rows, num_edges) if is_whole else None
+    piped = pipeline_on(sweep, lanes, num_rows, num_edges, across) if is_whole else None
     if piped is not None:
         return tuple(piped.kernels.values())
     kernel = kernel_on(sweep, lanes, num_rows, num_edges)

@@ -31,7 +31,7 @@ from pyg_fullgraph.phases import EdgePhase, stores_half
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output
 from pyg_fullgraph.saga.passes import Stage, rewritten
-from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, Plan, Step, Sweep, Target, is_staged
+from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, Batch, Plan, Sweep, Target, is_staged
 
 __all__ = ["Explanation", "LayerReport", "PhaseReport", "ProgramReport", "explain"]
 
@@ -330,11 +330,11 @@ class Explanation:
         parts = []
         for graph, phase in ((part.graph, p) for part in self._fused(name).parts for p in part.phases):
             plan = phase.backward(KERNELS) if backward else phase.forward(KERNELS)
-            for batch in (*_batches(plan, 4, graph), plan.last) if plan is not None else ():
+            for batch, across in (*_batches(plan, 4, graph), (plan.last, None)) if plan is not None else ():
                 if not isinstance(batch, Sweep):
                     parts += [kernel.source for _, kernel in row_kernels(batch, False)]
                     continue
-                known = kernels_on(batch, 4, *_sizes(batch, graph), _is_whole(graph))
+                known = kernels_on(batch, 4, *_sizes(batch, graph), _is_whole(graph), across)
                 parts += [f"# Runs in chunks: {'; '.join(known.reasons)}\n"] if isinstance(known, NotFusable) else \
                     [kernel.source for kernel in known]
         return "\n\n".join(parts)
@@ -488,7 +488,7 @@ def _how(phase: PhaseReport) -> list[str]:
     if phase.target is CHUNKS:
         out.append("runs here in chunks of edges, because the graph is on the CPU")
     for name, plan in (("forward", phase.forward(KERNELS)), ("backward", phase.backward(KERNELS))):
-        for sweep in _batches(plan, phase.lanes, phase.graph) if plan is not None else ():
+        for sweep, across in _batches(plan, phase.lanes, phase.graph) if plan is not None else ():
             if not isinstance(sweep, Sweep):
                 continue
             reasons = chunk_reasons(sweep, phase.lanes)
@@ -498,9 +498,11 @@ def _how(phase: PhaseReport) -> list[str]:
                            f"{'; '.join(reasons)}")
                 continue
             where = " on a GPU" if phase.target is CHUNKS else ""
-            piped = pipeline_on(sweep, phase.lanes, *_sizes(sweep, phase.graph)) if _is_whole(phase.graph) else None
+            sizes = _sizes(sweep, phase.graph)
+            piped = pipeline_on(sweep, phase.lanes, *sizes, across) if _is_whole(phase.graph) else None
             if piped is not None:
-                out.append(f"the {name} pass by {_SIDES[sweep.rows]} takes spans of edges{where}, with "
+                sides = _SIDES[sweep.rows] + (f", and with it by {_SIDES[across.rows]}," if across is not None else "")
+                out.append(f"the {name} pass by {sides} takes spans of edges{where}, with "
                            f"{piped.pipeline.describe()} between kernels")
         count[name] = kernels(plan, phase.lanes)
     for name, plan in (("forward", phase.forward()), ("backward", phase.backward())):
@@ -512,10 +514,17 @@ def _how(phase: PhaseReport) -> list[str]:
     return out
 
 
-def _batches(plan: Plan, lanes: int, graph: Graph) -> Iterator[Sweep | tuple[Step, ...]]:
-    """What runs at a time, in order; sweeps that run as one pipeline are one."""
-    return (step for step, _ in plan.joined(lambda sweep: isinstance(graph.incoming, EdgeOrder) and
-                                            pipeline_on(sweep, lanes, *_sizes(sweep, graph)) is not None))
+def _batches(plan: Plan, lanes: int, graph: Graph) -> Iterator[tuple[Batch, Sweep | None]]:
+    """What runs at a time, in order: sweeps that run as one pipeline are one, and one along the other side with it."""
+    def is_one(sweep: Sweep) -> bool:
+        return isinstance(graph.incoming, EdgeOrder) and pipeline_on(sweep, lanes, *_sizes(sweep, graph)) is not None
+
+    def crosses(sweep: Sweep, other: Sweep) -> bool:
+        sizes = _sizes(sweep, graph)
+        return is_one(sweep) and is_one(other) and pipeline_on(sweep, lanes, *sizes, other) is not None
+
+    for step, across, _ in plan.together(is_one, crosses):
+        yield step, across
 
 
 def _is_whole(graph: Graph) -> bool:

@@ -81,7 +81,10 @@ class _Site:
             fixed += [schedule.piece_row, schedule.piece_start, schedule.piece_end, schedule.piece_slot]
         fixed += [rows.ptr] if kernel.uses_row_ptr else []
         fixed += [end if kernel.takes_blocks else num_pieces, *([self.num_workers] * kernel.has_workers)]
-        fixed += [first] * kernel.uses_span
+        if kernel.uses_span:
+            locals_ = None if span is None else span.places
+            fixed += [first, order.ptr if locals_ is None else locals_]
+            self._constants["HAS_LOCALS"] = locals_ is not None
         self.kernel, self.inputs = kernel, _Inputs(kernel.inputs, {b.node for b in kernel.ends})
         self._num_warps, self._device = shape.num_warps, order.ptr.device
         self._fixed, self._made = fixed, made
@@ -219,8 +222,9 @@ class Prepared:
         constants = _constants(stat_dtype, rows.id_dtype)
         schedules = _schedules(parts, rows)
         _, kernel, shape, span = parts[0]
-        # Tiles have edges of the same rows, and spans pieces of their own.
+        # Tiles have edges of the same rows; spans have pieces of their own, but across these, where all add to zeros.
         self.adds = span is None
+        self.is_across = span is not None and span.places is not None
         self.added = [b.node for b in kernel.added]
         self.totals = [(b.node, rows.id_dtype if b.node.is_integer else stat_dtype) for b in kernel.totals]
         self.results = []
@@ -302,6 +306,8 @@ class Run:
         self.prepared, self.tiles, self.staging = prepared, tiles, staging
         self.results = {node: like.new_empty(shape) for node, shape, like in prepared.results if not is_local(node)}
         self.workspace = [make(shape) for make, shape in prepared.workspace]
+        for space in self.workspace if prepared.is_across else ():
+            space.zero_()
         self.totals: dict[Node, Tensor] = {}
         self.added: list[Tensor] = []
         self.ends: tuple[Any, ...] = ()
@@ -342,7 +348,7 @@ class Run:
             args += self.added
             tensors += self.added
         args += self.workspace
-        adds = k > 0 and prepared.adds
+        adds = prepared.is_across or (k > 0 and prepared.adds)
         args += [self.workspace[n].clone() if adds else self.workspace[n] for n in kernel.apart]
         site.launch(has_places, adds, reach >= _FAR or prepared.reach >= _FAR).run(args, tensors, strides)
         self.is_begun = True

@@ -39,6 +39,7 @@ class PreparedPipeline:
         pipeline: What to compute.
         order: The edges.
         size: How many a span has at most, see :func:`span_edges`.
+        others: The same edges by the other endpoint, where some are added up by that.
         kernels: Of the sweeps of ``pipeline``, each with its shape.
         like, exact: As for :func:`execution.run_sweep`.
 
@@ -48,7 +49,7 @@ class PreparedPipeline:
 
     def __init__(self, pipeline: Pipeline, order: EdgeOrder, size: int,
                  kernels: Mapping[Sweep, tuple[codegen.KernelSource, tune.Shape]], like: Tensor,
-                 exact: frozenset[Node]) -> None:
+                 exact: frozenset[Node], others: EdgeOrder | None = None) -> None:
         self.pipeline, self.dtype, self.like = pipeline, chunks.compute_dtype(like.dtype), like.dtype
         self.device = like.device
         last, max_piece = pipeline.last, None
@@ -60,6 +61,12 @@ class PreparedPipeline:
         self.values = {s.result: self._prepare(s.sweep, order, kernels, like, frozenset([s.result]))
                        for s in pipeline.steps if isinstance(s, Values)}
         self.running: codegen.KernelSource | None = None
+        self.across, across = None, pipeline.across
+        if across is not None and others is not None:
+            kernel, shape = kernels[across]
+            edges, spans = order.across(size, shape.max_piece)
+            parts = [launches.Part(edges, kernel, shape, span) for span in spans]
+            self.across = launches.Prepared(across, others, parts, like, exact)
 
     def _prepare(self, sweep: Sweep, order: EdgeOrder, kernels: Mapping[Sweep, tuple[codegen.KernelSource, tune.Shape]],
                  like: Tensor, exact: frozenset[Node]) -> launches.Prepared:
@@ -72,7 +79,7 @@ class PreparedPipeline:
                     zip(self.pipeline.weights, self._weights(leaf), strict=True)}
         tiles = (order,) * len(self.spans)
         values = {node: launches.Run(prepared, tiles, staging) for node, prepared in self.values.items()}
-        last = None if self.last is None else launches.Run(self.last, tiles, staging)
+        ends = [launches.Run(end, tiles, staging) for end in (self.last, self.across) if end is not None]
         totals: dict[Node, Tensor] = {}
         for k, span in enumerate(self.spans):
             held: dict[Node, Tensor] = {}
@@ -90,9 +97,9 @@ class PreparedPipeline:
                     _add_outer(totals, step, held, span)
                 for node in done:
                     del held[node]
-            if last is not None:
-                self._take(last, k, read)
-        made = {} if last is None else last.finish()
+            for end in ends:
+                self._take(end, k, read)
+        made = {node: value for end in ends for node, value in end.finish().items()}
         made.update({r: chunks.as_dtype(totals[r], self.like) for r in self.pipeline.outers})
         return made
 

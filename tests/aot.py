@@ -102,7 +102,8 @@ def compile_kernel(kernel: KernelSource, name: str, dtype: str = "fp32", index: 
         elif arg == "piece_slot_ptr" or arg.endswith("_ptr"):
             signature[arg] = "*i32" if arg == "piece_slot_ptr" else f"*{index}"
     constants: dict[str, Any] = {
-        "BLOCK_E": kernel.block_e, "OFFSET": offset, "HAS_EID": True, "HAS_IDS": True, "HAS_PLACES": True, "ADDS": adds,
+        "BLOCK_E": kernel.block_e, "OFFSET": offset, "HAS_EID": True, "HAS_IDS": True, "HAS_PLACES": True,
+        "HAS_LOCALS": adds, "ADDS": adds,
         "FLOAT": tl.float64 if dtype == "fp64" else tl.float32,
         "ID": tl.int32 if index == "i32" else tl.int64, "UNSET": 2**31 - 1 if index == "i32" else 2**63 - 1}
     return (report or _compile)(_source(function, signature, constants), kernel.num_warps(kernel.block_e))

@@ -78,8 +78,9 @@ def sweeps_of(program):
 def test_results_and_gradients(name, dtype, device, spans, no_chunks):
     case = random_case(21, 17, 80) if device == "cpu" else random_case(301, 201, 3_000)
     check(program_of(name), case, dtype, device, slack=3)
-    # Forward, and backward by each side; a step without data, which compiles ahead on a GPU, is one span.
-    assert [n for n in spans if n > 1] == [-(-case.num_edges // 16)] * 3
+    # Forward and backward, with a sum before that where there is a softmax; a step without data, which compiles ahead
+    # on a GPU, is one span.
+    assert [n for n in spans if n > 1] == [-(-case.num_edges // 16)] * (3 if name.startswith("transformer") else 2)
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
@@ -283,6 +284,47 @@ def test_pieces_of_spans(degrees, size, max_piece):
     rows = [r for s in counted for r, a, b, slot in pieces(s.schedule) if a == b and slot < 0]
     assert sorted(rows) == [r for r, degree in enumerate(degrees) if not degree]
     assert not bounds or len({s.schedule.num_pieces for s in counted}) == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(edges=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 4)), max_size=40),
+       size=st.sampled_from([1, 4, 16, 1000]), max_piece=st.sampled_from([1, 3, 8]), grouped=st.booleans())
+def test_edges_across_spans(edges, size, max_piece, grouped):
+    """Every edge is in one piece of its span, of the other endpoint, and pieces of a span have slots of their own."""
+    edges = sorted(edges, key=lambda e: e[1]) if grouped else edges
+    graph = Graph.from_edge_index(torch.tensor(edges, dtype=torch.long).reshape(-1, 2).t().contiguous(), (7, 5))
+    order = graph.incoming
+    across, made = order.across(size, max_piece)
+    eid = order.positions if order.eid is None else order.eid
+    assert [s[:2] for s in made] == [s[:2] for s in order.spans(size, None)]
+    seen = []
+    for span in made:
+        slots = span.schedule.piece_slot.tolist()
+        assert len(set(slots)) == len(slots) == span.schedule.num_pieces
+        for row, start, end, slot in zip(span.schedule.piece_row.tolist(), span.schedule.piece_start.tolist(),
+                                         span.schedule.piece_end.tolist(), slots, strict=True):
+            assert 0 < end - start <= max_piece
+            assert span.schedule.split_ptr[row] <= slot < span.schedule.split_ptr[row + 1]
+            for k in range(start, end):
+                place = span.first + int(span.places[k])
+                assert span.first <= place < span.stop
+                assert int(order.other[place]) == row and int(order.row[place]) == int(across.other[k])
+                assert int(eid[place]) == int(across.eid[k])
+                seen.append(place)
+    assert sorted(seen) == list(range(len(edges)))
+    first = made[0].schedule
+    assert first.num_split == 7 and first.split_row.tolist() == [*range(7)]
+    assert first.num_slots == int(first.split_ptr[-1]) and (first.split_ptr.diff() >= 1).all()
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@pytest.mark.parametrize("name, is_paired", [("edge-mlp", True), ("edge-mlp-deep", True), ("gatv2-edge-wide", True)])
+def test_sums_by_both_sides_come_from_the_same_spans(name, is_paired, device, spans, monkeypatch):
+    pairs, run_pair = [], execution._run_pair
+    monkeypatch.setattr(execution, "_run_pair", lambda *args: pairs.append(args[:2]) or run_pair(*args))
+    check(program_of(name), graph_for(device), torch.float32, device, slack=3)
+    assert bool(pairs) == is_paired
+    assert all(sweep.rows is DST and across.rows is SRC for sweep, across in pairs)
 
 
 @pytest.mark.gpu

@@ -66,8 +66,8 @@ class KernelSource:
         uses_eid: Whether the kernel needs edge ids, or the places of edges in edge tensors.
         uses_ids: Whether it needs both, so that a part of a graph gives it ids of the whole graph beside the places.
         uses_places: Whether it needs the places of edges among values on their way between sweeps.
-        uses_span: Whether it takes a span of edges, and after where edges end where they begin, to know their places in
-            what is held of a span.
+        uses_span: Whether it takes a span of edges, and to know their places in what is held of it where they begin, or
+            a table of these places.
         is_light: Whether programs do so little per edge that for short rows they should go in rounds.
         has_workers: Whether programs take piece after piece, and the kernel their number after that of pieces.
         holds_weights: Whether programs hold matrices of weights.
@@ -245,11 +245,12 @@ class _Generator:
             tables += ["rows_ptr", self._end]
         else:
             tables += [*pieces, *["row_ptr_ptr"] * self.reads_count, "num_pieces"]
-        counts = ["num_workers"] * self.has_workers + ["first_edge"] * emitter.uses_span
+        counts = ["num_workers"] * self.has_workers + ["first_edge", "locals_ptr"] * emitter.uses_span
         places = ["places_ptr"] * emitter.uses_places
         ins = pointers(emitter.inputs.values())
         outs = [f"{b.name}_ptr" for b in (*self.outputs.values(), *self.added.values())]
         has_ids = ["HAS_IDS: tl.constexpr"] * emitter.uses_ids + ["HAS_PLACES: tl.constexpr"] * emitter.uses_places
+        has_ids += ["HAS_LOCALS: tl.constexpr"] * emitter.uses_span
         adds = ["ADDS: tl.constexpr"] * bool(self.carries)
         copies = [f"old{k}_ptr" for k in self.apart]
         params = ", ".join([*tables, *counts, *places, *ins, *outs, *self._workspaces(), *copies, *_EDGE_CONSTANTS,
@@ -347,12 +348,12 @@ class _Generator:
                 loads += [f"position_flat = base + {edges}", f"alive_flat = position_flat < {end}"]
             if asked:
                 ahead.append(f"ahead{form} = {start} + {edges}")
-            if "local" in asked:
-                loads.append(f"local{form} = (position{form} - first_edge){lanes}")
             for flag, what, name, otherwise in (("", "other", "other", ""), ("", "rows", "rows", ""),
                                                 ("HAS_EID", "eid", "eid", f"position{form}{lanes}"),
                                                 ("HAS_IDS", "ids", "edge_id", f"eid{form}"),
-                                                ("HAS_PLACES", "places", "place", f"position{form}{lanes}")):
+                                                ("HAS_PLACES", "places", "place", f"position{form}{lanes}"),
+                                                ("HAS_LOCALS", "locals", "local",
+                                                 f"(position{form} - first_edge){lanes}")):
                 # Without ids of their own, edges are known by their places.
                 if name not in asked and not (name == "eid" and "edge_id" in asked):
                     continue

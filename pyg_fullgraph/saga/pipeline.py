@@ -68,15 +68,22 @@ class Pipeline:
     Attributes:
         steps: In order.
         last: What reads the results of these and reduces them, or writes them per edge; None if there is nothing left.
+        across: What reads them and adds them up by the other endpoints, if that is done.
     """
 
     steps: tuple[Values | Product | Outer, ...]
     last: Sweep | None
+    across: Sweep | None = None
 
     @cached_property
     def sweeps(self) -> tuple[Sweep, ...]:
         """What has a kernel."""
-        return (*(s.sweep for s in self.steps if isinstance(s, Values)), *([] if self.last is None else [self.last]))
+        return (*(s.sweep for s in self.steps if isinstance(s, Values)), *self.ends)
+
+    @cached_property
+    def ends(self) -> tuple[Sweep, ...]:
+        """What reads values of a span last."""
+        return tuple(s for s in (self.last, self.across) if s is not None)
 
     @cached_property
     def weights(self) -> tuple[Node, ...]:
@@ -110,7 +117,7 @@ class Pipeline:
         last: dict[Node, int] = {}
         for k, step in enumerate(self.steps):
             last.update({n: k for n in (step.result, *step.reads) if n.name.startswith(LOCAL)})
-        kept = set(self.last.inputs if self.last is not None else ())
+        kept = {n for s in self.ends for n in s.inputs}
         return tuple(tuple(n for n, at in last.items() if at == k and n not in kept) for k in range(len(self.steps)))
 
     def describe(self) -> str:
@@ -126,21 +133,22 @@ class Pipeline:
 
 
 @lru_cache(maxsize=4096)
-def pipeline_of(sweep: Sweep, least: int = 1) -> Pipeline | None:
+def pipeline_of(sweep: Sweep, least: int = 1, across: Sweep | None = None) -> Pipeline | None:
     """``sweep`` without products of edge values with matrices in its kernels.
 
     Args:
         sweep: What to compute.
+        across: A sweep along the other side that :func:`plans.can_cross`, from the same spans.
         least: Which products are taken out: those with matrices whose harmonic mean of rows and columns is as large.
 
     Returns: None if there are none.
     """
-    return _Builder(sweep, least).build()
+    return _Builder(sweep, least, across).build()
 
 
 class _Builder:
-    def __init__(self, sweep: Sweep, least: int) -> None:
-        self.sweep, self.least = sweep, least
+    def __init__(self, sweep: Sweep, least: int, across: Sweep | None) -> None:
+        self.sweep, self.least, self.across = sweep, least, across
         self.steps: list[Values | Product | Outer] = []
         self.local: dict[Node, Node] = {}
 
@@ -149,6 +157,7 @@ class _Builder:
         outers = [(r, g) for r, g in sweep.gathers if g.attr("kind") == "outer" and self._is_wide(*g.shape)]
         gathers = tuple(pair for pair in sweep.gathers if pair not in outers)
         roots = [a for _, g in (*outers, *gathers) for a in g.args] + [e for _, e in sweep.edges]
+        roots += [] if self.across is None else self.across.operands
         products = [n for n in ir.walk(*roots) if self._is_product(n)]  # operands first
         made: dict[Node, Node] = {}
         # Gradients of matrices as soon as may be: what they multiply need not be held any longer.
@@ -170,7 +179,10 @@ class _Builder:
         if gathers or sweep.edges:
             gathers = tuple((r, g.rebuild([ir.substitute(a, made) for a in g.args])) for r, g in gathers)
             last = replace(sweep, gathers=gathers, edges=tuple((r, ir.substitute(e, made)) for r, e in sweep.edges))
-        return Pipeline(tuple(self.steps), last)
+        across = self.across
+        if across is not None:
+            across = across.over([ir.substitute(a, made) for a in across.operands])
+        return Pipeline(tuple(self.steps), last, across)
 
     def _is_product(self, node: Node) -> bool:
         return node.op == "mm" and node.domain == Domain.EDGE and node.args[1].domain == Domain.PARAM and \

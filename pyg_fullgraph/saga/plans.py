@@ -198,6 +198,10 @@ class Sweep:
         return "\n".join([f"sweep over {side}, inputs {', '.join(n.name for n in self.inputs)}", *body])
 
 
+#: What runs at a time: a sweep, or vertex steps.
+Batch = Sweep | tuple[Step, ...]
+
+
 def can_join(first: Sweep, second: Sweep) -> bool:
     """Whether ``second``, which comes after ``first``, may be part of it: both have products of edge values with
     matrices, or their gradients, and what they read of each edge for these is then made once.
@@ -213,6 +217,16 @@ def joined(sweeps: tuple[Sweep, ...]) -> Sweep:
     first, *others = sweeps
     return replace(first, gathers=(*first.gathers, *(g for s in others for g in s.gathers)),
                    edges=(*first.edges, *(e for s in others for e in s.edges)))
+
+
+def can_cross(sweep: Sweep, other: Sweep) -> bool:
+    """Whether ``other``, along the other side, may add up what spans of ``sweep`` give each of its rows: its results
+    are sums of rows, and neither reads what the other makes, or what is handed on between sweeps.
+    """
+    return sweep.rows != other.rows and _has_products(sweep) and _has_products(other) and not other.edges and \
+        all(r.is_row and kind in ("sum", "mean") for r, kind in other.kinds.items()) and \
+        not any(map(is_staged, (*sweep.inputs, *other.inputs, *(r for r, _ in sweep.edges)))) and \
+        not set(made_by(sweep)) & set(read_by(other)) and not set(made_by(other)) & set(read_by(sweep))
 
 
 @lru_cache(maxsize=4096)
@@ -251,10 +265,6 @@ def read_by(step: Step | Sweep) -> tuple[Node, ...]:
     return tuple(dict.fromkeys((*step.inputs, *ir.inputs_of(*step.added), *step.end_inputs)))
 
 
-#: What runs at a time, a sweep or vertex steps, and what nothing reads after it.
-Batch = tuple[Sweep | tuple[Step, ...], tuple[Node, ...]]
-
-
 @dataclass(frozen=True)
 class Plan:
     """What is run, in order: vertex steps ``(result, expression)`` and sweeps; then ``outputs`` over their results.
@@ -276,9 +286,9 @@ class Plan:
         return tuple(tuple(n for n, at in last.items() if at == k and n not in kept) for k in range(len(self.steps)))
 
     @cached_property
-    def batches(self) -> tuple[Batch, ...]:
+    def batches(self) -> tuple[tuple[Batch, tuple[Node, ...]], ...]:
         """The steps in order, each with what nothing reads after it; vertex steps that need not wait are one."""
-        batches: list[Batch] = []
+        batches: list[tuple[Batch, tuple[Node, ...]]] = []
         for step, done in zip(self.steps, self.done, strict=True):
             before, gone = batches[-1] if batches else ((), ())
             if isinstance(step, Sweep):
@@ -290,9 +300,9 @@ class Plan:
         return tuple(batches)
 
     @cached_property
-    def groups(self) -> tuple[tuple[Batch, ...], ...]:
+    def groups(self) -> tuple[tuple[tuple[Batch, tuple[Node, ...]], ...], ...]:
         """:attr:`batches`, with sweeps that can be joined together."""
-        groups: list[tuple[Batch, ...]] = []
+        groups: list[tuple[tuple[Batch, tuple[Node, ...]], ...]] = []
         for batch in self.batches:
             step = batch[0]
             before = [s for s, _ in groups[-1]] if groups else []
@@ -302,14 +312,27 @@ class Plan:
                 groups.append((batch,))
         return tuple(groups)
 
-    def joined(self, is_one: Callable[[Sweep], bool]) -> Iterator[Batch]:
-        """:attr:`batches`, with sweeps that can be joined as one where that is better, says ``is_one``."""
+    def together(self, is_one: Callable[[Sweep], bool],
+                 crosses: Callable[[Sweep, Sweep], bool]) -> Iterator[tuple[Batch, Sweep | None, tuple[Node, ...]]]:
+        """:attr:`batches` as they run, with what nothing reads after each: sweeps that can be joined as one where that
+        ``is_one`` pipeline, and with a sweep along the other side where that ``crosses`` the spans of the former.
+        """
+        waiting: list[tuple[Batch, tuple[Node, ...]]] = []
         for group in self.groups:
             sweeps = tuple(s for s, _ in group if isinstance(s, Sweep))
-            if len(sweeps) > 1 and is_one(one := joined(sweeps)):
-                yield one, tuple(node for _, done in group for node in done)
-            else:
-                yield from group
+            one = joined(sweeps) if len(sweeps) > 1 else None
+            waiting += group if one is None or not is_one(one) else [(one, tuple(n for _, done in group for n in done))]
+        while waiting:
+            step, done = waiting.pop(0)
+            after, done_after = waiting[0] if waiting else ((), ())
+            across = None
+            if isinstance(step, Sweep) and isinstance(after, Sweep):
+                for first, second in ((step, after), (after, step)):
+                    if first.rows == Domain.DST and can_cross(first, second) and crosses(first, second):
+                        step, across, done = first, second, (*done, *done_after)
+                        waiting.pop(0)
+                        break
+            yield step, across, done
 
     @cached_property
     def sole(self) -> Sweep | None:
