@@ -127,8 +127,14 @@ def multiplier(weight: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def outer(a: Tensor, b: Tensor) -> Tensor:
-    """``a^T b`` for ``[M, K]`` and ``[M, N]``, by our kernel whatever M is, or by torch. Not differentiable."""
-    return dense.weight_gradient(a, b)[0] if _fits(b.shape[1], a.shape[1]) and _is_ours(a, b) else a.t() @ b
+    """``a^T b`` for ``[M, K]`` and ``[M, N]``, by our kernel whatever M is, or by torch; of half precision in float32.
+    Not differentiable.
+    """
+    if _fits(b.shape[1], a.shape[1]) and _is_ours(a, b):
+        return dense.weight_gradient(a, b)[0]
+    if a.dtype not in (torch.float16, torch.bfloat16):
+        return a.t() @ b
+    return torch.mm(a.t(), b, out_dtype=torch.float32) if a.is_cuda else a.t().float() @ b.float()
 
 
 def padded(x: Tensor) -> Tensor:

@@ -50,15 +50,15 @@ class PreparedPipeline:
     def __init__(self, pipeline: Pipeline, order: EdgeOrder, size: int,
                  kernels: Mapping[Sweep, tuple[codegen.KernelSource, tune.Shape]], like: Tensor,
                  exact: frozenset[Node], others: EdgeOrder | None = None) -> None:
-        self.pipeline, self.dtype, self.like = pipeline, chunks.compute_dtype(like.dtype), like.dtype
-        self.device = like.device
+        self.pipeline, self.dtype, self.device = pipeline, like.dtype, like.device
         last, max_piece = pipeline.last, None
         if last is not None:
             kernel, shape = kernels[last]
             max_piece = None if kernel.takes_blocks else shape.max_piece
         self.spans = order.spans(size, max_piece)
         self.last = None if last is None else self._prepare(last, order, kernels, like, exact)
-        self.values = {s.result: self._prepare(s.sweep, order, kernels, like, frozenset([s.result]))
+        # In half precision values are rounded where torch rounds them: before they are multiplied, and after it.
+        self.values = {s.result: self._prepare(s.sweep, order, kernels, like, frozenset())
                        for s in pipeline.steps if isinstance(s, Values)}
         self.running: codegen.KernelSource | None = None
         self.across, across = None, pipeline.across
@@ -100,7 +100,7 @@ class PreparedPipeline:
             for end in ends:
                 self._take(end, k, read)
         made = {node: value for end in ends for node, value in end.finish().items()}
-        made.update({r: chunks.as_dtype(totals[r], self.like) for r in self.pipeline.outers})
+        made.update({r: chunks.as_dtype(totals[r], self.dtype) for r in self.pipeline.outers})
         return made
 
     def _take(self, run: launches.Run, k: int, leaf: chunks.Leaf) -> None:
@@ -111,9 +111,11 @@ class PreparedPipeline:
     def _weights(self, leaf: chunks.Leaf) -> Sequence[Tensor]:
         def read(node: Node, args: list[Tensor]) -> Tensor:
             value = leaf(node)
-            return chunks.as_dtype(value, self.dtype) if value.is_floating_point() else value
+            return chunks.as_dtype(value, exact) if value.is_floating_point() else value
 
-        return interpret.evaluate(self.pipeline.weights, read, chunks.scalar_of(self.dtype, self.device))
+        exact = chunks.compute_dtype(self.dtype)
+        made = interpret.evaluate(self.pipeline.weights, read, chunks.scalar_of(exact, self.device))
+        return [chunks.as_dtype(weight, self.dtype) for weight in made]
 
 
 def _add_outer(totals: dict[Node, Tensor], step: Outer, held: Mapping[Node, Tensor], span: Span) -> None:

@@ -73,7 +73,7 @@ def sweeps_of(program):
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
 @pytest.mark.parametrize("name, dtype", [*((n, torch.float32) for n in NAMES),
                                          *((n, torch.float64) for n in NAMES[2:5]),
-                                         *((n, d) for n in NAMES[4:5] for d in (torch.float16, torch.bfloat16))],
+                                         *((n, d) for n in NAMES for d in (torch.float16, torch.bfloat16))],
                          ids=str)
 def test_results_and_gradients(name, dtype, device, spans, no_chunks):
     case = random_case(21, 17, 80) if device == "cpu" else random_case(301, 201, 3_000)
