@@ -607,8 +607,8 @@ def kernel_of(sweep: Sweep, lanes: int = 4, tile: int | None = None, may_take_bl
     """The generated kernel of ``sweep`` (see :func:`codegen.generate`), or why there is none."""
     try:
         return codegen.generate(sweep, lanes, tile, may_take_blocks, in_rounds)
-    except NotFusable as reason:
-        return reason
+    except NotFusable as error:
+        return NotFusable(error.reasons)  # without the traceback, which holds what all callers hold
 
 
 def _fitting(sweep: Sweep, lanes: int) -> codegen.KernelSource | NotFusable:

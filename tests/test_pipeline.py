@@ -1,6 +1,7 @@
 """Products of edge values taken out of kernels, over spans of edges; `test_kernels` says how kernels run in tests."""
 
 import gc
+import weakref
 from unittest import mock
 
 import pytest
@@ -18,7 +19,9 @@ from programs import CASES, DST, EDGE, MORE_CASES, SRC, WIDE_CASES, edge_conv, m
 from pyg_fullgraph import chunks, execution, launches, pipelines
 from pyg_fullgraph.autograd import run
 from pyg_fullgraph.edge_order import EdgeOrder
+from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.graph import Graph
+from pyg_fullgraph.nn import EdgeConv
 from pyg_fullgraph.phases import EdgePhase
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.codegen import KernelSource
@@ -325,6 +328,24 @@ def test_sums_by_both_sides_come_from_the_same_spans(name, is_paired, device, sp
     check(program_of(name), graph_for(device), torch.float32, device, slack=3)
     assert bool(pairs) == is_paired
     assert all(sweep.rows is DST and across.rows is SRC for sweep, across in pairs)
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+def test_nothing_is_kept_of_the_first_step_of_what_no_kernel_holds(device, monkeypatch):
+    """Why there is no kernel is kept, and not where that was found, among all that callers hold."""
+    made, kernel_of = [], execution.kernel_of
+    monkeypatch.setattr(execution, "kernel_of", lambda *args, **kw: made.append(kernel_of(*args, **kw)) or made[-1])
+    width = 136  # of no other test
+    layer = EdgeConv(nn.Sequential(nn.Linear(2 * width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(),
+                                   nn.Linear(width, width))).to(device)
+    graph = Graph.from_edge_index(random_case(5, 5, 12).edge_index.to(device), 5)
+    x = torch.randn(5, width, device=device, requires_grad=True)
+    features = weakref.ref(given := x * 2)
+    layer(given, graph).sum().backward()
+    del given
+    gc.collect()
+    assert features() is None
+    assert any(isinstance(kernel, NotFusable) for kernel in made)
 
 
 @pytest.mark.gpu
