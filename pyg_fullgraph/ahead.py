@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pyg_fullgraph import events
-from pyg_fullgraph.execution import interpreted
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.saga.ir import Node
+from pyg_fullgraph.selection import interpreted
 from triton_kernels import launch, tune
 
 __all__ = ["Kind", "Phase", "Step", "begin", "run_without_data"]

@@ -22,7 +22,6 @@ from torch.autograd import forward_ad
 from pyg_fullgraph import ahead, dense, dots, reuse
 from pyg_fullgraph.chunks import as_dtype, compute_dtype, scalar_of
 from pyg_fullgraph.errors import DoubleBackwardError, ForwardModeError, FunctionTransformError, InputError
-from pyg_fullgraph.execution import target_of
 from pyg_fullgraph.functions import PLAIN, applying, is_of_transform
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.memo import taken
@@ -31,6 +30,7 @@ from pyg_fullgraph.phases import CompiledProgram, EdgePhase, compile_program, ha
 from pyg_fullgraph.saga import hollow, interpret, ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node
 from pyg_fullgraph.saga.passes import Stage
+from pyg_fullgraph.selection import target_of
 
 # --- autograd ---------------------------------------------------------------------------------------------------
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from pyg_fullgraph.execution import interpreted
 from pyg_fullgraph.functions import PLAIN, applying
+from pyg_fullgraph.selection import interpreted
 from triton_kernels import dots as kernels
 from triton_kernels import reference
 

@@ -22,7 +22,7 @@ from pyg_fullgraph.autograd import Run, observing
 from pyg_fullgraph.edge_order import EdgeOrder
 from pyg_fullgraph.errors import InputError, NotFusable
 from pyg_fullgraph.estimate import Saved, Sizes, Unfused, Work, plan_work, saved_by, unfused, vertex_work
-from pyg_fullgraph.execution import Order, chunk_reasons, kernels_on, pipeline_on, row_kernels, target_of
+from pyg_fullgraph.execution import Order, row_kernels
 from pyg_fullgraph.formula import formulas, short_names
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn.propagation import FusedMixin
@@ -32,6 +32,7 @@ from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output
 from pyg_fullgraph.saga.passes import Stage, rewritten
 from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, Batch, Plan, Sweep, Target, is_staged
+from pyg_fullgraph.selection import chunk_reasons, kernels_on, pipeline_on, target_of
 
 __all__ = ["Explanation", "LayerReport", "PhaseReport", "ProgramReport", "explain"]
 

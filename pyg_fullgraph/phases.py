@@ -12,7 +12,7 @@ from torch import Tensor
 from pyg_fullgraph import ahead, columns
 from pyg_fullgraph.chunks import as_dtype, compute_dtype
 from pyg_fullgraph.edge_order import EdgeOrder
-from pyg_fullgraph.execution import run_again, run_plan, target_of
+from pyg_fullgraph.execution import run_again, run_plan
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.adjoint import Adjoint, grad_input
@@ -21,6 +21,7 @@ from pyg_fullgraph.saga.passes import Split, Stage, is_one_sum, plan, reduction,
 from pyg_fullgraph.saga.plans import Plan, Target, addend
 from pyg_fullgraph.saga.postpone import postpone_products
 from pyg_fullgraph.saga.stored import adjoint_of
+from pyg_fullgraph.selection import target_of
 
 __all__ = ["CompiledProgram", "EdgePhase", "Needs", "Orders", "compile_program", "has_long_rows", "own",
            "stores_half"]

@@ -31,13 +31,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from pyg_fullgraph.execution import MIN_PIPELINE, kernel_of, pipeline_on, row_kernels
+from pyg_fullgraph.execution import row_kernels
 from pyg_fullgraph.phases import EdgePhase
 from pyg_fullgraph.saga.codegen import KernelSource
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram
 from pyg_fullgraph.saga.passes import split
 from pyg_fullgraph.saga.plans import KERNELS, Plan, Sweep, is_local, is_packed, is_staged
 from pyg_fullgraph.saga.rows import RowsSource, generate
+from pyg_fullgraph.selection import MIN_PIPELINE, kernel_of, pipeline_on
 from tests.programs import CASES, MORE_CASES, ROW_CASES, WIDE_CASES
 from triton_kernels import columns, dense, dense_hopper, dots, launch
 

@@ -19,11 +19,11 @@ import pyg_fullgraph.nn as fused_nn
 from pyg_fullgraph import debug
 from pyg_fullgraph.autograd import observing
 from pyg_fullgraph.errors import NotFusable
-from pyg_fullgraph.execution import kernel_of
 from pyg_fullgraph.phases import EdgePhase
 from pyg_fullgraph.saga.codegen import KernelSource
 from pyg_fullgraph.saga.passes import split
 from pyg_fullgraph.saga.plans import KERNELS
+from pyg_fullgraph.selection import kernel_of
 from zoo import Case
 
 F_IN, F_SRC, F_DST, F_OUT, F_EDGE = 6, 6, 4, 5, 3

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 import pyg_fullgraph.nn as fused_nn
 import zoo
 from oracle import check, program_of, random_case
-from pyg_fullgraph import columns, debug, edge_order, errors, execution, explain, pipelines
+from pyg_fullgraph import columns, debug, edge_order, errors, execution, explain, pipelines, selection
 from pyg_fullgraph.autograd import run
 from pyg_fullgraph.distributed import DistributedModel, Group, ShardedGraph, shard, shard_edges, timeline
 from pyg_fullgraph.distributed.feature_split import FeatureSplit
@@ -308,10 +308,10 @@ def check_bytes(rank: int, size: int, way: str) -> list[float]:
     num_edges = part.shard.incoming.rows.num_edges + part.shard.outgoing.rows.num_edges
     found = [num_bytes(part) / num_edges]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(execution, "interpreted", lambda: True)
+        patch.setattr(selection, "interpreted", lambda: True)
         patch.setattr(execution.launch.Launch, "run", lambda *args: None)
         patch.setattr(edge_order, "_MAX_CACHED_ROWS", 0)  # as of a large graph
-        patch.setattr(execution, "MIN_PIECES", 1)  # the same
+        patch.setattr(selection, "MIN_PIECES", 1)  # the same
         for layer in (fused_nn.SAGEConv(4, 4), fused_nn.GCNConv(4, 4)):
             for _ in range(3):
                 DistributedModel(layer)(torch.ones(part.num_dst, 4, requires_grad=True), part).sum().backward()
@@ -541,7 +541,7 @@ def check_timeline(rank: int, size: int, way: str, folder: str) -> int:
         else:
             side = part.shard.outgoing if "backward" in sweep.layer else part.shard.incoming
             # A kernel takes all edges at once, when all rows are there.
-            assert [e.block for e in stages] == ([0] if execution.interpreted() else [0, 1])
+            assert [e.block for e in stages] == ([0] if selection.interpreted() else [0, 1])
             assert {e.name for e in sent} == {"exchange"}
             assert sorted(e.num_bytes for e in sent) == [8 * side.halo.numel(), 8 * side.halo.numel() * width]
             assert all(e.start_ms <= stages[0].start_ms and e.end_ms <= stages[-1].start_ms for e in sent)

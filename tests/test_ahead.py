@@ -29,8 +29,9 @@ from triton.runtime.driver import driver
 import pyg_fullgraph.nn as fused_nn
 from oracle import gradients, program_of, random_case
 from programs import make_tensors
-from pyg_fullgraph import ahead, autograd, columns, events, execution, phases
+from pyg_fullgraph import ahead, autograd, columns, events, phases, selection
 from pyg_fullgraph.graph import Graph
+from pyg_fullgraph.saga.plans import KERNELS
 from triton_kernels import dots, launch, segment, tune
 
 LAYERS = {layer.name: layer for layer in (*SQUARE, *PAIRS, *MORE)}
@@ -76,7 +77,7 @@ def launches(monkeypatch):
     monkeypatch.setattr(launch.Launch, "run", note)
     monkeypatch.setattr(ahead, "begin", without_data)
     monkeypatch.setattr(segment, "may_wait", lambda device, num_edges: False)  # as on a GPU
-    monkeypatch.setattr(execution, "MAX_PIECE", 8)
+    monkeypatch.setattr(selection, "MAX_PIECE", 8)
     return foreseen, made
 
 
@@ -173,7 +174,7 @@ def test_nothing_is_drawn_or_kept(name, monkeypatch):
 
     def without_data(phase, graph, like, inputs, needs, kept, back):
         generator, known = torch.get_rng_state(), dict(graph.incoming._cache)
-        ahead.run_without_data(phase, graph, like, inputs, needs, phase.kept(execution.KERNELS, needs, False),
+        ahead.run_without_data(phase, graph, like, inputs, needs, phase.kept(KERNELS, needs, False),
                                taker=lambda *launched: taken.append(launched))
         assert torch.equal(torch.get_rng_state(), generator)
         assert graph._outgoing is None and graph.incoming._cache == known
@@ -220,8 +221,8 @@ def variants(monkeypatch):
     monkeypatch.setattr(launch.Launch, "run", run)
     monkeypatch.setattr(ahead, "begin", lambda *step: ahead.run_without_data(
         *step, taker=functools.partial(ask, foreseen)))
-    monkeypatch.setattr(execution, "interpreted", lambda: True)
-    monkeypatch.setattr(execution, "MAX_PIECE", 4)
+    monkeypatch.setattr(selection, "interpreted", lambda: True)
+    monkeypatch.setattr(selection, "MAX_PIECE", 4)
     return foreseen, made
 
 

@@ -9,7 +9,7 @@ from triton.runtime.errors import OutOfResources
 import zoo
 from oracle import check, program_of, random_case
 from programs import DST, EDGE, SRC
-from pyg_fullgraph import execution
+from pyg_fullgraph import selection
 from pyg_fullgraph.autograd import run
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import EdgeProgram, Output
@@ -68,7 +68,7 @@ def refuse(monkeypatch, *words):
             raise OutOfResources(300_000, 232_448, "shared memory")
         start(self, args, *looks)
 
-    monkeypatch.setattr(execution, "_TOO_LARGE", set())
+    monkeypatch.setattr(selection, "refused", set())
     monkeypatch.setattr(launch.Launch, "run", run)
     return refused
 

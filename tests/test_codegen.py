@@ -20,10 +20,9 @@ from triton.runtime.errors import OutOfResources
 
 from oracle import check, program_of, random_case
 from programs import CASES, MORE_CASES, ROW_CASES, WIDE_CASES, make_tensors
-from pyg_fullgraph import errors, execution, launches
+from pyg_fullgraph import errors, launches, selection
 from pyg_fullgraph.autograd import run
 from pyg_fullgraph.errors import NotFusable
-from pyg_fullgraph.execution import kernel_of
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.phases import EdgePhase
 from pyg_fullgraph.saga import ir, rows, tiles
@@ -31,6 +30,7 @@ from pyg_fullgraph.saga.codegen import KernelSource
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
 from pyg_fullgraph.saga.passes import split
 from pyg_fullgraph.saga.plans import KERNELS, Sweep
+from pyg_fullgraph.selection import kernel_of
 from triton_kernels import launch, skeletons
 
 SRC, DST, EDGE, PARAM = Domain.SRC, Domain.DST, Domain.EDGE, Domain.PARAM
@@ -228,8 +228,8 @@ def test_a_kernel_that_a_device_refuses_runs_in_chunks(monkeypatch):
         calls.append(self.kernel.__name__)
         raise OutOfResources(300_000, 232_448, "shared memory")
 
-    monkeypatch.setattr(execution, "interpreted", lambda: True)
-    monkeypatch.setattr(execution, "_TOO_LARGE", set())
+    monkeypatch.setattr(selection, "interpreted", lambda: True)
+    monkeypatch.setattr(selection, "refused", set())
     monkeypatch.setattr(launch.Launch, "run", refuse)
     with pytest.warns(UserWarning, match="does not fit the device"):
         check(program_of("gcn"), random_case(11, 9, 60))
@@ -245,8 +245,8 @@ def test_a_kernel_that_is_refused_in_the_middle_is_an_error(monkeypatch):
         if len(calls) > 1:
             raise OutOfResources(300_000, 232_448, "shared memory")
 
-    monkeypatch.setattr(execution, "interpreted", lambda: True)
-    monkeypatch.setattr(execution, "_TOO_LARGE", set())
+    monkeypatch.setattr(selection, "interpreted", lambda: True)
+    monkeypatch.setattr(selection, "refused", set())
     monkeypatch.setattr(launch.Launch, "run", refuse_later)
     case = random_case(11, 9, 60)
     with pytest.warns(UserWarning, match="does not fit the device"), \
@@ -283,7 +283,7 @@ def test_a_graph_of_another_size_compiles_nothing_anew(monkeypatch, name):
         self.kernel.warmup(*self.fixed, *args, *self.last, grid=(self.programs,), **self.constants,
                            num_warps=self.num_warps, **launch.OPTIONS)
 
-    monkeypatch.setattr(execution, "interpreted", lambda: True)
+    monkeypatch.setattr(selection, "interpreted", lambda: True)
     monkeypatch.setattr(launch.Launch, "run", bind)
     monkeypatch.setattr(driver, "_active", NoDevice())
     program, first = program_of(name), {}
@@ -410,7 +410,7 @@ def test_as_many_edges_in_flight_as_lanes_have_scores_or_few(heads, features, wa
 def test_a_softmax_has_many_edges_in_flight_in_long_rows_only(num_edges, want):
     """And nothing between: 100 rows of 1, 11, 12 and 50 edges."""
     order = Graph.from_edge_index(torch.randint(100, (2, num_edges)), 100).incoming
-    assert execution._default_shape(kernel_of(weighted(1, 64, True)), order).block_e == want
+    assert selection.default_shape(kernel_of(weighted(1, 64, True)), order).block_e == want
 
 
 @pytest.mark.parametrize("name, rows, features, most", [

@@ -15,7 +15,7 @@ from test_kernels import GPU, INTERPRETER, poisoned  # noqa: F401
 import pyg_fullgraph as pfg
 from oracle import TOLERANCE, error
 from pyg_fullgraph import columns, debug, dense
-from pyg_fullgraph.execution import interpreted
+from pyg_fullgraph.selection import interpreted
 from triton_kernels import columns as kernels
 from triton_kernels import reference
 

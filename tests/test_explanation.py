@@ -146,8 +146,8 @@ def test_products_between_kernels():
     x, edge_index = torch.randn(300, 256, requires_grad=True), torch.randint(300, (2, 20_000))
     report = explain(fused_nn.EdgeConv(mlp), x, edge_index)
     gradient = " and the gradient of a matrix"
-    for name, side, what in (("forward", "destination", ""), ("backward", "destination", gradient),
-                             ("backward", "source", "")):
+    for name, side, what in (("forward", "destination", ""),
+                             ("backward", "destination, and with it by source,", gradient)):
         assert f"the {name} pass by {side} takes spans of edges on a GPU, with products by 256x256 matrices{what} " \
             "between kernels" in str(report)
     assert all("tl.dot" not in report.source("", backward) for backward in (False, True))

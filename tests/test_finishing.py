@@ -10,10 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.errors import OutOfResources
 
 from oracle import check, error, gradients, make_tensors, program_of, random_case, run_oracle
-from pyg_fullgraph import autograd, execution, phases
+from pyg_fullgraph import autograd, execution, phases, selection
 from pyg_fullgraph.autograd import run
 from pyg_fullgraph.estimate import Sizes, saved_by
-from pyg_fullgraph.execution import kernel_of
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.codegen import KernelSource
@@ -21,6 +20,7 @@ from pyg_fullgraph.saga.finishing import finish
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
 from pyg_fullgraph.saga.passes import is_one_sum, plan, split
 from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, Sweep
+from pyg_fullgraph.selection import kernel_of
 
 SRC, DST, PARAM = Domain.SRC, Domain.DST, Domain.PARAM
 HALVES = [torch.float16, torch.bfloat16]
@@ -148,7 +148,7 @@ def test_gradients(name, how, dtype, device, monkeypatch):
     """Of rows that one program has, of those that are merged, and where no kernel finishes them."""
     monkeypatch.setattr(autograd, "has_long_rows", lambda *args: True)
     if how == "cut rows":
-        monkeypatch.setattr(execution, "_max_piece", lambda *order: 8)
+        monkeypatch.setattr(selection, "max_piece_of", lambda *order: 8)
     elif how == "after":
         monkeypatch.setattr(execution, "_finishes", lambda *args: False)
     check(program_of(name), CASE, dtype, device)
@@ -166,7 +166,7 @@ def test_a_kernel_that_does_not_fit_the_device(device, monkeypatch):
         return launch(shape, sweep, *args)
 
     monkeypatch.setattr(execution, "_launch_in", launch_in)
-    monkeypatch.setattr(execution, "_TOO_LARGE", set())
+    monkeypatch.setattr(selection, "refused", set())
     monkeypatch.setattr(autograd, "has_long_rows", lambda *args: True)
     with pytest.warns(UserWarning, match="does not fit the device"):
         check(program_of("gat"), random_case(22, 18, 301), torch.float64, device)
@@ -195,7 +195,7 @@ def forwards(monkeypatch):
 @pytest.mark.parametrize("device", ["cpu", INTERPRETER, GPU])
 def test_result_and_rest_have_twice_the_digits(name, dtype, digits, device, forwards, monkeypatch):
     if name == "gat-bias":
-        monkeypatch.setattr(execution, "_max_piece", lambda *order: 8)
+        monkeypatch.setattr(selection, "max_piece_of", lambda *order: 8)
     tensors = make_tensors(program_of(name), CASE.num_src, CASE.num_dst, CASE.num_edges, dtype, device)
     graph = Graph.from_edge_index(CASE.edge_index.to(device), CASE.size)
     for kind in (dtype, torch.float64):

@@ -25,16 +25,16 @@ import programs
 import zoo
 from oracle import check, gradients, program_of, random_case
 from programs import CASES, DST, EDGE, MORE_CASES, SRC, make_tensors, wide_edges
-from pyg_fullgraph import autograd, chunks, execution, launches
+from pyg_fullgraph import autograd, chunks, execution, launches, selection
 from pyg_fullgraph.autograd import run
 from pyg_fullgraph.edge_order import schedule_tiles
-from pyg_fullgraph.execution import interpreted
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.phases import compile_program
 from pyg_fullgraph.saga import interpret, ir
 from pyg_fullgraph.saga.codegen import KernelSource
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
 from pyg_fullgraph.saga.plans import KERNELS, STAGED, Sweep
+from pyg_fullgraph.selection import interpreted
 from triton_kernels import launch, reference, segment
 
 INTERPRETER = pytest.param("cpu", marks=pytest.mark.interpreter, id="interpreter")
@@ -92,8 +92,8 @@ def only_kernels(monkeypatch):
     run_in_chunks = chunks.run_tiles  # which all sweeps in chunks are
 
     def refuse(sweep, rows, tiles, like, *args):
-        is_wide = like.dtype == torch.float64 and isinstance(execution.kernel_of(sweep, 4), KernelSource)
-        assert is_wide, f"{sweep} ran in chunks: {execution.kernel_of(sweep)}"
+        is_wide = like.dtype == torch.float64 and isinstance(selection.kernel_of(sweep, 4), KernelSource)
+        assert is_wide, f"{sweep} ran in chunks: {selection.kernel_of(sweep)}"
         return run_in_chunks(sweep, rows, tiles, like, *args)
 
     monkeypatch.setattr(chunks, "run_tiles", refuse)
@@ -113,7 +113,7 @@ def _every_program() -> list[Any]:
 @pytest.mark.parametrize("name, variant, device", _every_program())
 def test_results_and_gradients(name, variant, device, monkeypatch, only_kernels):
     dtype, max_piece, is_long = VARIANTS[variant]
-    monkeypatch.setattr(execution, "MAX_PIECE", max_piece)
+    monkeypatch.setattr(selection, "MAX_PIECE", max_piece)
     if is_long:
         monkeypatch.setattr(segment, "INT32_MAX", -1)
     check(program_of(name), graph_for(device), dtype, device)
@@ -124,7 +124,7 @@ def test_results_and_gradients(name, variant, device, monkeypatch, only_kernels)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
 def test_wide_values_of_edges(dtype, max_piece, device, monkeypatch, only_kernels):
     """Parts of their features side by side, and the blocks to come read ahead; slices as wide as a program holds."""
-    monkeypatch.setattr(execution, "MAX_PIECE", max_piece)
+    monkeypatch.setattr(selection, "MAX_PIECE", max_piece)
     sources, load = [], launch.load
     monkeypatch.setattr(launch, "load", lambda source: sources.append(source) or load(source))
     check(wide_edges(8, 64), graph_for(device), dtype, device)
@@ -139,7 +139,7 @@ def test_wide_values_of_edges(dtype, max_piece, device, monkeypatch, only_kernel
 def test_every_kind_of_graph(name, graph, device, monkeypatch):
     """Also with schedules whose sizes are bounds, as a GPU has them for small graphs."""
     monkeypatch.setattr(segment, "may_wait", lambda device, num_edges: False)
-    monkeypatch.setattr(execution, "MAX_PIECE", 16)
+    monkeypatch.setattr(selection, "MAX_PIECE", 16)
     check(program_of(name), getattr(zoo, graph)(), torch.float64, device)
 
 
@@ -147,7 +147,7 @@ def test_every_kind_of_graph(name, graph, device, monkeypatch):
 @pytest.mark.parametrize("name", ["gcn", "gat-edge", "gat-dropout", "gat-max", "edge-mlp", "many-outputs", "several",
                                   "products", "gmm", "bare-edges", "pointwise", "plus-mean", "gat-bias"])
 def test_tiles_are_the_whole(name, device, only_kernels, monkeypatch):
-    monkeypatch.setattr(execution, "MAX_PIECE", 8)
+    monkeypatch.setattr(selection, "MAX_PIECE", 8)
     check(program_of(name), graph_for(device), torch.float64, device, runner=run_in_tiles)
 
 
@@ -161,15 +161,15 @@ def test_one_tile_is_the_whole(name, device, only_kernels, monkeypatch):
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
 def test_heads_one_by_one_in_tiles(device, only_kernels, monkeypatch):
     """Scores of so many heads come padded, and kernels that read them head by head lay them out anew."""
-    monkeypatch.setattr(execution, "HEAD_DEGREE", 0)
-    monkeypatch.setattr(execution, "HEAD_BYTES", (0, 512))
+    monkeypatch.setattr(selection, "HEAD_DEGREE", 0)
+    monkeypatch.setattr(selection, "HEAD_BYTES", (0, 512))
     monkeypatch.setattr(programs, "HEADS", 5)
     check(programs.gat(width=32)(), random_case(21, 17, 200), torch.float64, device, runner=run_in_tiles)
 
 
 def test_what_a_sweep_makes_of_its_sums_is_made_by_tiles(monkeypatch, only_kernels):
     """Not after them, where there is a kernel for it."""
-    monkeypatch.setattr(execution, "interpreted", lambda: True)
+    monkeypatch.setattr(selection, "interpreted", lambda: True)
     monkeypatch.setattr(launch.Launch, "run", lambda *args: None)
     monkeypatch.setattr(execution, "finish_after", lambda *args: pytest.fail("finished after the tiles"))
     case = random_case(40, 30, 200)
@@ -233,15 +233,15 @@ def test_tiles_share_the_slots_of_a_row():
 def test_tiles_have_kernels_of_their_own(name, device, only_kernels, monkeypatch):
     """Programs take several pieces of a tile with few edges, and one each of others of the same sweep."""
     monkeypatch.setattr(launches, "MIN_ROUND_PROGRAMS", 3)
-    monkeypatch.setattr(execution, "ROUND_FEATURES", 25)
-    chosen, known = {}, execution.kernel_on
+    monkeypatch.setattr(selection, "ROUND_FEATURES", 25)
+    chosen, known = {}, selection.kernel_on
 
     def choose(sweep, *args):
         kernel = known(sweep, *args)
         chosen.setdefault(sweep, set()).add(kernel.in_rounds)
         return kernel
 
-    monkeypatch.setattr(execution, "kernel_on", choose)
+    monkeypatch.setattr(selection, "kernel_on", choose)
     case = random_case(40, 30, 300)
     check(program_of(name), case, torch.float64, device, runner=run_in_tiles)
     assert {False, True} in chosen.values()
@@ -252,7 +252,7 @@ def test_tiles_have_kernels_of_their_own(name, device, only_kernels, monkeypatch
 def test_programs_that_take_many_pieces(name, runner, device, only_kernels, monkeypatch):
     """As they do where rows are many and short; here the graph is small, and some rows are cut."""
     monkeypatch.setattr(launches, "MIN_ROUND_PROGRAMS", 3)
-    monkeypatch.setattr(execution, "MAX_PIECE", 8)
+    monkeypatch.setattr(selection, "MAX_PIECE", 8)
     programs = []
     monkeypatch.setattr(launches, "_num_workers", lambda kernel, count, known=launches._num_workers: (
         programs.append((kernel.in_rounds, known(kernel, count), count)) or programs[-1][1]))
@@ -299,7 +299,7 @@ def test_tiles_where_programs_share_a_softmax(device, only_kernels):
     weight, value = ir.input("weight", Domain.SRC, (1,)), ir.input("value", Domain.SRC, (600,))
     program = EdgeProgram((Output("sum", ir.pointwise("mul", ir.softmax(ir.lift(weight)), ir.lift(value))),))
     (sweep,) = compile_program(program).phases[0].forward_plan(KERNELS, False).sweeps
-    kernel = execution.kernel_of(sweep)
+    kernel = selection.kernel_of(sweep)
     assert kernel.num_tiles > 1 and kernel.apart == (0, 1)
     case = random_case(9, 5, 60)
     generator = torch.Generator().manual_seed(0)
@@ -355,7 +355,7 @@ def test_ids_of_a_part(name, is_long, device, monkeypatch):
         return [*out, *gradients(out, tensors, [torch.ones_like(o) for o in out])]
 
     by_kernels, unnamed = results(graph), results(whole)
-    monkeypatch.setattr(execution, "_kernel_for", lambda *args: None)
+    monkeypatch.setattr(selection, "kernel_for", lambda *args: None)
     for got, want in zip(by_kernels, results(same), strict=True):
         torch.testing.assert_close(got, want)
     assert ("dropout" in name) != all(torch.equal(a, b) for a, b in zip(by_kernels, unnamed, strict=True))
@@ -366,7 +366,7 @@ def test_ids_of_a_part(name, is_long, device, monkeypatch):
 @pytest.mark.parametrize("kind", ["max", "min"])
 def test_extremes_of_what_is_not_finite(kind, max_piece, device, monkeypatch):
     """NaN wins and keeps its gradient, infinities have an argument, ties go to the first edge, empty rows are 0."""
-    monkeypatch.setattr(execution, "MAX_PIECE", max_piece)
+    monkeypatch.setattr(selection, "MAX_PIECE", max_piece)
     edges = [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1), (1, 1), (2, 1), (3, 2), (3, 2), (3, 2), (0, 2), (1, 3), (4, 3)]
     graph = Graph.from_edge_index(torch.tensor(edges, device=device).t(), (5, 5))
     sign = 1.0 if kind == "max" else -1.0
@@ -381,7 +381,7 @@ def test_extremes_of_what_is_not_finite(kind, max_piece, device, monkeypatch):
 @pytest.mark.parametrize("max_piece", [2, 1024])
 def test_a_maximum_without_its_argument(max_piece, device, monkeypatch):
     """Without gradients: NaN wins, minus infinity stays, empty rows are 0."""
-    monkeypatch.setattr(execution, "MAX_PIECE", max_piece)
+    monkeypatch.setattr(selection, "MAX_PIECE", max_piece)
     edges = [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1), (1, 1), (2, 1), (3, 2), (3, 2), (3, 2), (1, 3), (4, 3)]
     graph = Graph.from_edge_index(torch.tensor(edges, device=device).t(), (5, 5))
     x = torch.tensor([[-INFINITY], [1.0], [NAN], [-INFINITY], [3.0]], device=device)
@@ -393,7 +393,7 @@ def test_a_maximum_without_its_argument(max_piece, device, monkeypatch):
 @pytest.mark.parametrize("max_piece", [2, 1024])
 def test_rows_whose_scores_are_all_minus_infinity(max_piece, device, monkeypatch):
     """There is no weight to share out: results and gradients are zero, and those of other rows what they were."""
-    monkeypatch.setattr(execution, "MAX_PIECE", max_piece)
+    monkeypatch.setattr(selection, "MAX_PIECE", max_piece)
     dst = torch.tensor([0, 0, 0, 1, 1, 1, 1, 3, 3], device=device)
     graph = Graph.from_edge_index(torch.stack([torch.arange(9, device=device), dst]), (9, 4))
     x = torch.linspace(-1, 2, 18, device=device).view(9, 2).requires_grad_()
@@ -542,7 +542,7 @@ def check_same_bits(name, num_runs):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["gat", "gatv2-edge-dropout", "sage-max", "gmm", "edge-mlp-deep", "several"])
 def test_twenty_runs_are_bit_identical(name, monkeypatch):
-    monkeypatch.setattr(execution, "MAX_PIECE", 64)
+    monkeypatch.setattr(selection, "MAX_PIECE", 64)
     check_same_bits(name, 20)
 
 
@@ -612,11 +612,11 @@ def test_rows_that_are_far_from_each_other(name, device, only_kernels, offsets, 
 @pytest.mark.parametrize("is_postponed", [True, False], ids=["postponed", "plain"])
 def test_heads_one_by_one(is_postponed, device, only_kernels, monkeypatch):
     """Programs sum up one head each, forward, and backward where it is one sweep."""
-    monkeypatch.setattr(execution, "HEAD_DEGREE", 0)
-    monkeypatch.setattr(execution, "HEAD_BYTES", (0, 512))
+    monkeypatch.setattr(selection, "HEAD_DEGREE", 0)
+    monkeypatch.setattr(selection, "HEAD_BYTES", (0, 512))
     monkeypatch.setattr(autograd, "has_long_rows", lambda *args: is_postponed)
-    chosen, known = {}, execution.kernel_on
-    monkeypatch.setattr(execution, "kernel_on", lambda sweep, *args: chosen.setdefault(sweep, known(sweep, *args)))
+    chosen, known = {}, selection.kernel_on
+    monkeypatch.setattr(selection, "kernel_on", lambda sweep, *args: chosen.setdefault(sweep, known(sweep, *args)))
     check(program_of("gat-wide"), random_case(21, 17, 300), torch.float64, device)
     by_head = [kernel for kernel in chosen.values() if (kernel.width, kernel.num_tiles) == (32, 3)]
     assert len(by_head) == (2 if is_postponed else 1), chosen

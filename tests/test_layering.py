@@ -72,6 +72,7 @@ LAYERS = (
     "pyg_fullgraph.chunks",
     "pyg_fullgraph.launches",
     "pyg_fullgraph.pipelines",
+    "pyg_fullgraph.selection",
     "pyg_fullgraph.execution",
     "pyg_fullgraph.dots",
     "pyg_fullgraph.reuse",

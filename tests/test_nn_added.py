@@ -14,12 +14,12 @@ import pyg_fullgraph as pfg
 from oracle import error
 from pyg_fullgraph import columns, debug
 from pyg_fullgraph.autograd import observing, run
-from pyg_fullgraph.execution import interpreted
 from pyg_fullgraph.nn import sums
 from pyg_fullgraph.nn.lazy import LazyTensor
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
 from pyg_fullgraph.saga.plans import addend
+from pyg_fullgraph.selection import interpreted
 from triton_kernels import launch
 
 DEVICES = pytest.mark.parametrize("device", [INTERPRETER, GPU])

@@ -5,8 +5,7 @@ import torch
 from test_kernels import GPU, INTERPRETER
 
 from oracle import check, program_of, random_case
-from pyg_fullgraph import autograd, chunks, execution, phases
-from pyg_fullgraph.execution import kernel_of
+from pyg_fullgraph import autograd, chunks, execution, phases, selection
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.codegen import KernelSource
@@ -14,6 +13,7 @@ from pyg_fullgraph.saga.ir import Domain
 from pyg_fullgraph.saga.packing import columns_of, pack
 from pyg_fullgraph.saga.passes import split
 from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, PACKED, Plan, Sweep, is_packed
+from pyg_fullgraph.selection import kernel_of
 
 SRC, DST = Domain.SRC, Domain.DST
 
@@ -174,7 +174,7 @@ def test_heads_of_a_column(heads, first, end, device, monkeypatch):
     kernel = kernel_of(sweep)
     assert isinstance(kernel, KernelSource) and "tl.split" in kernel.source
     got = run()
-    monkeypatch.setattr(execution, "_kernel_for", lambda *args: None)
+    monkeypatch.setattr(selection, "kernel_for", lambda *args: None)
     torch.testing.assert_close(got, run(), rtol=1e-12, atol=1e-12)
 
 

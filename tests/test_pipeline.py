@@ -16,7 +16,7 @@ from triton.runtime.errors import OutOfResources
 import zoo
 from oracle import check, program_of, random_case
 from programs import CASES, DST, EDGE, MORE_CASES, SRC, WIDE_CASES, edge_conv, make_tensors
-from pyg_fullgraph import chunks, execution, launches, pipelines
+from pyg_fullgraph import chunks, execution, launches, pipelines, selection
 from pyg_fullgraph.autograd import run
 from pyg_fullgraph.edge_order import EdgeOrder
 from pyg_fullgraph.errors import NotFusable
@@ -45,10 +45,10 @@ def spans(monkeypatch):
         taken.append(len(self.spans))
         return run(self, *args)
 
-    monkeypatch.setattr(execution, "MIN_PIPELINE_WIDTH", 1)
-    monkeypatch.setattr(execution, "MIN_PIPELINE_BREADTH", (1, 1))
-    monkeypatch.setattr(execution, "MIN_PIPELINE", 0)
-    monkeypatch.setattr(execution, "MAX_PIECE", 8)
+    monkeypatch.setattr(selection, "MIN_PIPELINE_WIDTH", 1)
+    monkeypatch.setattr(selection, "MIN_PIPELINE_BREADTH", (1, 1))
+    monkeypatch.setattr(selection, "MIN_PIPELINE", 0)
+    monkeypatch.setattr(selection, "MAX_PIECE", 8)
     monkeypatch.setattr(pipelines, "SPAN_BYTES", 0)
     monkeypatch.setattr(pipelines, "SPAN_STEP", 16)
     monkeypatch.setattr(pipelines.PreparedPipeline, "run", noted)
@@ -137,15 +137,15 @@ def test_what_is_wide_goes_in_spans_where_there_is_enough_of_it():
     def kernels(width, num_edges, lanes=4):
         program = edge_conv("max", lambda: nn.Linear(2 * width, width), nn.ReLU, lambda: nn.Linear(width, width),
                             width=width)()
-        return [execution.pipeline_on(s, lanes, 1000, num_edges) for s in sweeps_of(program)]
+        return [selection.pipeline_on(s, lanes, 1000, num_edges) for s in sweeps_of(program)]
 
     assert None not in kernels(256, 1 << 13) and None not in kernels(128, 1 << 15)
     assert not any(kernels(256, 1 << 12)) and not any(kernels(64, 1 << 24))
     deep = edge_conv("max", lambda: nn.Linear(128, 64), *[nn.ReLU, lambda: nn.Linear(64, 64)] * 2, width=64)()
-    assert [bool(execution.pipeline_on(joined(tuple(s for s, _ in g)), 4, 1000, 1 << 24)) for p in plans_of(deep)
+    assert [bool(selection.pipeline_on(joined(tuple(s for s, _ in g)), 4, 1000, 1 << 24)) for p in plans_of(deep)
             for g in p.groups if isinstance(g[0][0], Sweep)] == [False, True, True]  # backward has more
     assert None not in kernels(256, 100, lanes=2)  # no kernel holds these in float64
-    assert not any(execution.pipeline_on(s, 4, 1000, 1 << 24) for s in sweeps_of(program_of("gat")))
+    assert not any(selection.pipeline_on(s, 4, 1000, 1 << 24) for s in sweeps_of(program_of("gat")))
 
 
 @pytest.mark.parametrize("name", [*CASES, *MORE_CASES, *WIDE_CASES])
@@ -180,9 +180,9 @@ def test_no_kernel_of_a_pipeline_has_a_product(name):
             continue
         assert all(g.attr("kind") != "outer" for s in pipeline.sweeps for _, g in s.gathers)
         assert not any(n.op == "mm" for s in pipeline.sweeps for n in ir.walk(*s.operands))
-        kernels = [execution.kernel_of(s, lanes) for s in pipeline.sweeps for lanes in (2, 4, 8)]
+        kernels = [selection.kernel_of(s, lanes) for s in pipeline.sweeps for lanes in (2, 4, 8)]
         assert all(isinstance(k, KernelSource) for k in kernels)
-        assert execution.chunk_reasons(sweep, 2) == ()
+        assert selection.chunk_reasons(sweep, 2) == ()
 
 
 @pytest.mark.parametrize("device", [INTERPRETER])
@@ -200,11 +200,11 @@ def test_a_product_that_is_refused_is_an_error(device, spans, monkeypatch):
     def multiply(x):
         raise OutOfResources(300_000, 232_448, "shared memory")
 
-    monkeypatch.setattr(execution, "_TOO_LARGE", set())
+    monkeypatch.setattr(selection, "refused", set())
     monkeypatch.setattr(pipelines.dense, "multiplier", lambda weight: multiply)
     with pytest.raises(OutOfResources):
         check(program_of("edge-mlp"), graph_for(device), torch.float32, device)
-    assert not execution._TOO_LARGE
+    assert not selection.refused
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
@@ -333,8 +333,8 @@ def test_sums_by_both_sides_come_from_the_same_spans(name, is_paired, device, sp
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
 def test_nothing_is_kept_of_the_first_step_of_what_no_kernel_holds(device, monkeypatch):
     """Why there is no kernel is kept, and not where that was found, among all that callers hold."""
-    made, kernel_of = [], execution.kernel_of
-    monkeypatch.setattr(execution, "kernel_of", lambda *args, **kw: made.append(kernel_of(*args, **kw)) or made[-1])
+    made, kernel_of = [], selection.kernel_of
+    monkeypatch.setattr(selection, "kernel_of", lambda *args, **kw: made.append(kernel_of(*args, **kw)) or made[-1])
     width = 136  # of no other test
     layer = EdgeConv(nn.Sequential(nn.Linear(2 * width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(),
                                    nn.Linear(width, width))).to(device)
@@ -384,7 +384,7 @@ def test_wide_layers(width, dtype, no_chunks, monkeypatch):
     program = edge_conv("mean", lambda: nn.Linear(2 * width, width), nn.SiLU, lambda: nn.Linear(width, width), nn.SiLU,
                         width=width)()
     check(program, random_case(3_000, 3_000, 150_000), dtype, "cuda", slack=3)
-    assert all(execution.pipeline_on(s, 16 // dtype.itemsize, 3_000, 150_000) for s in sweeps_of(program))
+    assert all(selection.pipeline_on(s, 16 // dtype.itemsize, 3_000, 150_000) for s in sweeps_of(program))
 
 
 def test_a_sweep_without_products_is_no_pipeline():

@@ -71,7 +71,7 @@ def test_in_chunks(name, long_rows):
                                          ("gat-bias", torch.float32), ("gat-mean", torch.bfloat16),
                                          ("tanh", torch.float32)])
 def test_in_kernels(name, dtype, device, long_rows, monkeypatch):
-    monkeypatch.setattr("pyg_fullgraph.execution.MAX_PIECE", 16)
+    monkeypatch.setattr("pyg_fullgraph.selection.MAX_PIECE", 16)
     case = random_case(13, 11, 120) if device == "cpu" else random_case(1501, 1201, 200_000)
     check(tanh_scores() if name == "tanh" else program_of(name), case, dtype, device)
 

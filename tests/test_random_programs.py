@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import zoo
 from oracle import check
 from programs import NUM_KINDS
-from pyg_fullgraph import execution
+from pyg_fullgraph import selection
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.phases import EdgePhase
 from pyg_fullgraph.saga import ir
@@ -210,7 +210,7 @@ def test_random_programs_have_kernels_or_a_reason(data):
         needs = tuple(True for _ in phase.inputs)
         plans += [phase.forward_plan(KERNELS, True), phase.backward_plan(KERNELS, needs)]
     for sweep in (s for plan in plans for s in plan.sweeps):
-        kernel = execution.kernel_of(sweep)
+        kernel = selection.kernel_of(sweep)
         if isinstance(kernel, NotFusable):
             assert kernel.reasons
         else:

@@ -7,7 +7,7 @@ from triton.runtime.errors import OutOfResources
 
 from oracle import error
 from programs import NUM_KINDS, ROW_CASES, SRC, row_steps
-from pyg_fullgraph import execution
+from pyg_fullgraph import execution, selection
 from pyg_fullgraph.chunks import compute_dtype
 from pyg_fullgraph.saga import interpret, ir
 from pyg_fullgraph.saga.ir import Domain
@@ -130,8 +130,8 @@ def test_a_kernel_that_a_device_refuses_is_left_to_torch(monkeypatch):
         calls.append(self)
         raise OutOfResources(300_000, 232_448, "shared memory")
 
-    monkeypatch.setattr(execution, "interpreted", lambda: True)
-    monkeypatch.setattr(execution, "_TOO_LARGE", set())
+    monkeypatch.setattr(selection, "interpreted", lambda: True)
+    monkeypatch.setattr(selection, "refused", set())
     monkeypatch.setattr(launch.Launch, "run", refuse)
     steps = ROW_CASES["dots"]()
     given = tensors_of(steps, 9, torch.float32, "cpu")

@@ -9,7 +9,7 @@ from test_kernels import GPU, INTERPRETER
 import zoo
 from oracle import check, gradients, program_of, random_case
 from programs import make_tensors
-from pyg_fullgraph import autograd, chunks, edge_order, execution, phases
+from pyg_fullgraph import autograd, chunks, edge_order, phases, selection
 from pyg_fullgraph.autograd import run
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.phases import EdgePhase
@@ -26,7 +26,7 @@ NAMES = ("gat", "gat-edge", "gat-dropout", "gatv2-edge-dropout")
 
 @pytest.fixture(autouse=True)
 def eager(monkeypatch):
-    target_of = execution.target_of
+    target_of = selection.target_of
     for module in (autograd, phases):
         monkeypatch.setattr(module, "target_of", lambda device: EAGER if target_of(device) is KERNELS else CHUNKS)
     _forget()
@@ -88,8 +88,8 @@ def test_kernels_and_chunks_hand_on_to_each_other(name, in_chunks, is_large, dev
     if is_large:
         monkeypatch.setattr(edge_order, "_MAX_CACHED_ROWS", 16)
         monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", {"cpu": 300, "cuda": 300})
-    kernel_for = execution._kernel_for
-    monkeypatch.setattr(execution, "_kernel_for",
+    kernel_for = selection.kernel_for
+    monkeypatch.setattr(selection, "kernel_for",
                         lambda sweep, *more: None if sweep.rows.label == in_chunks else kernel_for(sweep, *more))
     check(program_of(name), random_case(37, 29, 150), torch.float64, device)
 
@@ -133,5 +133,5 @@ def test_places(graph, is_large, monkeypatch):
 def test_plans_without_staged_values_need_no_places():
     for sweep in backward_plan("edge-mlp").sweeps:
         assert not any(map(is_staged, (*sweep.inputs, *(r for r, _ in sweep.edges))))
-        kernel = execution.kernel_of(sweep)
+        kernel = selection.kernel_of(sweep)
         assert not kernel.uses_places

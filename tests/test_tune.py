@@ -11,7 +11,7 @@ import pyg_fullgraph as pfg
 import zoo
 from oracle import check, program_of, random_case
 from programs import make_tensors
-from pyg_fullgraph import execution
+from pyg_fullgraph import selection
 from pyg_fullgraph.autograd import run
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.phases import EdgePhase
@@ -123,11 +123,11 @@ def test_a_run_like_one_before_looks_for_no_kernel(monkeypatch):
     case, program = random_case(21, 17, 300), program_of("gcn")
     tensors = make_tensors(program, case.num_src, case.num_dst, case.num_edges, torch.float64, "cpu", 0)
     graph, other = (Graph.from_edge_index(case.edge_index, case.size) for _ in range(2))
-    asked, known = [], execution._kernel_for
-    monkeypatch.setattr(execution, "_kernel_for", lambda *args: asked.append(args) or known(*args))
+    asked, known = [], selection.kernel_for
+    monkeypatch.setattr(selection, "kernel_for", lambda *args: asked.append(args) or known(*args))
     found, outs = [], []
     for edges, refused in ((graph, ()), (graph, ()), (other, ()), (graph, ("another",)), (graph, ("another",))):
-        monkeypatch.setattr(execution, "_TOO_LARGE", set(refused))
+        monkeypatch.setattr(selection, "refused", set(refused))
         outs += run(program, edges, {n: t.detach() for n, t in tensors.items()})
         found.append(bool(asked))
         asked.clear()
@@ -152,8 +152,8 @@ def test_every_shape_gives_the_same_results(monkeypatch, name):
 
     monkeypatch.setattr(tune, "is_enabled", lambda device: True)
     monkeypatch.setattr(tune, "choose", choose)
-    monkeypatch.setattr(execution, "MAX_PIECE", 256)
-    monkeypatch.setattr(execution, "MIN_PIECES", 1)  # the graph is small
+    monkeypatch.setattr(selection, "MAX_PIECE", 256)
+    monkeypatch.setattr(selection, "MIN_PIECES", 1)  # the graph is small
     check(program_of(name), zoo.hub())
     assert {s.max_piece for s in tried} == {128, 256, 512}
     assert len({s.block_e for s in tried}) > 1 and len({s.num_warps for s in tried}) > 1
@@ -162,14 +162,14 @@ def test_every_shape_gives_the_same_results(monkeypatch, name):
 def test_pieces_are_longer_in_large_graphs_whose_rows_mostly_would_be_cut():
     def bound(num_rows, num_edges):
         order = SimpleNamespace(num_rows=num_rows, num_edges=num_edges)
-        return execution._default_shape(kernel, order).max_piece
+        return selection.default_shape(kernel, order).max_piece
 
     phase = EdgePhase(split(program_of("gcn")).stages[0].core)
-    kernel = execution.kernel_of(phase.forward_plan(KERNELS, False).sweeps[0])
+    kernel = selection.kernel_of(phase.forward_plan(KERNELS, False).sweeps[0])
     reddit, products, arxiv = bound(232_965, 114_615_892), bound(2_449_029, 126_167_053), bound(169_343, 2_315_598)
-    assert reddit == 2 * products == 2 * arxiv == 2 * execution.MAX_PIECE
-    assert bound(500, 200_000) < execution.MAX_PIECE  # rows as long, of a small graph
-    assert bound(1, 500) == execution.MAX_PIECE  # all of it is one piece
+    assert reddit == 2 * products == 2 * arxiv == 2 * selection.MAX_PIECE
+    assert bound(500, 200_000) < selection.MAX_PIECE  # rows as long, of a small graph
+    assert bound(1, 500) == selection.MAX_PIECE  # all of it is one piece
 
 
 @pytest.mark.gpu

@@ -9,7 +9,6 @@ from tiled import run_in_tiles
 from oracle import check, error, gradients, random_case
 from programs import DST, EDGE, SRC, gatv2, make_tensors
 from pyg_fullgraph.autograd import run
-from pyg_fullgraph.execution import kernel_of
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.phases import EdgePhase
 from pyg_fullgraph.saga import ir
@@ -18,6 +17,7 @@ from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
 from pyg_fullgraph.saga.passes import split
 from pyg_fullgraph.saga.plans import KERNELS
 from pyg_fullgraph.saga.unrolled import MAX_SUMS, MAX_UNROLLED, is_narrow_outer
+from pyg_fullgraph.selection import kernel_of
 
 PARAM = Domain.PARAM
 

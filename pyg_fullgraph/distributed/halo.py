@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from pyg_fullgraph import execution
+from pyg_fullgraph import execution, selection
 from pyg_fullgraph.chunks import Leaf
 from pyg_fullgraph.distributed.copies import Routes, is_capturing
 from pyg_fullgraph.distributed.group import Group, Transfer
@@ -46,7 +46,7 @@ class Halo(Way):
         routes = self._routes_of(side, group) if nodes else None
         if group.size == 1 or not nodes:
             return execution.run_sweep(sweep, side.rows, leaf, like, exact)
-        is_whole = execution.takes_spans(sweep, side.rows, like)
+        is_whole = selection.takes_spans(sweep, side.rows, like)
         owned, values, transfers = {}, {}, []
         for k, node in enumerate(nodes):
             own = owned[node] = execution.padded(leaf(node), node, like)

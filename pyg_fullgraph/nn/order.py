@@ -31,7 +31,6 @@ from torch_geometric.nn.conv import MessagePassing as PyGMessagePassing
 
 from pyg_fullgraph import columns, debug, dense, reuse
 from pyg_fullgraph.autograd import Ways
-from pyg_fullgraph.execution import has_kernels
 from pyg_fullgraph.functions import PLAIN
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn.lazy import DeferredTensor, LazyTensor, run, unseen
@@ -39,6 +38,7 @@ from pyg_fullgraph.nn.scaled import ScaledExpr, has_multiples
 from pyg_fullgraph.nn.surroundings import has_hooks_of_all
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output
+from pyg_fullgraph.selection import has_kernels
 
 __all__ = ["AddedExpr", "LinearExpr", "SummedExpr", "asks_torch", "has_chains", "has_update", "is_closed", "is_open",
            "is_pygs", "is_seen_by_nobody", "may_wait", "opened", "running", "settle", "sum_later"]

@@ -1,0 +1,215 @@
+"""Which generated kernels run a sweep, on how many rows and edges and in which shape, by rules that were measured."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyg_fullgraph import launches
+from pyg_fullgraph.edge_order import EdgeOrder
+from pyg_fullgraph.errors import NotFusable
+from pyg_fullgraph.saga import codegen, tiles
+from pyg_fullgraph.saga.pipeline import Pipeline, pipeline_of
+from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, Sweep, Target
+from pyg_fullgraph.saga.rows import RowsSource
+from triton_kernels import segment, tune
+
+#: Most edges of one piece of a row, in large graphs and in small ones; and pieces that a graph may have before its rows
+#: are cut finer.
+MAX_PIECE, MIN_PIECE, MIN_PIECES = 512, 32, 1024
+#: Fewest edges of a graph, and of its rows on average, whose pieces may be twice as long: where most rows would be cut,
+#: what is left of their pieces takes memory. Measured on an H200 with 490 edges per row: a step of GAT needs 595 MB in
+#: place of 821, of dot products 1006 in place of 1120, and takes the same time, of dot products 3% more; of 50 edges it
+#: needs no less and GATv2 takes 3% more.
+LONG_PIECES = (1 << 24, 256)
+#: Mean degree -> bytes of a row that one program sums at a time: of long rows, slices meet in the cache of a
+#: multiprocessor. Measured on an H200.
+SLICES = ((256, 128), (32, 256))
+#: Fewest and most bytes of a head, and fewest edges per row, for which a program sums up one head at a time where edges
+#: have a number per head: rows meet in the cache of a multiprocessor. Measured on an H200: GAT of 4 x 64 on reddit,
+#: forward and backward, 12.3 and 12.5 ms, by heads 11.7 and 11.5; of 2 x 128 14.8 and 14.0, 11.8 and 11.5. Heads of 128
+#: bytes take longer for it backward; on products (50 edges per row) 4 x 64 takes longer both ways.
+HEAD_BYTES, HEAD_DEGREE = (256, 512), 256
+#: Products of edge values are taken out of kernels with matrices whose harmonic mean of rows and columns is at least
+#: the first, where, but in float64, one is at least as large as the second or all of a sweep add up to the third, and
+#: where there are so many multiplications that it is worth more launches. Measured on an H100, in kernels and in
+#: spans of 128 MiB per value: steps of an MLP of two layers per edge, arxiv size, 7.0 and 7.2 ms for 64 features, 20.8
+#: and 10.4 for 96, 93.9 and 25.2 for 256; of three layers 15.8 and 12.9 for 64, 5.1 and 7.6 for 32; of two and 128
+#: features for 32 thousand edges 2.5 and 2.3; in float64 9.3 and 3.5 for 64 and 328 thousand.
+MIN_PIPELINE_WIDTH, MIN_PIPELINE_BREADTH, MIN_PIPELINE = 64, (96, 192), 1 << 29
+#: Programs are launched at about two per nanosecond: rows with at most so many features of all their edges, on average,
+#: are done sooner, and programs take several pieces. Measured on an H200: 0.115 and 0.076 ms for a sum of 32 features
+#: (arxiv size), 2.3 and 1.9 (products size); from 3500 features on it takes longer.
+ROUND_FEATURES = 3000
+
+
+def target_of(device: torch.device) -> Target:
+    """What the executor of ``device`` can do in one pass."""
+    return KERNELS if has_kernels(device) else CHUNKS
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether plans run by kernels on ``device``; tensors without data (``meta``) stand for those of a GPU."""
+    return device.type in ("cuda", "meta") or interpreted()
+
+
+@lru_cache(maxsize=1)
+def interpreted() -> bool:
+    """Whether kernels run on CPU tensors through Triton's interpreter (``TRITON_INTERPRET=1``)."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+#: Sources of kernels that a device refused: they ask for more shared memory than it has.
+refused: set[str] = set()
+
+
+def refuse(kernel: codegen.KernelSource | RowsSource, error: Exception, otherwise: str = "in chunks") -> None:
+    refused.add(kernel.source)
+    warnings.warn(f"Kernel {kernel.name} does not fit the device ({error}); runs {otherwise}", stacklevel=3)
+
+
+def kernel_for(sweep: Sweep, like: Tensor, order: EdgeOrder) -> codegen.KernelSource | None:
+    """The kernel that runs ``sweep`` over ``order``, which may be a tile; None without one."""
+    if not has_kernels(like.device):
+        return None
+
+    def choose() -> codegen.KernelSource | None:
+        kernel = kernel_on(sweep, 16 // like.element_size(), order.num_rows, order.num_edges)
+        return kernel if isinstance(kernel, codegen.KernelSource) and kernel.source not in refused else None
+
+    return order._cached(("kernel", sweep, like.element_size(), len(refused)), choose)
+
+
+def pipeline_for(sweep: Sweep, like: Tensor, order: EdgeOrder, across: Sweep | None = None) -> Piped | None:
+    """The pipeline that runs ``sweep`` over ``order``, and ``across``; None where its products are in a kernel, or in
+    chunks, and where the host would have to wait for the edges ``across`` and may not.
+    """
+    if not has_kernels(like.device):
+        return None
+    lanes = 16 // like.element_size()
+    key = "piped", sweep, across, lanes, len(refused)
+    if across is not None and key not in order._cache and not segment.may_wait_once(like.device):
+        return None
+    return order._cached(key, lambda: pipeline_on(sweep, lanes, order.num_rows, order.num_edges, across))
+
+
+def takes_spans(sweep: Sweep, order: EdgeOrder, like: Tensor) -> bool:
+    """Whether ``sweep`` runs span after span of its edges, and has to have all rows at once."""
+    return any(pipeline_for(known, like, order) is not None for known in (sweep, sweep.bare))
+
+
+def kernel_on(sweep: Sweep, lanes: int, num_rows: int, num_edges: int) -> codegen.KernelSource | NotFusable:
+    """The generated kernel that is best for as many rows and edges, or why there is none.
+
+    Args:
+        sweep: What to compute.
+        lanes: Features per 16 bytes.
+        num_rows, num_edges: Of the order, or of the tile.
+    """
+    kernel, degree = _fitting(sweep, lanes), num_edges / max(num_rows, 1)
+    if not isinstance(kernel, codegen.KernelSource):
+        return kernel
+    better: list[codegen.KernelSource | NotFusable] = []
+    features = next((size * lanes // 16 for least, size in SLICES if degree >= least), kernel.width)
+    if kernel.is_sliced_freely and 2 * features < kernel.width:
+        better.append(kernel_of(sweep, lanes, features))
+    is_head = HEAD_BYTES[0] <= kernel.head_width * 16 // lanes <= HEAD_BYTES[1]
+    if is_head and degree >= HEAD_DEGREE and kernel.head_width < kernel.width:
+        better.append(kernel_of(sweep, lanes, kernel.head_width))
+    if kernel.is_light and degree * kernel.width <= ROUND_FEATURES and num_rows >= 2 * launches.MIN_ROUND_PROGRAMS:
+        better.append(kernel_of(sweep, lanes, in_rounds=True))
+    return next((k for k in better if isinstance(k, codegen.KernelSource) and k.source not in refused), kernel)
+
+
+class Piped(NamedTuple):
+    """A pipeline, and the kernels of its sweeps."""
+
+    pipeline: Pipeline
+    kernels: Mapping[Sweep, codegen.KernelSource]
+
+
+def pipeline_on(sweep: Sweep, lanes: int, num_rows: int, num_edges: int, across: Sweep | None = None) -> Piped | None:
+    """The pipeline that is better for as many rows and edges than a kernel with the products in it; None without one.
+
+    Args: as for :func:`kernel_on`, and as for :func:`pipeline_of`.
+    """
+    kernels = [_fitting(s, lanes) for s in (sweep, across) if s is not None]
+    has_kernel = all(isinstance(k, codegen.KernelSource) and k.source not in refused for k in kernels)
+    pipeline = pipeline_of(sweep, MIN_PIPELINE_WIDTH if has_kernel else 1, across)
+    if pipeline is None:
+        return None
+    one, all_of_them = MIN_PIPELINE_BREADTH
+    is_broad = lanes == 2 or max(pipeline.breadths) >= one or sum(pipeline.breadths) >= all_of_them
+    if has_kernel and not (is_broad and num_edges * pipeline.work >= MIN_PIPELINE):
+        return None
+    known = {s: kernel_on(s, lanes, num_rows, num_edges) for s in pipeline.sweeps}
+    # Values of a span are those of all its edges: a piece that begins before it has some of them.
+    fitting = {s: k for s, k in known.items() if isinstance(k, codegen.KernelSource) and k.source not in refused
+               and (s in pipeline.ends or k.takes_blocks)}
+    return Piped(pipeline, fitting) if len(fitting) == len(known) else None
+
+
+@lru_cache(maxsize=4096)
+def kernel_of(sweep: Sweep, lanes: int = 4, tile: int | None = None, may_take_blocks: bool = True,
+              in_rounds: bool = False) -> codegen.KernelSource | NotFusable:
+    """The generated kernel of ``sweep`` (see :func:`codegen.generate`), or why there is none."""
+    try:
+        return codegen.generate(sweep, lanes, tile, may_take_blocks, in_rounds)
+    except NotFusable as error:
+        return NotFusable(error.reasons)  # without the traceback, which holds what all callers hold
+
+
+def _fitting(sweep: Sweep, lanes: int) -> codegen.KernelSource | NotFusable:
+    """The generated kernel, the one by rows where that by blocks was refused."""
+    kernel = kernel_of(sweep, lanes)
+    is_refused = isinstance(kernel, codegen.KernelSource) and kernel.takes_blocks and kernel.source in refused
+    return kernel_of(sweep, lanes, may_take_blocks=False) if is_refused else kernel
+
+
+def chunk_reasons(sweep: Sweep, lanes: int = 4) -> tuple[str, ...]:
+    """Why ``sweep`` runs in chunks on a GPU; empty if it has kernels that, as far as was tried, fit the device."""
+    kernel = _fitting(sweep, lanes)
+    is_fitting = isinstance(kernel, codegen.KernelSource) and kernel.source not in refused
+    if is_fitting or pipeline_on(sweep, lanes, 1, 1) is not None:
+        return ()
+    return kernel.reasons if isinstance(kernel, NotFusable) else ("its kernel does not fit the device",)
+
+
+def kernels_on(sweep: Sweep, lanes: int, num_rows: int, num_edges: int, is_whole: bool = True,
+               across: Sweep | None = None) -> tuple[codegen.KernelSource, ...] | NotFusable:
+    """The generated kernels that run ``sweep``, or why it runs in chunks; ``is_whole``: with all edges at once, not in
+    tiles. Other arguments are those of :func:`kernel_on`.
+    """
+    piped = pipeline_on(sweep, lanes, num_rows, num_edges, across) if is_whole else None
+    if piped is not None:
+        return tuple(piped.kernels.values())
+    kernel = kernel_on(sweep, lanes, num_rows, num_edges)
+    return (kernel,) if isinstance(kernel, codegen.KernelSource) else kernel
+
+
+def default_shape(kernel: codegen.KernelSource, order: EdgeOrder) -> tune.Shape:
+    """Measured on an H200 for each kind of loop; rows of few edges leave no lanes idle."""
+    mean_degree = order.num_edges / max(order.num_rows, 1)
+    filled = kernel.block_e if kernel.takes_blocks else tiles.next_power_of_2(max(math.ceil(mean_degree), 4))
+    block_e = max(min(kernel.block_e, filled), kernel.min_block_e)
+    if kernel.full_degree:
+        block_e = kernel.block_e if mean_degree >= kernel.full_degree else kernel.min_block_e
+    max_piece = max_piece_of(order.num_edges, mean_degree)
+    return tune.Shape(kernel.width, block_e, kernel.num_warps(block_e), max_piece)
+
+
+def max_piece_of(num_edges: int, mean_degree: float) -> int:
+    """The bound of pieces: in a small graph all would wait for the longest row, which goes edge after edge."""
+    if num_edges <= MAX_PIECE:  # no row is cut, and there is nothing to merge
+        return MAX_PIECE
+    least, least_degree = LONG_PIECES
+    if num_edges >= least and mean_degree >= least_degree:
+        return 2 * MAX_PIECE
+    return min(MAX_PIECE, max(MIN_PIECE, tiles.next_power_of_2(num_edges // MIN_PIECES)))
