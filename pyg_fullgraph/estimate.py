@@ -16,7 +16,8 @@ from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.phases import EdgePhase, stores_half
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node
-from pyg_fullgraph.saga.plans import Plan, Sweep, Target, is_staged, read_by
+from pyg_fullgraph.saga.pipeline import Outer, Pipeline, Product
+from pyg_fullgraph.saga.plans import Batch, Plan, Sweep, Target, is_staged, read_by
 
 #: How inputs are called whose product with a weight was kept open (see :mod:`pyg_fullgraph.nn.order`).
 FEATURES = ".features"
@@ -91,8 +92,16 @@ def vertex_work(values: Iterable[Node], sizes: Sizes) -> Work:
     return Work(read * sizes.value, written * sizes.value, flops)
 
 
-def plan_work(plan: Plan, sizes: Sizes, dtypes: Mapping[Node, torch.dtype]) -> Work:
-    """All steps of ``plan``; ``dtypes`` are those of its inputs that do not have the one of features."""
+def plan_work(plan: Plan, sizes: Sizes, dtypes: Mapping[Node, torch.dtype],
+              batches: Iterable[tuple[Batch, Pipeline | None]] | None = None) -> Work:
+    """All steps of ``plan``.
+
+    Args:
+        plan: What runs.
+        sizes: Of the graph and of values.
+        dtypes: Of those of its inputs that do not have the one of features.
+        batches: What runs at a time, and the pipelines that sweeps run as; each step by itself if it is None.
+    """
     made: dict[Node, int] = {}
 
     def width(node: Node) -> int:
@@ -101,16 +110,19 @@ def plan_work(plan: Plan, sizes: Sizes, dtypes: Mapping[Node, torch.dtype]) -> W
         return node.numel * size
 
     total = Work()
-    for step in plan.steps:
-        if isinstance(step, Sweep):
-            kinds = {r: g.attr("kind") for r, g in step.gathers}
-            for result in step.results:
-                is_exact = kinds.get(result) == "lse" or result.domain == Domain.PARAM or result in plan.exact
-                made[result] = sizes.id if result.is_integer else sizes.exact if is_exact else sizes.value
-            total += _sweep_work(step, sizes, width, plan.staging)
+    for sweep in plan.sweeps:
+        kinds = {r: g.attr("kind") for r, g in sweep.gathers}
+        for result in sweep.results:
+            is_exact = kinds.get(result) == "lse" or result.domain == Domain.PARAM or result in plan.exact
+            made[result] = sizes.id if result.is_integer else sizes.exact if is_exact else sizes.value
+    made.update((step[0], sizes.exact) for step in plan.steps if not isinstance(step, Sweep))
+    for batch, pipeline in ((b, None) for b, _ in plan.batches) if batches is None else batches:
+        if pipeline is not None:
+            total += _pipeline_work(pipeline, sizes, width, plan.staging)
+        elif isinstance(batch, Sweep):
+            total += _sweep_work(batch, sizes, width, plan.staging)
         else:
-            made[step[0]] = sizes.exact
-            total += _step_work(step[0], step[1], sizes, width)
+            total = sum((_step_work(result, value, sizes, width) for result, value in batch), total)
     for value in plan.outputs.values():
         if value.op != "input":
             total += _step_work(value, value, sizes, width)
@@ -138,6 +150,20 @@ def _sweep_work(sweep: Sweep, sizes: Sizes, width: Callable[[Node], int], stagin
     return Work(read, sum(width(r) * sizes.rows(r.domain) for r in sweep.results),
                 _expression_flops((*sweep.operands, *sweep.added, *(e for _, e in sweep.finish)), rows) + reduced
                 + sum(n.numel * own for n in sweep.added))
+
+
+def _pipeline_work(pipeline: Pipeline, sizes: Sizes, width: Callable[[Node], int], staging: Domain) -> Work:
+    """What is multiplied between its kernels is written once per edge, and read again."""
+    edges = sizes.num_edges
+    total = sum((_sweep_work(s, sizes, width, staging) for s in pipeline.sweeps), Work())
+    for step in pipeline.steps:
+        if isinstance(step, Product):
+            total += Work(edges * width(step.x) + width(step.weight), edges * width(step.result),
+                          2 * step.x.numel * step.result.numel * edges)
+        elif isinstance(step, Outer):
+            total += Work(edges * (width(step.a) + width(step.b)), width(step.result),
+                          2 * step.a.numel * step.b.numel * edges)
+    return total
 
 
 def _gather_cost(gather: Node) -> int:

@@ -32,7 +32,7 @@ from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output
 from pyg_fullgraph.saga.passes import Stage, rewritten
 from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, Batch, Plan, Sweep, Target, is_staged
-from pyg_fullgraph.selection import chunk_reasons, kernels_on, pipeline_on, target_of
+from pyg_fullgraph.selection import Piped, chunk_reasons, kernel_on, pipeline_on, target_of
 
 __all__ = ["Explanation", "LayerReport", "PhaseReport", "ProgramReport", "explain"]
 
@@ -105,14 +105,20 @@ class PhaseReport:
             return Work(), Work()
         sizes = Sizes.of(self.graph, self.dtype)
         moved = vertex_work(self.hoisted.values(), sizes)
-        forward, backward = plan_work(self.forward(), sizes, self.dtypes) + moved, Work()
+        forward, backward = self._work_of(self.forward(), sizes) + moved, Work()
         plan = self.backward()
         if plan is not None:
             biases = sum(n.numel for n, need in zip(self.phase.inputs, self.needs, strict=True)
                          if need and n in self.phase.added and not n.is_row)
             summed = Work(biases * sizes.num_dst * sizes.value, biases * sizes.value, biases * sizes.num_dst)
-            backward = plan_work(plan, sizes, self.dtypes) + moved + moved + summed
+            backward = self._work_of(plan, sizes) + moved + moved + summed
         return forward, backward
+
+    def _work_of(self, plan: Plan, sizes: Sizes) -> Work:
+        """Of all steps of ``plan`` as they run."""
+        return plan_work(plan, sizes, self.dtypes, None if self.target is CHUNKS else (
+            (batch, None if piped is None else piped.pipeline)
+            for batch, _, piped in _batches(plan, self.lanes, self.graph)))
 
     def recomputed(self) -> int:
         """Number of edge expressions that backward computes anew."""
@@ -331,13 +337,15 @@ class Explanation:
         parts = []
         for graph, phase in ((part.graph, p) for part in self._fused(name).parts for p in part.phases):
             plan = phase.backward(KERNELS) if backward else phase.forward(KERNELS)
-            for batch, across in (*_batches(plan, 4, graph), (plan.last, None)) if plan is not None else ():
+            for batch, _, piped in (*_batches(plan, 4, graph), (plan.last, None, None)) if plan is not None else ():
                 if not isinstance(batch, Sweep):
                     parts += [kernel.source for _, kernel in row_kernels(batch, False)]
-                    continue
-                known = kernels_on(batch, 4, *_sizes(batch, graph), _is_whole(graph), across)
-                parts += [f"# Runs in chunks: {'; '.join(known.reasons)}\n"] if isinstance(known, NotFusable) else \
-                    [kernel.source for kernel in known]
+                elif piped is not None:
+                    parts += [kernel.source for kernel in piped.kernels.values()]
+                else:
+                    known = kernel_on(batch, 4, *_sizes(batch, graph))
+                    parts.append(f"# Runs in chunks: {'; '.join(known.reasons)}\n" if isinstance(known, NotFusable)
+                                 else known.source)
         return "\n\n".join(parts)
 
     def svg(self, name: str) -> str:
@@ -489,7 +497,7 @@ def _how(phase: PhaseReport) -> list[str]:
     if phase.target is CHUNKS:
         out.append("runs here in chunks of edges, because the graph is on the CPU")
     for name, plan in (("forward", phase.forward(KERNELS)), ("backward", phase.backward(KERNELS))):
-        for sweep, across in _batches(plan, phase.lanes, phase.graph) if plan is not None else ():
+        for sweep, across, piped in _batches(plan, phase.lanes, phase.graph) if plan is not None else ():
             if not isinstance(sweep, Sweep):
                 continue
             reasons = chunk_reasons(sweep, phase.lanes)
@@ -499,8 +507,6 @@ def _how(phase: PhaseReport) -> list[str]:
                            f"{'; '.join(reasons)}")
                 continue
             where = " on a GPU" if phase.target is CHUNKS else ""
-            sizes = _sizes(sweep, phase.graph)
-            piped = pipeline_on(sweep, phase.lanes, *sizes, across) if _is_whole(phase.graph) else None
             if piped is not None:
                 sides = _SIDES[sweep.rows] + (f", and with it by {_SIDES[across.rows]}," if across is not None else "")
                 out.append(f"the {name} pass by {sides} takes spans of edges{where}, with "
@@ -515,23 +521,26 @@ def _how(phase: PhaseReport) -> list[str]:
     return out
 
 
-def _batches(plan: Plan, lanes: int, graph: Graph) -> Iterator[tuple[Batch, Sweep | None]]:
-    """What runs at a time, in order: sweeps that run as one pipeline are one, and one along the other side with it."""
+def _batches(plan: Plan, lanes: int, graph: Graph) -> Iterator[tuple[Batch, Sweep | None, Piped | None]]:
+    """What runs at a time, in order: sweeps that run as one pipeline are one, and one along the other side with it; and
+    that pipeline.
+    """
+    order: Order = graph.incoming
+    # On part of a graph sweeps are not joined, and have all edges at once where all rows are fetched before.
+    is_whole = isinstance(order, EdgeOrder)
+    takes_spans = isinstance(order, EdgeOrder) or order.way.waits_for_spans
+
+    def piped(sweep: Sweep, across: Sweep | None = None) -> Piped | None:
+        return pipeline_on(sweep, lanes, *_sizes(sweep, graph), across)
+
     def is_one(sweep: Sweep) -> bool:
-        return isinstance(graph.incoming, EdgeOrder) and pipeline_on(sweep, lanes, *_sizes(sweep, graph)) is not None
+        return is_whole and piped(sweep) is not None
 
     def crosses(sweep: Sweep, other: Sweep) -> bool:
-        sizes = _sizes(sweep, graph)
-        return is_one(sweep) and is_one(other) and pipeline_on(sweep, lanes, *sizes, other) is not None
+        return is_one(sweep) and is_one(other) and piped(sweep, other) is not None
 
     for step, across, _ in plan.together(is_one, crosses):
-        yield step, across
-
-
-def _is_whole(graph: Graph) -> bool:
-    """Whether sweeps that take spans have all edges of ``graph`` at once."""
-    order: Order = graph.incoming
-    return isinstance(order, EdgeOrder) or order.way.waits_for_spans
+        yield step, across, piped(step, across) if takes_spans and isinstance(step, Sweep) else None
 
 
 def _sizes(sweep: Sweep, graph: Graph) -> tuple[int, int]:

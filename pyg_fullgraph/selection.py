@@ -182,18 +182,6 @@ def chunk_reasons(sweep: Sweep, lanes: int = 4) -> tuple[str, ...]:
     return kernel.reasons if isinstance(kernel, NotFusable) else ("its kernel does not fit the device",)
 
 
-def kernels_on(sweep: Sweep, lanes: int, num_rows: int, num_edges: int, is_whole: bool = True,
-               across: Sweep | None = None) -> tuple[codegen.KernelSource, ...] | NotFusable:
-    """The generated kernels that run ``sweep``, or why it runs in chunks; ``is_whole``: with all edges at once, not in
-    tiles. Other arguments are those of :func:`kernel_on`.
-    """
-    piped = pipeline_on(sweep, lanes, num_rows, num_edges, across) if is_whole else None
-    if piped is not None:
-        return tuple(piped.kernels.values())
-    kernel = kernel_on(sweep, lanes, num_rows, num_edges)
-    return (kernel,) if isinstance(kernel, codegen.KernelSource) else kernel
-
-
 def default_shape(kernel: codegen.KernelSource, order: EdgeOrder) -> tune.Shape:
     """Measured on an H200 for each kind of loop; rows of few edges leave no lanes idle."""
     mean_degree = order.num_edges / max(order.num_rows, 1)

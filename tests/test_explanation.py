@@ -11,7 +11,7 @@ from torch_geometric.nn import models
 
 import pyg_fullgraph.nn as fused_nn
 import zoo
-from pyg_fullgraph import autograd, debug, phases
+from pyg_fullgraph import autograd, debug, explanation, phases, selection
 from pyg_fullgraph.errors import InputError
 from pyg_fullgraph.estimate import Sizes, Work, plan_work, unfused
 from pyg_fullgraph.explanation import explain
@@ -153,6 +153,23 @@ def test_products_between_kernels():
     assert all("tl.dot" not in report.source("", backward) for backward in (False, True))
     few = explain(fused_nn.EdgeConv(mlp), x, edge_index[:, :200])
     assert "spans of edges" not in str(few) and "tl.dot" in few.source("")
+
+
+def test_work_of_products_between_kernels(monkeypatch):
+    """Both factors and results of a product are written per edge and read again; backward multiplies for both sides at
+    once.
+    """
+    edges, width = 20_000, 256
+    mlp = torch.nn.Sequential(torch.nn.Linear(2 * width, width), torch.nn.ReLU(), torch.nn.Linear(width, width))
+    x, edge_index = torch.randn(300, width, requires_grad=True), torch.randint(300, (2, edges))
+    part = explain(fused_nn.EdgeConv(mlp), x, edge_index).layers[""].parts[0]
+    monkeypatch.setattr(explanation, "target_of", lambda device: KERNELS)
+    forward, backward = part.work()
+    monkeypatch.setattr(selection, "MIN_PIPELINE", 1 << 60)
+    other_forward, other_backward = part.work()
+    assert forward.flops == other_forward.flops
+    assert forward.moved_bytes - other_forward.moved_bytes == pytest.approx(4 * 4 * edges * width, rel=0.01)
+    assert other_backward.flops - backward.flops == pytest.approx(2 * edges * width**2, rel=0.01)
 
 
 def test_caches_stay_empty():
