@@ -224,6 +224,8 @@ def _cpu_case(layer: str, graph: str, is_model: bool) -> Case:
 #: Graphs on which plain PyG runs out of memory.
 _LARGE = ("reddit", "products")
 _ORDERS = ("", graphs.SHUFFLED)
+#: With what a name ends for each.
+_DTYPES = (("float32", ""), ("bfloat16", "-bfloat16"))
 #: What an order is worth: of graphs that were relabelled at random, by reordering them.
 _REORDERED = tuple(f"{graphs.SHUFFLED}-{method}" for method in ("degree", "rcm", "community"))
 SHARED = ("cora", "citeseer", "amazon_computers", "coauthor_cs", "tolokers")
@@ -240,15 +242,15 @@ CASES: dict[str, Case] = {c.name: c for c in [
     *[_layer_case(layer, "arxiv") for layer in MORE_CONVS],
     *[Case(f"{layer}-arxiv-64", layer, "arxiv", num_in=64, width=64, heads=4 if layer in _ATTENTION else 1,
            edge_kinds=EDGE_KINDS, is_sampled=True) for layer in KIND_CONVS],  # PyG has a matrix per edge
-    *[_layer_case(layer, "arxiv", "bfloat16") for layer in ("sage", "gat")],
+    *[_layer_case(layer, "arxiv", "bfloat16") for layer in ("sage", "gat", "edge-mlp")],
     *[_layer_case(layer, "arxiv", direction="forward") for layer in ("sage", "gat")],
     Case("edgeconv-points", "edgeconv", "points", num_in=256, width=256),
     Case("edge-mlp-points", "edge-mlp", "points", num_in=64, width=64),
     *[Case(f"edge-mlp-arxiv-{width}", "edge-mlp", "arxiv", num_in=width, width=width) for width in (64, 128)],
-    *[Case(f"edge-mlp-deep-{graph}", "edge-mlp-deep", graph, num_in=width, width=width)
-      for graph, width in (("points", 64), ("mesh", 256))],
-    *[Case(f"point-transformer-{graph}", "point-transformer", graph, num_in=width, width=width, node_data=(3,))
-      for graph, width in (("points", 64), ("mesh", 256))],
+    *[Case(f"edge-mlp-deep-{graph}{end}", "edge-mlp-deep", graph, num_in=width, width=width, dtype=dtype)
+      for graph, width in (("points", 64), ("mesh", 256)) for dtype, end in _DTYPES],
+    *[Case(f"point-transformer-{graph}{end}", "point-transformer", graph, num_in=width, width=width, node_data=(3,),
+           dtype=dtype) for graph, width in (("points", 64), ("mesh", 256)) for dtype, end in _DTYPES],
     *[_phase_case("sum", graph + order, width, 1, dtype, "forward") for graph in ("arxiv", *_LARGE)
       for order in _ORDERS for width in (32, 128, 256) for dtype in ("float32", "bfloat16")],
     *[_phase_case("sum", graph + order, width, 1, direction="forward") for graph in ("arxiv", *_LARGE)
