@@ -36,9 +36,9 @@ from pyg_fullgraph.phases import EdgePhase
 from pyg_fullgraph.saga.codegen import KernelSource
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram
 from pyg_fullgraph.saga.passes import split
-from pyg_fullgraph.saga.plans import KERNELS, Plan, Sweep, is_local, is_packed, is_staged
+from pyg_fullgraph.saga.plans import KERNELS, Plan, Sweep, is_packed, is_staged
 from pyg_fullgraph.saga.rows import RowsSource, generate
-from pyg_fullgraph.selection import MIN_PIPELINE, kernel_of, pipeline_on
+from pyg_fullgraph.selection import MIN_PIPELINE, Piped, kernel_of, pipeline_on
 from tests.programs import CASES, MORE_CASES, ROW_CASES, WIDE_CASES
 from triton_kernels import columns, dense, dense_hopper, dots, launch
 
@@ -77,6 +77,17 @@ def rows_of(plans: list[Plan], is_narrow: bool) -> list[RowsSource]:
     return list({k.source: k for k in (*found, *(k for p in plans for _, k in row_kernels(p.last, False)))}.values())
 
 
+def pipelines_of(plans: list[Plan], lanes: int) -> list[Piped]:
+    """Every pipeline of ``plans``, over so many edges that there are some."""
+    def piped(sweep: Sweep, across: Sweep | None = None) -> Piped | None:
+        return pipeline_on(sweep, lanes, 1000, MIN_PIPELINE, across)
+
+    steps = [(step, across) for plan in plans for step, across, _ in plan.together(
+        lambda sweep: piped(sweep) is not None, lambda sweep, across: piped(sweep, across) is not None)]
+    found = [piped(step, across) for step, across in steps if isinstance(step, Sweep)]
+    return [p for p in found if p is not None]
+
+
 #: Cases whose kernels are also compiled as they add to what tiles of edges before left, and in rounds.
 IN_TILES = ("gat", "many-outputs", "sage-max", "gat-edge")
 
@@ -94,7 +105,7 @@ def compile_kernel(kernel: KernelSource, name: str, dtype: str = "fp32", index: 
             signature[arg] = "i32"
         elif buffer is not None:
             is_seed = buffer.integer and not buffer.node.is_row
-            is_made = is_staged(buffer.node) or is_packed(buffer.node) or is_local(buffer.node)
+            is_made = is_staged(buffer.node) or is_packed(buffer.node)
             kept = stat if is_made else dtype
             signature[arg] = "*i64" if is_seed else f"*{index}" if buffer.integer else f"*{kept}"
         elif arg.startswith(("ws", "old")):
@@ -323,12 +334,9 @@ def main(names: list[str]) -> None:
         for kernel in rows_of(plans, lanes == 8):
             results[f"{name}/{kernel.name}"] = compile_rows(kernel, dtype, index)
         for k, sweep in enumerate(sweeps_of(plans)):
-            piped = pipeline_on(sweep, lanes, 1000, MIN_PIPELINE)
-            kernels = [] if piped is None else [*piped.kernels.values()]
             kernel = kernel_of(sweep, lanes)
-            if isinstance(kernel, KernelSource):
-                kernels.append(kernel)
-            else:
+            kernels = [kernel] if isinstance(kernel, KernelSource) else []
+            if not isinstance(kernel, KernelSource):
                 results[f"{name}/{k}"] = {"refused": kernel.reasons}
             if case in IN_TILES and isinstance(kernel, KernelSource) and kernel.is_light:
                 in_rounds = kernel_of(sweep, lanes, in_rounds=True)
@@ -339,6 +347,11 @@ def main(names: list[str]) -> None:
                     results[f"{name}/{k}/{part}"] = compile_kernel(kernel, part, dtype, index)
                 if case in IN_TILES and kernel.has_merge:
                     results[f"{name}/{k}/{kernel.name}_adds"] = compile_kernel(kernel, kernel.name, dtype, index, True)
+        for piped in pipelines_of(plans, lanes):
+            for sweep, kernel in piped.kernels.items():
+                for part in (kernel.name, *([kernel.merge_name] if kernel.has_merge else [])):
+                    results[f"{name}/pipeline/{part}"] = compile_kernel(kernel, part, dtype, index,
+                                                                        sweep is piped.pipeline.across)
     print(json.dumps(results, indent=1))
 
 
