@@ -1,33 +1,28 @@
 """Kernels of a first step compile at the same time, and before they are launched.
 
-Before the first step of an edge phase, its forward and backward run once on tensors without data. Sizes, strides,
-dtypes, addresses modulo 16 and constants are those of the step itself, which is all that Triton looks at, so the same
-kernels come up. Threads compile them (:func:`launch.compile_ahead`) while the step goes on; each launch waits for its
-own. Nothing is allocated, drawn, counted or launched on a device, and a kernel that was not foreseen is compiled when
-it is launched: for a gradient that comes at an odd address, or, beyond :data:`segment.ASYNC_EDGES` edges, for a side
-that is seen to be in the user's order. ``PFG_COMPILE_THREADS=1`` leaves every kernel to its launch.
+Before the first step of an edge phase, its forward and backward run once on tensors without data, and before that what
+it asks of vertices; gradients of products do when these first run (:mod:`dense`). Sizes, strides, dtypes, addresses
+modulo 16 and constants are those of the step itself, which is all that Triton looks at, so the same kernels come up.
+Threads compile them (:func:`launch.compile_ahead`) while the step goes on; each launch waits for its own. Nothing is
+allocated, drawn, counted or launched on a device, and a kernel that was not foreseen is compiled when it is launched:
+for a gradient that comes at an odd address, or, beyond :data:`segment.ASYNC_EDGES` edges, for a side that is seen to be
+in the user's order. ``PFG_COMPILE_THREADS=1`` leaves every kernel to its launch.
 """
 
 from __future__ import annotations
 
-import functools
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from pyg_fullgraph import events
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.saga.ir import Node
-from pyg_fullgraph.selection import interpreted
 from triton_kernels import launch, tune
 
-__all__ = ["Kind", "Phase", "Step", "begin", "run_without_data"]
-
-_logger = logging.getLogger(__name__)
+__all__ = ["Kind", "Phase", "Step", "begin", "begin_vertex_work", "run_without_data"]
 
 #: What tells steps of a phase apart: which inputs have gradients, dtype and device of results, and the place of the
 #: input that is given back, or -1.
@@ -60,39 +55,39 @@ def begin(phase: Phase, graph: Graph, like: Tensor, tensors: Sequence[Tensor],
 
     What fails is left to the step to report.
     """
-    if not _is_possible(graph, like.device):
-        return
-    try:
-        with _disable_current_modes():
-            run_without_data(phase, graph, like, tensors, needs, kept, back,
-                             taker=functools.partial(launch.compile_ahead, device=like.device))
-    except Exception:
-        _logger.debug("Not all kernels of %s are compiled ahead", phase, exc_info=True)
+    if _is_possible(graph, like.device):
+        launch.foresee(lambda: run_without_data(phase, graph, like, tensors, needs, kept, back), like.device)
+
+
+def begin_vertex_work(compute: Callable[[dict[Node, Tensor], Tensor], object], graph: Graph, like: Tensor,
+                      env: Mapping[Node, Tensor]) -> None:
+    """The same for what ``compute`` makes of the vertices of ``graph``, given ``env`` and ``like``."""
+    if _is_possible(graph, like.device):
+        launch.foresee(lambda: compute({n: _without_data(t) for n, t in env.items()}, _nowhere(like)), like.device)
 
 
 def _is_possible(graph: Graph, device: torch.device) -> bool:
-    """Whether there are threads and nothing times or records launches; not on parts of a graph, which communicate."""
-    return (device.type == "cuda" and not interpreted() and type(graph) is Graph and launch.num_threads() > 1
-            and not tune.is_enabled(device) and not events.is_recording()
-            and not torch.cuda.is_current_stream_capturing())
+    """Whether nothing times or records launches; not on parts of a graph, which communicate."""
+    return type(graph) is Graph and not tune.is_enabled(device) and not events.is_recording()
 
 
 def run_without_data(phase: Phase, graph: Graph, like: Tensor, tensors: Sequence[Tensor],
-                     needs: tuple[bool, ...] = (), kept: Step = ((), ()), back: int = -1, *,
-                     taker: Callable[..., object]) -> None:
-    """Hand the launches of a step of ``phase`` to ``taker``, see :func:`launch.without_data`."""
-    nowhere = torch.empty((), dtype=like.dtype, device="meta")
-    places = cast(Graph, graph.to("meta"))
+                     needs: tuple[bool, ...] = (), kept: Step = ((), ()), back: int = -1) -> None:
+    """Run a step of ``phase`` on tensors without data, within :func:`launch.without_data`."""
+    nowhere, places = _nowhere(like), cast(Graph, graph.to("meta"))
     inputs = [_without_data(t) for t in tensors]
-    with launch.without_data(taker):
-        results, statistics = phase.forward(places, inputs, nowhere, any(needs))
-        if not any(needs):
-            return
-        results = [r.contiguous() for r in results]
-        pool = (*inputs, *results, *statistics)
-        env = {node: pool[k] for node, k in zip(*kept, strict=True)}
-        more = None if back < 0 else torch.empty_like(inputs[back], memory_format=torch.contiguous_format)
-        phase.backward(places, env, [torch.empty_like(r) for r in results], nowhere, needs, back, more)
+    results, statistics = phase.forward(places, inputs, nowhere, any(needs))
+    if not any(needs):
+        return
+    results = [r.contiguous() for r in results]
+    pool = (*inputs, *results, *statistics)
+    env = {node: pool[k] for node, k in zip(*kept, strict=True)}
+    more = None if back < 0 else torch.empty_like(inputs[back], memory_format=torch.contiguous_format)
+    phase.backward(places, env, [torch.empty_like(r) for r in results], nowhere, needs, back, more)
+
+
+def _nowhere(like: Tensor) -> Tensor:
+    return torch.empty((), dtype=like.dtype, device="meta")
 
 
 def _without_data(tensor: Tensor) -> Tensor:

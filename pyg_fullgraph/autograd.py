@@ -243,6 +243,9 @@ def _padded(run_stage: Callable[[], Sequence[Tensor]]) -> list[Tensor]:
 
 def _run_stage(stage: Stage, phase: EdgePhase, call: Callable[..., Sequence[Tensor]], graph: Graph, like: Tensor,
                env: dict[Node, Tensor], is_plain: bool) -> Sequence[Tensor]:
+    if is_plain and (known := (like.dtype, like.device)) not in phase.hoists:
+        phase.hoists.add(known)
+        ahead.begin_vertex_work(functools.partial(_hoist, stage.hoisted), graph, like, env)
     if stage.dots and is_plain:
         _hoist({x: stage.hoisted[x] for _, x, _ in stage.dots if x in stage.hoisted}, env, like)
         _take_dots(stage, env, like)

@@ -31,7 +31,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pyg_fullgraph import columns
 from pyg_fullgraph.functions import PLAIN, applying
-from triton_kernels import dense
+from triton_kernels import dense, launch
 
 __all__ = ["Products", "added", "call", "chain", "in_layer", "linear", "matmul", "multiplier", "outer", "padded",
            "plus_product", "takes", "use_tensor_cores"]
@@ -196,6 +196,7 @@ def _is_tall(value: Any) -> bool:
 @torch.compiler.assume_constant_result
 def _is_wanted(device: torch.device) -> bool:
     """Whether there are kernels for a device, and torch would multiply float32 as it is there."""
+    device = launch.meant(device)
     return _has_kernels(device) and torch.backends.cuda.matmul.fp32_precision != "tf32" and \
         not torch.is_autocast_enabled(device.type)
 
@@ -287,6 +288,25 @@ def _gradients(g: Tensor, x: Tensor | None, weight: Tensor | None, needs: Sequen
     return [grad_x, grad_weight, grad_bias]
 
 
+@lru_cache(maxsize=1024)
+def _begin_gradients(x_shape: torch.Size, x_strides: tuple[int, ...], shape: torch.Size, strides: tuple[int, ...],
+                     needs: tuple[bool, ...], may_add: bool, device: torch.device) -> None:
+    """Let threads compile what the gradients of a product will launch, where that is not known yet.
+
+    Args: as of the product, whose weight has ``shape`` and ``strides``; ``needs`` is for :func:`_gradients`, and
+        ``may_add`` whether a gradient of the features may be added to.
+    """
+    def compute() -> None:
+        g = torch.empty((x_shape[0], shape[0]), device="meta")
+        x, weight = (torch.empty_strided(*of, device="meta") for of in ((x_shape, x_strides), (shape, strides)))
+        _gradients(g, x, weight, needs)
+        if may_add and needs[0]:
+            dense.product(g, weight.t(), add=x.new_empty(x_shape))
+
+    if any(needs):
+        launch.foresee(compute, device)
+
+
 class _Linear(torch.autograd.Function):
     """The product of plain tensors, and a constant; the operator below costs several times its overhead."""
 
@@ -297,6 +317,9 @@ class _Linear(torch.autograd.Function):
         # As torch does: what is not read may be written to, or freed, before backward.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
         ctx.is_ours = is_ours
+        if is_ours:
+            _begin_gradients(x.shape, x.stride(), weight.shape, weight.stride(), ctx.needs_input_grad[:3], is_chained,
+                             x.device)
         y = dense.product(x, weight, bias, constant) if is_ours else F.linear(x, weight, bias)
         return (y, x) if is_chained else y
 

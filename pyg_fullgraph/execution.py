@@ -58,7 +58,7 @@ def _without_autocast(run: Callable[..., _Result]) -> Callable[..., _Result]:
     """
     @functools.wraps(run)
     def plainly(plan: Plan, incoming: Order, outgoing: Order | None, env: Any, like: Tensor) -> _Result:
-        device = like.device.type
+        device = launch.meant(like.device).type
         if device == "meta" or not torch.is_autocast_enabled(device):
             return run(plan, incoming, outgoing, env, like)
         with torch.autocast(device, enabled=False):

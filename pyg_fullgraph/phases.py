@@ -60,6 +60,7 @@ class EdgePhase:
     Attributes:
         steps: What :meth:`kept` says of each kind of step that was begun.
         forwards: Dtypes and devices of results that were computed without gradients.
+        hoists: The same of what vertices were prepared for.
     """
 
     def __init__(self, core: EdgeProgram, is_exact: bool = False, added: tuple[Node, ...] = (),
@@ -73,6 +74,7 @@ class EdgePhase:
         self.results = tuple(ir.input(f"out.{o.name}", o.domain, o.value.shape) for o in core.outputs)
         self.steps: dict[ahead.Kind, ahead.Step] = {}
         self.forwards: set[tuple[torch.dtype, torch.device]] = set()
+        self.hoists: set[tuple[torch.dtype, torch.device]] = set()
         self._plans: dict[object, Plan] = {}
         self._chosen: dict[object, Plan] = {}  # forward and backward, by what tells them apart at once
         self._kept: dict[object, ahead.Step] = {}

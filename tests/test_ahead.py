@@ -25,14 +25,16 @@ from triton._C.libtriton import native_specialize_impl
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.driver import driver
+from triton.runtime.interpreter import InterpretedFunction
 
 import pyg_fullgraph.nn as fused_nn
 from oracle import gradients, program_of, random_case
 from programs import make_tensors
 from pyg_fullgraph import ahead, autograd, columns, events, phases, selection
+from pyg_fullgraph import dense as products
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.saga.plans import KERNELS
-from triton_kernels import dots, launch, segment, tune
+from triton_kernels import dense, dots, launch, segment, tune
 
 LAYERS = {layer.name: layer for layer in (*SQUARE, *PAIRS, *MORE)}
 NAMES = ("gcn", "gcn_weight", "gcn_max", "sage", "sage_max", "sage_pair", "sage_several", "gin", "gat", "gat_edge",
@@ -47,7 +49,7 @@ CASE, PAIR = random_case(11, 11, 61), random_case(13, 9, 61)
 def first(monkeypatch):
     """Every step is the first one, and what programs of scores leave is added up without a launch."""
     monkeypatch.setattr(dots, "fold", lambda parts, dtype: parts.sum(0).to(dtype))
-    for known in (autograd._way, phases.compile_program, phases._phase_of, launch.load):
+    for known in (autograd._way, phases.compile_program, phases._phase_of, launch.load, products._begin_gradients):
         known.cache_clear()
 
 
@@ -71,11 +73,12 @@ def launches(monkeypatch):
             made.append(described(self.kernel, self.programs, given, self.constants, self.num_warps))
         launch_run(self, args, *looks)
 
-    def without_data(*step):
-        ahead.run_without_data(*step, taker=lambda *a: foreseen.append(described(*a)))
+    def foresee(compute, device):
+        with launch.without_data(lambda *a: foreseen.append(described(*a)), device):
+            compute()
 
     monkeypatch.setattr(launch.Launch, "run", note)
-    monkeypatch.setattr(ahead, "begin", without_data)
+    monkeypatch.setattr(launch, "foresee", foresee)
     monkeypatch.setattr(segment, "may_wait", lambda device, num_edges: False)  # as on a GPU
     monkeypatch.setattr(selection, "MAX_PIECE", 8)
     return foreseen, made
@@ -127,6 +130,23 @@ def test_programs_launch_what_was_foreseen(name, dtype, launches, monkeypatch):
 
 
 @pytest.mark.interpreter
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_between_kernels_are_foreseen(dtype, launches, monkeypatch):
+    """With those of vertices before them, and of gradients."""
+    monkeypatch.setattr(selection, "MIN_PIPELINE", 0)
+    monkeypatch.setattr(selection, "MIN_PIPELINE_BREADTH", (64, 64))
+    monkeypatch.setattr(products, "MIN_PRODUCTS", 0)
+    x = torch.randn(11, 64, requires_grad=True)
+    mlp = torch.nn.Sequential(torch.nn.Linear(128, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
+    fused_nn.EdgeConv(mlp).to(dtype)(x.to(dtype), Graph.from_edge_index(CASE.edge_index, CASE.size)).sum().backward()
+    # Of how many pieces sums across spans are is seen in the data: what Triton compiles does not depend on that.
+    foreseen, made = ({(kernel, seen, constants) for kernel, _, seen, _, constants, _ in found} for found in launches)
+    assert made == foreseen, (made - foreseen, foreseen - made)
+    ours = {dense.product_kernel, dense.gradient_kernel}
+    assert ours & {kernel for kernel, *_ in launches[1]} == (ours if dtype == torch.float32 else set())
+
+
+@pytest.mark.interpreter
 def test_a_step_without_gradients(launches):
     program, graph = program_of("gat"), Graph.from_edge_index(CASE.edge_index, CASE.size)
     with torch.no_grad():
@@ -151,9 +171,9 @@ def test_strides_and_addresses_are_those_of_the_inputs(launches):
 @pytest.mark.interpreter
 @pytest.mark.parametrize("broken", ["plan", "launch", "thread"])
 def test_a_failure_ahead_of_a_step_does_not_disturb_it(broken, monkeypatch, caplog):
-    monkeypatch.setattr(ahead, "_is_possible", lambda graph, device: True)
+    monkeypatch.setattr(launch, "can_foresee", lambda device: True)
     if broken == "plan":
-        monkeypatch.setattr(ahead, "run_without_data", lambda *a, taker: 1 / 0)
+        monkeypatch.setattr(ahead, "run_without_data", lambda *a: 1 / 0)
     elif broken == "thread":  # kernels of the interpreter cannot be compiled
         monkeypatch.setattr(launch, "driver", SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: 0)))
         monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
@@ -174,8 +194,8 @@ def test_nothing_is_drawn_or_kept(name, monkeypatch):
 
     def without_data(phase, graph, like, inputs, needs, kept, back):
         generator, known = torch.get_rng_state(), dict(graph.incoming._cache)
-        ahead.run_without_data(phase, graph, like, inputs, needs, phase.kept(KERNELS, needs, False),
-                               taker=lambda *launched: taken.append(launched))
+        with launch.without_data(lambda *launched: taken.append(launched), torch.device("meta")):
+            ahead.run_without_data(phase, graph, like, inputs, needs, phase.kept(KERNELS, needs, False))
         assert torch.equal(torch.get_rng_state(), generator)
         assert graph._outgoing is None and graph.incoming._cache == known
 
@@ -205,6 +225,10 @@ def variants(monkeypatch):
                              get_current_target=lambda: target)
     monkeypatch.setattr(driver, "_active", active)
 
+    def foresee(compute, device):
+        with launch.without_data(functools.partial(ask, foreseen), device):
+            compute()
+
     def ask(found, kernel, programs, args, constants, num_warps):
         monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook",  # true means not to compile
                             lambda **told: found.add((told["fn"].name, told["key"])) or True)
@@ -219,8 +243,7 @@ def variants(monkeypatch):
             ask(made, self.kernel, self.programs, [*self.fixed, *args, *self.last], self.constants, self.num_warps)
 
     monkeypatch.setattr(launch.Launch, "run", run)
-    monkeypatch.setattr(ahead, "begin", lambda *step: ahead.run_without_data(
-        *step, taker=functools.partial(ask, foreseen)))
+    monkeypatch.setattr(launch, "foresee", foresee)
     monkeypatch.setattr(selection, "interpreted", lambda: True)
     monkeypatch.setattr(selection, "MAX_PIECE", 4)
     return foreseen, made
@@ -251,7 +274,7 @@ class Part(Graph):
 OBSTACLES = {
     "switched off": lambda patch: patch.setenv("PFG_COMPILE_THREADS", "0"),
     "capture": lambda patch: patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True),
-    "interpreter": lambda patch: patch.setattr(ahead, "interpreted", lambda: True),
+    "interpreter": lambda patch: patch.setattr(launch, "InterpretedFunction", type(launch._nothing)),
     "one core": lambda patch: patch.setenv("PFG_COMPILE_THREADS", "1"),
     "tuning": lambda patch: patch.setattr(tune, "_enabled", True),
     "timeline": lambda patch: patch.setattr(events, "_active", object()),
@@ -261,14 +284,14 @@ OBSTACLES = {
 @pytest.mark.parametrize("obstacle", [None, *OBSTACLES])
 def test_nothing_happens_where_it_would_disturb(obstacle, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(ahead, "interpreted", lambda: False)
     monkeypatch.setenv("PFG_COMPILE_THREADS", "4")
     if obstacle is not None:
         OBSTACLES[obstacle](monkeypatch)
     graph = Graph.from_edge_index(CASE.edge_index, CASE.size)
-    assert ahead._is_possible(graph, torch.device("cuda", 0)) == (obstacle is None)
-    assert not ahead._is_possible(graph, torch.device("cpu"))
-    assert not ahead._is_possible(Part(graph.incoming), torch.device("cuda", 0))
+    device = torch.device("cuda", 0)
+    assert (ahead._is_possible(graph, device) and launch.can_foresee(device)) == (obstacle is None)
+    assert not launch.can_foresee(torch.device("cpu"))
+    assert not ahead._is_possible(Part(graph.incoming), device)
 
 
 def test_processes_of_a_host_share_its_cores(monkeypatch):
@@ -284,6 +307,10 @@ def test_processes_of_a_host_share_its_cores(monkeypatch):
 
 
 # --- threads --------------------------------------------------------------------------------------------------------
+
+
+def specialized(ptr, count):
+    pass
 
 
 class Kernel:
@@ -352,19 +379,49 @@ def test_kernels_are_compiled_at_the_same_time(threads):
     assert sorted(log) == [f"{k} {done}" for k in range(4) for done in ("compiled", "launched")]
 
 
-def test_variants_of_a_kernel_are_compiled_one_after_the_other(threads):
+def test_variants_of_a_kernel_are_compiled_at_the_same_time_each_once(threads):
     log: list[str] = []
-    at_work = threading.Lock()
+    kernel = Kernel(log, "kernel", functools.partial(threading.Barrier(3).wait, 60))
+    for constant in (1, 2, 3, 2, 1):
+        launch.compile_ahead(kernel, 1, [], {"BLOCK": constant}, 4, torch.device("cuda", 0))
+    settle()
+    assert log == ["kernel compiled"] * 3
+    launch.compile_ahead(kernel, 1, [], {"BLOCK": 1}, 4, torch.device("cuda", 0))
+    assert launch._pending == {}
 
-    def alone():
-        assert at_work.acquire(blocking=False)
-        time.sleep(0.01)
-        at_work.release()
 
-    kernel = Kernel(log, "kernel", alone)
-    begin(*[kernel] * 4)
-    launch_all(kernel)
-    assert log == ["kernel compiled"] * 4 + ["kernel launched"]
+def test_a_launch_waits_for_its_variant_only(threads):
+    log: list[str] = []
+    gate = threading.Event()
+    kernel = Kernel(log, "kernel", functools.partial(gate.wait, 60))
+    launch.compile_ahead(kernel, 1, [32], {}, 4, torch.device("cuda", 0))
+    launch.run(kernel, 1, [33], {}, 4, torch.device("cpu"))
+    assert log == ["kernel launched"]
+    waiting = threading.Thread(target=launch.run, args=(kernel, 1, [64], {}, 4, torch.device("cpu")))
+    waiting.start()
+    time.sleep(0.05)
+    assert log == ["kernel launched"]
+    gate.set()
+    waiting.join(60)
+    assert log == ["kernel launched", "kernel compiled", "kernel launched"]
+
+
+@pytest.mark.parametrize("kernel", [triton.jit(specialized), triton.jit(do_not_specialize=["count"])(specialized),
+                                    triton.jit(do_not_specialize_on_alignment=["count"])(specialized)])
+def test_variants_are_told_apart_as_triton_does(kernel):
+    """By what it makes a kernel depend on, and by nothing else."""
+    if isinstance(kernel, InterpretedFunction):
+        pytest.skip("the interpreter compiles nothing")
+    seen, told = {}, {}
+    param = kernel.params[1]
+    for count in (0, 1, 2, 15, 16, 32, 2**31 - 1, 2**31, 2**40):
+        made = launch._variant(kernel, [torch.empty(4), count], {}, 4, torch.device("cuda", 0))
+        is_special = not param.do_not_specialize
+        key = native_specialize_impl(CUDABackend, count, False, is_special,
+                                     is_special and not param.do_not_specialize_on_alignment)
+        seen.setdefault(made, set()).add(key)
+        told.setdefault(key, set()).add(made)
+    assert all(len(keys) == 1 for keys in (*seen.values(), *told.values()))
 
 
 def test_all_wait_for_what_triton_does_first(threads, monkeypatch):

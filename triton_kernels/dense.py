@@ -264,7 +264,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, add: Tensor |
     if y.numel() == 0:
         return y
     multiply, split = _product(x.shape, x.stride(), x.data_ptr() % 16, weight.shape, weight.stride(),
-                               bias is not None, add is not None, tile, x.device)
+                               bias is not None, add is not None, tile, x.device, launch.meant(x.device))
     bias, added = x if bias is None else bias, y if add is None else add.contiguous()
     if split is None:
         multiply.run([x, weight, bias, added, y], [x, weight, bias, added])
@@ -278,15 +278,15 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, add: Tensor |
 
 @lru_cache(maxsize=1024)
 def _product(x_shape: torch.Size, x_strides: tuple[int, ...], x_place: int, shape: torch.Size, strides: tuple[int, ...],
-             has_bias: bool, has_add: bool, tile: Tile | None,
-             device: torch.device) -> tuple[launch.Launch, tuple[launch.Launch, tuple[int, int, int]] | None]:
+             has_bias: bool, has_add: bool, tile: Tile | None, device: torch.device,
+             meant: torch.device) -> tuple[launch.Launch, tuple[launch.Launch, tuple[int, int, int]] | None]:
     """The launch of :func:`product` that multiplies; and the one that splits a weight of ``shape`` before, with the
     shape of the parts, where that is another one.
 
-    ``x_place`` is where ``x`` starts, in bytes modulo 16.
+    ``x_place`` is where ``x`` starts, in bytes modulo 16; ``meant`` is the device or what that stands for.
     """
     (num_rows, num_in), num_out, x_stride = x_shape, shape[0], x_strides[0]
-    x_align, gluon = _alignment(x_place, x_stride, num_in), _gluon(device) if tile is None else None
+    x_align, gluon = _alignment(x_place, x_stride, num_in), _gluon(meant) if tile is None else None
     y_align = math.gcd(num_out, 4)  # it is new
     block_n = 0
     if gluon is not None:
@@ -302,7 +302,7 @@ def _product(x_shape: torch.Size, x_strides: tuple[int, ...], x_place: int, shap
     if tile is None:
         assert gluon is not None
         tiles = height // block_n
-        programs = min(max(_num_sms(device) // tiles, 1), -(-num_rows // gluon.BLOCK_M)) * tiles
+        programs = min(max(_num_sms(meant) // tiles, 1), -(-num_rows // gluon.BLOCK_M)) * tiles
         constants |= gluon.product_constants(block_n, pitch, tiles, strides[0] < strides[1])
         return launch.Launch(gluon.product_kernel, programs, constants, gluon.WARPS, device, made=[torch.float32],
                              last=last), None
@@ -338,7 +338,7 @@ def weight_gradient(g: Tensor, x: Tensor, with_bias: bool = False,
     if num_in > 1 and x.stride(1) != 1:
         x = x.contiguous()
     gradient, num_parts = _gradient(num_rows, num_out, num_in, g.stride(0), x.stride(0), g.data_ptr() % 16,
-                                    x.data_ptr() % 16, with_bias, tile, g.device, _MIN_ROWS)
+                                    x.data_ptr() % 16, with_bias, tile, g.device, launch.meant(g.device), _MIN_ROWS)
     out = g.new_empty((num_parts, num_out, num_in))
     bias = g.new_empty((num_parts, num_out)) if with_bias else out
     gradient.run([g, x, out, bias], [g, x])
@@ -347,15 +347,16 @@ def weight_gradient(g: Tensor, x: Tensor, with_bias: bool = False,
 
 @lru_cache(maxsize=1024)
 def _gradient(num_rows: int, num_out: int, num_in: int, g_stride: int, x_stride: int, g_place: int, x_place: int,
-              with_bias: bool, tile: Tile | None, device: torch.device, min_rows: int) -> tuple[launch.Launch, int]:
+              with_bias: bool, tile: Tile | None, device: torch.device, meant: torch.device,
+              min_rows: int) -> tuple[launch.Launch, int]:
     """The launch of :func:`weight_gradient`, and in how many parts of ``min_rows`` at least it takes the rows; places
     as for :func:`_product`.
     """
     g_align, x_align = _alignment(g_place, g_stride, num_out), _alignment(x_place, x_stride, num_in)
-    gluon = _gluon(device) if tile is None else None
+    gluon = _gluon(meant) if tile is None else None
     tile = tile or (gradient_tile(num_out, num_in) if gluon is None else Tile(128, 128, gluon.BLOCK_R, gluon.WARPS))
     tiles = -(-num_out // tile.block_m) * -(-num_in // tile.block_n)
-    most = max((_PROGRAMS_PER_SM if gluon is None else 1) * _num_sms(device) // tiles, 1)
+    most = max((_PROGRAMS_PER_SM if gluon is None else 1) * _num_sms(meant) // tiles, 1)
     part_rows = _ceil(max(-(-num_rows // most), min_rows), tile.block_k)
     num_parts = -(-num_rows // part_rows)
     constants = {"HAS_BIAS": with_bias, "G_ALIGN": g_align, "X_ALIGN": x_align}

@@ -36,9 +36,11 @@ from typing import Any
 
 import torch
 import triton
+from torch.utils._python_dispatch import _disable_current_modes
 from triton.compiler import CompiledKernel
 from triton.knobs import HookChain
 from triton.runtime.driver import driver
+from triton.runtime.interpreter import InterpretedFunction
 
 import triton_kernels.device  # noqa: F401  # generated kernels import it: here, not in the first step of a process
 from triton_kernels import disk
@@ -130,11 +132,11 @@ class Launch:
         """
         if self.programs <= 0:
             return
-        if _pending:
-            _wait_for(self.kernel)
         if self._known is None:
             _taker.get()(self.kernel, self.programs, [*self.fixed, *args, *self.last], self.constants, self.num_warps)
             return
+        if _pending:
+            _wait_for(self, args)
         kinds = _kinds(args) if tensors is None else _kinds_of(tensors, numbers)
         if self._index is not None and self._index != torch._C._cuda_getDevice():
             with torch.cuda.device(self._index):
@@ -155,6 +157,7 @@ class Launch:
             found.launch(self, args)
             return
         given = (*self.fixed, *args, *self.last)
+        _prepare(self.kernel)
         compiled = self.kernel[self.programs,](*given, **self.constants, num_warps=self.num_warps, **OPTIONS)
         if type(compiled) is CompiledKernel:  # nothing comes back from Triton's interpreter
             rest = self.kernel.arg_names[len(given):]
@@ -235,23 +238,32 @@ def _no_taker(kernel: Any, *launch: Any) -> None:
 
 
 _taker: ContextVar[Taker] = ContextVar("taker", default=_no_taker)
+_meant: ContextVar[torch.device | None] = ContextVar("meant", default=None)
 
 
 @contextlib.contextmanager
-def without_data(taker: Taker) -> Iterator[None]:
-    """Let launches on device ``meta`` in this block call ``taker`` in place of running."""
-    token = _taker.set(taker)
+def without_data(taker: Taker, device: torch.device) -> Iterator[None]:
+    """Let launches on device ``meta`` in this block call ``taker`` in place of running; it stands for ``device``."""
+    tokens = _taker.set(taker), _meant.set(device)
     try:
         yield
     finally:
-        _taker.reset(token)
+        _taker.reset(tokens[0])
+        _meant.reset(tokens[1])
 
 
-# By id, as hashing a kernel reads its source: the last thread that was started for it.
-_pending: dict[int, threading.Thread] = {}
+def meant(device: torch.device) -> torch.device:
+    """``device``, or what ``meta`` stands for within :func:`without_data`."""
+    return _meant.get() or device if device.type == "meta" else device
+
+
+# What of a launch Triton compiles a kernel for -> the kernel, whose id is part of it, as hashing one reads its source.
+_begun: dict[tuple[object, ...], Any] = {}
+# The threads that are at it.
+_pending: dict[tuple[object, ...], threading.Thread] = {}
 # Which all others and all launches wait for.
 _first: threading.Thread | None = None
-_lock = threading.RLock()
+_lock, _preparing = threading.RLock(), threading.RLock()
 _slots: threading.Semaphore | None = None
 _is_ending = False
 
@@ -269,8 +281,7 @@ def start(device: torch.device) -> None:
     global _first
     with _lock, contextlib.suppress(RuntimeError):
         if _first is None:
-            compile_ahead(_nothing, 1, [torch.empty(1, device="meta")], {}, 1, device)
-            _first = _pending[id(_nothing)]
+            _first = compile_ahead(_nothing, 1, [torch.empty(1, device="meta")], {}, 1, device)
 
 
 def wait_for_start() -> None:
@@ -292,30 +303,71 @@ def num_threads() -> int:
 
 
 def compile_ahead(kernel: Any, programs: int, args: Sequence[Any], constants: Mapping[str, Any], num_warps: int,
-                  device: torch.device) -> None:
+                  device: torch.device) -> threading.Thread | None:
     """Let a thread compile what a launch on ``device`` will ask for; the launch waits until that is done.
 
     Where Triton has it already, in memory or on disk, it is only loaded. A failure is left to the launch to report.
 
     Args: as for :func:`run`, but that tensors have no data; ``device`` is where they will have some.
+
+    Returns: the thread; None where one was started for the same before.
     """
     global _slots
+    variant = _variant(kernel, args, constants, num_warps, device)
     with _lock:
+        if variant in _begun:
+            return None
         _slots = _slots or threading.Semaphore(max(num_threads(), 1))
-        compiles = (_pending.get(id(kernel), _first), _slots, kernel, programs, args, constants, num_warps, device)
+        compiles = (variant, _first, _slots, kernel, programs, args, constants, num_warps, device)
         thread = threading.Thread(target=_compile, args=compiles, name="pyg_fullgraph_compiles", daemon=True)
         thread.start()
-        _pending[id(kernel)] = thread
+        _begun[variant], _pending[variant] = kernel, thread
+        return thread
 
 
-def _compile(before: threading.Thread | None, slots: threading.Semaphore, kernel: Any, programs: int,
-             args: Sequence[Any], constants: Mapping[str, Any], num_warps: int, device: torch.device) -> None:
-    if before is not None:  # Triton's tables of a kernel take one thread at a time
-        before.join()
+def foresee(compute: Callable[[], object], device: torch.device) -> None:
+    """Let threads compile what ``compute`` launches, with tensors of device ``meta`` for those of ``device``, where
+    that :func:`can_foresee`. What fails is left to the launches to report.
+    """
+    if not can_foresee(device):
+        return
+    try:
+        with _disable_current_modes(), without_data(functools.partial(compile_ahead, device=device), device):
+            compute()
+    except Exception:
+        _logger.debug("Not all kernels are compiled ahead", exc_info=True)
+
+
+def can_foresee(device: torch.device) -> bool:
+    """Whether there are threads to compile for ``device``; not while a CUDA graph is recorded."""
+    return (device.type == "cuda" and not isinstance(_nothing, InterpretedFunction) and num_threads() > 1
+            and not torch.cuda.is_current_stream_capturing())
+
+
+def _variant(kernel: Any, args: Sequence[Any], constants: Mapping[str, Any], num_warps: int,
+             device: torch.device) -> tuple[object, ...]:
+    """What Triton compiles a kernel for; device 0 where there is only one."""
+    kinds: list[object] = [*_kinds(args)]
+    for k, (arg, param) in enumerate(zip(args, getattr(kernel, "params", ()), strict=False)):
+        ignored = param.do_not_specialize or param.do_not_specialize_on_alignment
+        if ignored and isinstance(arg, torch.Tensor):
+            kinds[k] = arg.dtype
+        elif ignored and type(arg) is int:
+            kind: Any = _kind(arg)
+            kinds[k] = kind[2:] if param.do_not_specialize else (kind[0], *kind[2:])
+    return id(kernel), num_warps, device.index or 0, (*constants.items(),), (*kinds,)
+
+
+def _compile(variant: tuple[object, ...], first: threading.Thread | None, slots: threading.Semaphore, kernel: Any,
+             programs: int, args: Sequence[Any], constants: Mapping[str, Any], num_warps: int,
+             device: torch.device) -> None:
+    if first is not None:
+        first.join()
     try:
         with slots:
             if not _is_ending:
                 with torch.cuda.device(device):
+                    _prepare(kernel)
                     made = kernel.warmup(*args, grid=(programs,), **constants, num_warps=num_warps, **OPTIONS)
                     # Triton 3.6 has a C compiler make a function that launches it, which is kept on disk as well.
                     driver.active.launcher_cls(made.src, made.metadata)
@@ -323,13 +375,26 @@ def _compile(before: threading.Thread | None, slots: threading.Semaphore, kernel
         _logger.debug("Kernel %s was not compiled ahead", getattr(kernel, "__name__", kernel), exc_info=True)
     finally:
         with _lock:
-            if _pending.get(id(kernel)) is threading.current_thread():
-                del _pending[id(kernel)]
+            if _pending.get(variant) is threading.current_thread():
+                del _pending[variant]
 
 
-def _wait_for(kernel: Any) -> None:
+def _prepare(kernel: Any) -> None:
+    """Let Triton make what variants of a kernel have in common, which two threads would each make for themselves."""
+    tables = getattr(kernel, "device_caches", None)
+    if tables is not None:
+        with _preparing:
+            kernel.cache_key  # noqa: B018
+            tables[driver.active.get_current_device()]
+
+
+def _wait_for(start: Launch, args: Sequence[Any]) -> None:
     wait_for_start()
-    if (thread := _pending.get(id(kernel))) is not None:
+    if not _pending:
+        return
+    given = (*start.fixed, *args, *start.last)
+    thread = _pending.get(_variant(start.kernel, given, start.constants, start.num_warps, start.device))
+    if thread is not None:
         thread.join()
 
 
@@ -344,9 +409,10 @@ def _end() -> None:
 
 def _after_fork() -> None:
     """A child process has none of the threads."""
-    global _first, _lock, _slots
-    _first, _lock, _slots = None, threading.RLock(), None
+    global _first, _lock, _preparing, _slots
+    _first, _lock, _preparing, _slots = None, threading.RLock(), threading.RLock(), None
     _pending.clear()
+    _begun.clear()
 
 
 if hasattr(os, "register_at_fork"):
