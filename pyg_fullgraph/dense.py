@@ -44,6 +44,8 @@ MIN_WIDTH, MAX_WIDTH = 64, 1024
 #: Numbers from which rows are padded.
 MIN_PADDED = 1 << 20
 
+_HALVES = (torch.float16, torch.bfloat16)
+
 _is_on = True
 # What is a view of a tensor with zeros behind its rows.
 _padded: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -117,12 +119,14 @@ def plus_product(x: Tensor, weight: Tensor, total: Tensor) -> Tensor:
 
 
 def multiplier(weight: Tensor) -> Callable[[Tensor], Tensor]:
-    """What multiplies matrices ``[M, K]`` like ``weight`` ``[K, N]`` by it, whatever M is: our kernel, or torch. Not
-    differentiable.
+    """What multiplies matrices ``[M, K]`` by ``weight`` ``[K, N]``, whatever M is: our kernel, or torch; in half
+    precision with results in float32. Not differentiable.
     """
     turned = weight.t()
     if _fits(*weight.shape) and _is_ours(weight):
         return lambda x: dense.product(x, turned)
+    if weight.dtype in _HALVES:
+        return lambda x: _exact_product(x.to(weight.dtype), weight)
     return lambda x: x @ weight
 
 
@@ -132,9 +136,15 @@ def outer(a: Tensor, b: Tensor) -> Tensor:
     """
     if _fits(b.shape[1], a.shape[1]) and _is_ours(a, b):
         return dense.weight_gradient(a, b)[0]
-    if a.dtype not in (torch.float16, torch.bfloat16):
-        return a.t() @ b
-    return torch.mm(a.t(), b, out_dtype=torch.float32) if a.is_cuda else a.t().float() @ b.float()
+    halves = [t.dtype for t in (a, b) if t.dtype in _HALVES]
+    return _exact_product(a.t().to(halves[0]), b.to(halves[0])) if halves else a.t() @ b
+
+
+def _exact_product(a: Tensor, b: Tensor) -> Tensor:
+    """``a b`` of matrices of half precision in float32."""
+    if a.is_cuda and a.numel() and b.numel():
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
 
 
 def padded(x: Tensor) -> Tensor:

@@ -40,6 +40,7 @@ class Span(NamedTuple):
         end: of the last edge of the pieces that begin in the span.
         schedule: these pieces; None where no rows are reduced.
         places: of the edges in the span, where they are in another order.
+        adds: whether all pieces add to what is in their slots, at first zeros.
     """
 
     first: int
@@ -47,6 +48,7 @@ class Span(NamedTuple):
     end: int
     schedule: RowSchedule | None
     places: Tensor | None = None
+    adds: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,53 +165,76 @@ class EdgeOrder:
             spans.append(Span(first, stop, min(stop + max_piece, count), pieces))
         return tuple(spans)
 
-    def across(self, size: int, max_piece: int) -> tuple[EdgeOrder, tuple[Span, ...]]:
+    def across(self, others: EdgeOrder, size: int, max_piece: int) -> tuple[EdgeOrder, tuple[Span, ...]]:
         """The same edges span by span (of ``size`` edges, see :meth:`spans`), and in each by the other endpoint, which
-        is its row; cached per both.
+        is its row; cached per size and bound.
 
-        Every row has as many slots as it has pieces in the span where it has most, and at least one, to which all add.
+        One span is ``others``, the order by that endpoint. Of several, every row has as many slots as it has pieces in
+        the span where it has most, and at least one, to which all add.
 
-        Returns: the edges, whose ``ptr`` says nothing, and the spans. Cost: a sort of the edges, three or four numbers
-            per edge and four per piece, and a few host synchronisations.
+        Returns: the edges, of several spans without a meaning of ``ptr``, and the spans. Cost: of several spans a sort
+            of the edges (some 60 bytes per edge for a while), three or four numbers per edge and four per piece, and
+            two host synchronisations. Where the host may not wait, there are as many pieces as edges, and those beyond
+            have no edges; which does not change what is added to what.
         """
-        return self._cached(("across", size, max_piece), lambda: self._across(size, max_piece))
+        count = self.num_edges
+        if count > size:
+            return self._cached(("across", size, max_piece), lambda: self._across(size, max_piece))
+        places = others.places_in(self)
+        return others, (Span(0, count, count, others.schedule(max_piece),
+                             others.positions if places is None else places),)
 
     def _across(self, size: int, max_piece: int) -> tuple[EdgeOrder, tuple[Span, ...]]:
         count, num_rows, dtype, device = self.num_edges, self.num_others, self.ptr.dtype, self.ptr.device
-        starts = range(0, max(count, 1), size)
+        starts = range(0, count, size)
         if device.type == "meta":  # as if all pieces had one edge
             none, slot = self.other, torch.empty_like(self.other, dtype=torch.int32)
             whole = RowSchedule(none, none, none, slot, none[:num_rows], none, max_piece, count, num_rows, num_rows)
             edges = EdgeOrder(self.ptr, self.other, self.other, num_rows, self.num_rows, self.ids)
-            return edges, (Span(0, count, count, whole, self.other),)
-        span = torch.div(self._count(), size, rounding_mode="floor").long()
-        key, order = torch.sort(span * max(num_rows, 1) + self.other, stable=True)
-        places = order - span * size  # sorting moves edges within spans only
-        begins = torch.ones_like(key, dtype=torch.bool)
-        begins[1:] = key[1:] != key[:-1]
-        start = begins.nonzero().view(-1)
-        length = torch.diff(start, append=start.new_tensor([count]))
-        parts = (length + (max_piece - 1)) // max_piece
-        run = torch.repeat_interleave(parts)  # of each piece
-        part = torch.arange(run.numel(), device=device) - (parts.cumsum(0) - parts)[run]
-        row = key[start] % max(num_rows, 1)
-        slots = torch.ones(num_rows, dtype=torch.int64, device=device).scatter_reduce_(0, row, parts, "amax")
+            return edges, (Span(0, count, count, whole, self.other, True),)
+        position = torch.arange(count, device=device)
+        key, order = torch.sort(position // size * num_rows + self.other, stable=True)
+        is_first = torch.ones_like(key, dtype=torch.bool)  # of its row in the span, then of a piece
+        is_first[1:] = key[1:] != key[:-1]
+        row = key.remainder_(num_rows)
+        part = position - torch.where(is_first, position, 0).cummax(0).values
+        is_first = part % max_piece == 0
+        part //= max_piece
+        slots = torch.ones(num_rows, dtype=torch.int64, device=device).scatter_reduce_(0, row, part + 1, "amax")
         split_ptr = torch.cat([slots.new_zeros(1), slots.cumsum(0)])
-        begin, end = (start[run] + (part + k) * length[run] // parts[run] for k in (0, 1))
-        firsts = torch.searchsorted(begin, torch.arange(len(starts) + 1, device=device) * size).tolist()
-        begin, end, piece_row = begin.to(dtype), end.to(dtype), row[run].to(dtype)
-        slot = (split_ptr[row[run]] + part).to(torch.int32)
-        rows, num_slots = torch.arange(num_rows, dtype=dtype, device=device), int(split_ptr[-1])
+        slot = part.add_(split_ptr[row])
+        if segment.may_wait(device, count) or segment.may_wait_once(device):
+            begin = is_first.nonzero().view(-1)
+            end = torch.cat([begin[1:], begin.new_tensor([count])])
+            row, slot, num_slots = row[begin], slot[begin], int(split_ptr[-1])
+            bounds = torch.searchsorted(begin, torch.arange(len(starts) + 1, device=device) * size).tolist()
+        else:  # pieces of a span are where its edges are; what is beyond adds to a slot of no row
+            num_slots, bounds = num_rows + count // max_piece + 1, [*starts, count]
+            made = is_first.cumsum(0)
+            before = torch.where(position % size == 0, made - is_first.long(), 0).cummax(0).values
+            place = torch.where(is_first, position - position % size + made - before - 1, count)
+            begin, row, slot = (
+                torch.full((count + 1,), beyond, device=device).scatter_(0, place, value)[:count]
+                for beyond, value in ((count, position), (0, row), (num_slots - 1, slot)))
+            end = torch.cat([begin[1:], begin.new_tensor([count])])
+            end = torch.where(begin == count, count, torch.where(end == count, self._span_end(begin, size), end))
+        row, begin, end, slot = row.to(dtype), begin.to(dtype), end.to(dtype), slot.to(torch.int32)
+        rows, split_ptr = torch.arange(num_rows, dtype=dtype, device=device), split_ptr.to(dtype)
         eid = order if self.eid is None else self.eid.index_select(0, order)
         ids = None if self.ids is None else self.ids.index_select(0, order)
-        places, others, split_ptr = places.to(dtype), self.row.index_select(0, order), split_ptr.to(dtype)
+        other = self.row.index_select(0, order)
+        places = (order - position // size * size).to(dtype)  # sorting moves edges within spans only
         spans = []
-        for first, (one, two) in zip(starts, itertools.pairwise(firsts), strict=True):
+        for first, (one, two) in zip(starts, itertools.pairwise(bounds), strict=True):
             stop = min(first + size, count)
-            schedule = RowSchedule(piece_row[one:two], begin[one:two], end[one:two], slot[one:two], rows, split_ptr,
+            schedule = RowSchedule(row[one:two], begin[one:two], end[one:two], slot[one:two], rows, split_ptr,
                                    max_piece, two - one, num_slots, num_rows)
-            spans.append(Span(first, stop, stop, schedule, places))
-        return EdgeOrder(self.ptr, others, eid.to(dtype), num_rows, self.num_rows, ids), tuple(spans)
+            spans.append(Span(first, stop, stop, schedule, places, True))
+        return EdgeOrder(self.ptr, other, eid.to(dtype), num_rows, self.num_rows, ids), tuple(spans)
+
+    def _span_end(self, place: Tensor, size: int) -> Tensor:
+        """Where the span of each place ends."""
+        return ((place // size + 1) * size).clamp_(max=self.num_edges)
 
     @property
     def is_empty(self) -> Tensor:

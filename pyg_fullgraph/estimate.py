@@ -17,7 +17,7 @@ from pyg_fullgraph.phases import EdgePhase, stores_half
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node
 from pyg_fullgraph.saga.pipeline import Outer, Pipeline, Product
-from pyg_fullgraph.saga.plans import Batch, Plan, Sweep, Target, is_staged, read_by
+from pyg_fullgraph.saga.plans import Batch, Plan, Sweep, Target, is_local, is_staged, read_by
 
 #: How inputs are called whose product with a weight was kept open (see :mod:`pyg_fullgraph.nn.order`).
 FEATURES = ".features"
@@ -118,6 +118,7 @@ def plan_work(plan: Plan, sizes: Sizes, dtypes: Mapping[Node, torch.dtype],
     made.update((step[0], sizes.exact) for step in plan.steps if not isinstance(step, Sweep))
     for batch, pipeline in ((b, None) for b, _ in plan.batches) if batches is None else batches:
         if pipeline is not None:
+            made.update((s.result, sizes.exact) for s in pipeline.steps if isinstance(s, Product))
             total += _pipeline_work(pipeline, sizes, width, plan.staging)
         elif isinstance(batch, Sweep):
             total += _sweep_work(batch, sizes, width, plan.staging)
@@ -141,7 +142,8 @@ def _sweep_work(sweep: Sweep, sizes: Sizes, width: Callable[[Node], int], stagin
     def rows(node: Node) -> int:
         return own if node.domain == sweep.rows else 1 if node.domain == Domain.PARAM else edges
 
-    held = (*(r for r, _ in sweep.edges), *(n for n in sweep.inputs if n.domain == Domain.EDGE))
+    held = [n for n in (*(r for r, _ in sweep.edges), *(n for n in sweep.inputs if n.domain == Domain.EDGE))
+            if not is_local(n)]
     uses_eid = not all(map(is_staged, held)) or any(n.op in ("eid", "dropout") for n in ir.walk(*sweep.operands))
     uses_places = sweep.rows != staging and any(map(is_staged, held))
     indices = edges * (1 + uses_eid + uses_places) + own + 1
@@ -153,9 +155,12 @@ def _sweep_work(sweep: Sweep, sizes: Sizes, width: Callable[[Node], int], stagin
 
 
 def _pipeline_work(pipeline: Pipeline, sizes: Sizes, width: Callable[[Node], int], staging: Domain) -> Work:
-    """What is multiplied between its kernels is written once per edge, and read again."""
+    """What is multiplied between its kernels is written once per edge, and read again; so is, at most, what is added up
+    by the other side.
+    """
     edges = sizes.num_edges
-    total = sum((_sweep_work(s, sizes, width, staging) for s in pipeline.sweeps), Work())
+    added = 0 if pipeline.across is None else edges * sizes.exact * sum(r.numel for r in pipeline.across.results)
+    total = sum((_sweep_work(s, sizes, width, staging) for s in pipeline.sweeps), Work(added, added))
     for step in pipeline.steps:
         if isinstance(step, Product):
             total += Work(edges * width(step.x) + width(step.weight), edges * width(step.result),

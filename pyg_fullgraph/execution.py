@@ -454,10 +454,12 @@ def _prepared_pipeline(sweep: Sweep, order: EdgeOrder, like: Tensor, exact: froz
 
     def prepare() -> pipelines.PreparedPipeline:
         # A span has as few edges as a small graph.
-        size = pipelines.span_edges(piped.pipeline, order.num_edges, like.dtype)
+        size = pipelines.span_edges(piped.pipeline, order.num_edges, chunks.compute_dtype(like.dtype))
         max_piece = selection.max_piece_of(min(size, order.num_edges), 0.0)
-        kernels = {s: (kernel, replace(selection.default_shape(kernel, order), max_piece=max_piece))
-                   for s, kernel in piped.kernels.items()}
+        kernels = {}
+        for s, kernel in piped.kernels.items():
+            own = order if others is None or s is not piped.pipeline.across else others
+            kernels[s] = kernel, replace(selection.default_shape(kernel, own), max_piece=max_piece)
         return pipelines.PreparedPipeline(piped.pipeline, order, size, kernels, like, exact, others)
 
     return order._cached(("pipeline", sweep, across, like.dtype, exact, len(selection.refused)), prepare)

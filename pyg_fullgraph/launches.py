@@ -222,9 +222,9 @@ class Prepared:
         constants = _constants(stat_dtype, rows.id_dtype)
         schedules = _schedules(parts, rows)
         _, kernel, shape, span = parts[0]
-        # Tiles have edges of the same rows; spans have pieces of their own, but across these, where all add to zeros.
+        # Tiles have edges of the same rows; spans have pieces of their own, or all add to zeros.
         self.adds = span is None
-        self.is_across = span is not None and span.places is not None
+        self.adds_to_zeros = span is not None and span.adds
         self.added = [b.node for b in kernel.added]
         self.totals = [(b.node, rows.id_dtype if b.node.is_integer else stat_dtype) for b in kernel.totals]
         self.results = []
@@ -306,7 +306,7 @@ class Run:
         self.prepared, self.tiles, self.staging = prepared, tiles, staging
         self.results = {node: like.new_empty(shape) for node, shape, like in prepared.results if not is_local(node)}
         self.workspace = [make(shape) for make, shape in prepared.workspace]
-        for space in self.workspace if prepared.is_across else ():
+        for space in self.workspace if prepared.adds_to_zeros else ():
             space.zero_()
         self.totals: dict[Node, Tensor] = {}
         self.added: list[Tensor] = []
@@ -348,7 +348,7 @@ class Run:
             args += self.added
             tensors += self.added
         args += self.workspace
-        adds = prepared.is_across or (k > 0 and prepared.adds)
+        adds = prepared.adds_to_zeros or (k > 0 and prepared.adds)
         args += [self.workspace[n].clone() if adds else self.workspace[n] for n in kernel.apart]
         site.launch(has_places, adds, reach >= _FAR or prepared.reach >= _FAR).run(args, tensors, strides)
         self.is_begun = True

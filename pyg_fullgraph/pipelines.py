@@ -57,14 +57,14 @@ class PreparedPipeline:
             max_piece = None if kernel.takes_blocks else shape.max_piece
         self.spans = order.spans(size, max_piece)
         self.last = None if last is None else self._prepare(last, order, kernels, like, exact)
-        # In half precision values are rounded where torch rounds them: before they are multiplied, and after it.
+        # Of half precision is what is multiplied, as torch has it; results of products are not rounded.
         self.values = {s.result: self._prepare(s.sweep, order, kernels, like, frozenset())
                        for s in pipeline.steps if isinstance(s, Values)}
         self.running: codegen.KernelSource | None = None
         self.across, across = None, pipeline.across
         if across is not None and others is not None:
             kernel, shape = kernels[across]
-            edges, spans = order.across(size, shape.max_piece)
+            edges, spans = order.across(others, size, shape.max_piece)
             parts = [launches.Part(edges, kernel, shape, span) for span in spans]
             self.across = launches.Prepared(across, others, parts, like, exact)
 

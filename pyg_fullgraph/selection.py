@@ -19,7 +19,7 @@ from pyg_fullgraph.saga import codegen, tiles
 from pyg_fullgraph.saga.pipeline import Pipeline, pipeline_of
 from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, Sweep, Target
 from pyg_fullgraph.saga.rows import RowsSource
-from triton_kernels import segment, tune
+from triton_kernels import tune
 
 #: Most edges of one piece of a row, in large graphs and in small ones; and pieces that a graph may have before its rows
 #: are cut finer.
@@ -44,6 +44,8 @@ HEAD_BYTES, HEAD_DEGREE = (256, 512), 256
 #: and 10.4 for 96, 93.9 and 25.2 for 256; of three layers 15.8 and 12.9 for 64, 5.1 and 7.6 for 32; of two and 128
 #: features for 32 thousand edges 2.5 and 2.3; in float64 9.3 and 3.5 for 64 and 328 thousand.
 MIN_PIPELINE_WIDTH, MIN_PIPELINE_BREADTH, MIN_PIPELINE = 64, (96, 192), 1 << 29
+#: Most edges whose sums by source come from the spans of those by destination: the order for that takes 28 bytes each.
+MAX_ACROSS = 1 << 25
 #: Programs are launched at about two per nanosecond: rows with at most so many features of all their edges, on average,
 #: are done sooner, and programs take several pieces. Measured on an H200: 0.115 and 0.076 ms for a sum of 32 features
 #: (arxiv size), 2.3 and 1.9 (products size); from 3500 features on it takes longer.
@@ -89,15 +91,13 @@ def kernel_for(sweep: Sweep, like: Tensor, order: EdgeOrder) -> codegen.KernelSo
 
 def pipeline_for(sweep: Sweep, like: Tensor, order: EdgeOrder, across: Sweep | None = None) -> Piped | None:
     """The pipeline that runs ``sweep`` over ``order``, and ``across``; None where its products are in a kernel, or in
-    chunks, and where the host would have to wait for the edges ``across`` and may not.
+    chunks.
     """
     if not has_kernels(like.device):
         return None
     lanes = 16 // like.element_size()
-    key = "piped", sweep, across, lanes, len(refused)
-    if across is not None and key not in order._cache and not segment.may_wait_once(like.device):
-        return None
-    return order._cached(key, lambda: pipeline_on(sweep, lanes, order.num_rows, order.num_edges, across))
+    return order._cached(("piped", sweep, across, lanes, len(refused)),
+                         lambda: pipeline_on(sweep, lanes, order.num_rows, order.num_edges, across))
 
 
 def takes_spans(sweep: Sweep, order: EdgeOrder, like: Tensor) -> bool:
@@ -149,7 +149,12 @@ def pipeline_on(sweep: Sweep, lanes: int, num_rows: int, num_edges: int, across:
     is_broad = lanes == 2 or max(pipeline.breadths) >= one or sum(pipeline.breadths) >= all_of_them
     if has_kernel and not (is_broad and num_edges * pipeline.work >= MIN_PIPELINE):
         return None
-    known = {s: kernel_on(s, lanes, num_rows, num_edges) for s in pipeline.sweeps}
+    known = {s: kernel_on(s, lanes, num_rows, num_edges) for s in pipeline.sweeps if s is not pipeline.across}
+    if pipeline.across is not None:
+        # Pieces have few edges. What is apart in memory would be copied for each span.
+        end = known[pipeline.across] = _fitting(pipeline.across, lanes)
+        if num_edges > MAX_ACROSS or (isinstance(end, codegen.KernelSource) and end.apart):
+            return None
     # Values of a span are those of all its edges: a piece that begins before it has some of them.
     fitting = {s: k for s, k in known.items() if isinstance(k, codegen.KernelSource) and k.source not in refused
                and (s in pipeline.ends or k.takes_blocks)}

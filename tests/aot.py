@@ -19,7 +19,7 @@ import io
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -34,8 +34,9 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from pyg_fullgraph.execution import row_kernels
 from pyg_fullgraph.phases import EdgePhase
 from pyg_fullgraph.saga.codegen import KernelSource
-from pyg_fullgraph.saga.ir import Domain, EdgeProgram
+from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node
 from pyg_fullgraph.saga.passes import split
+from pyg_fullgraph.saga.pipeline import Product
 from pyg_fullgraph.saga.plans import KERNELS, Plan, Sweep, is_packed, is_staged
 from pyg_fullgraph.saga.rows import RowsSource, generate
 from pyg_fullgraph.selection import MIN_PIPELINE, Piped, kernel_of, pipeline_on
@@ -93,8 +94,11 @@ IN_TILES = ("gat", "many-outputs", "sage-max", "gat-edge")
 
 
 def compile_kernel(kernel: KernelSource, name: str, dtype: str = "fp32", index: str = "i32", adds: bool = False,
-                   offset: tl.dtype = tl.int32, report: Callable[[ASTSource, int], Any] | None = None) -> Any:
-    """Registers, spilled bytes and shared memory of one kernel on sm_90, or what ``report`` says of it."""
+                   offset: tl.dtype = tl.int32, report: Callable[[ASTSource, int], Any] | None = None,
+                   exact: Collection[Node] = ()) -> Any:
+    """Registers, spilled bytes and shared memory of one kernel on sm_90, or what ``report`` says of it; inputs in
+    ``exact`` are in the dtype of the arithmetic.
+    """
     function = getattr(launch.load(kernel.source), name)
     signature: dict[str, str] = {}
     buffers = {b.name: b for b in (*kernel.inputs, *kernel.outputs, *kernel.added)}
@@ -105,7 +109,7 @@ def compile_kernel(kernel: KernelSource, name: str, dtype: str = "fp32", index: 
             signature[arg] = "i32"
         elif buffer is not None:
             is_seed = buffer.integer and not buffer.node.is_row
-            is_made = is_staged(buffer.node) or is_packed(buffer.node)
+            is_made = is_staged(buffer.node) or is_packed(buffer.node) or buffer.node in exact
             kept = stat if is_made else dtype
             signature[arg] = "*i64" if is_seed else f"*{index}" if buffer.integer else f"*{kept}"
         elif arg.startswith(("ws", "old")):
@@ -348,10 +352,11 @@ def main(names: list[str]) -> None:
                 if case in IN_TILES and kernel.has_merge:
                     results[f"{name}/{k}/{kernel.name}_adds"] = compile_kernel(kernel, kernel.name, dtype, index, True)
         for piped in pipelines_of(plans, lanes):
+            exact = [s.result for s in piped.pipeline.steps if isinstance(s, Product)]
             for sweep, kernel in piped.kernels.items():
                 for part in (kernel.name, *([kernel.merge_name] if kernel.has_merge else [])):
-                    results[f"{name}/pipeline/{part}"] = compile_kernel(kernel, part, dtype, index,
-                                                                        sweep is piped.pipeline.across)
+                    results[f"{name}/pipeline/{part}"] = compile_kernel(
+                        kernel, part, dtype, index, sweep is piped.pipeline.across, exact=exact)
     print(json.dumps(results, indent=1))
 
 

@@ -252,11 +252,13 @@ def taken(monkeypatch):
     monkeypatch.setattr(dense, "MIN_WIDTH", 0)
 
     def recorded(x, weight, bias=None, add=None, tile=None):
-        seen.append(("product" if add is None else "added", *x.shape, weight.shape[0]))
+        if x.device.type != "meta":  # of what is compiled ahead
+            seen.append(("product" if add is None else "added", *x.shape, weight.shape[0]))
         return product(x, weight, bias, add, tile_for(x.device.type))
 
     def recorded_gradient(g, x, with_bias=False, tile=None):
-        seen.append(("gradient", *g.shape, x.shape[1]))
+        if x.device.type != "meta":
+            seen.append(("gradient", *g.shape, x.shape[1]))
         return gradient(g, x, with_bias, tile_for(x.device.type))
 
     monkeypatch.setattr(kernels, "product", recorded)
