@@ -146,8 +146,12 @@ def pipeline_on(sweep: Sweep, lanes: int, num_rows: int, num_edges: int, across:
     if pipeline is None:
         return None
     one, all_of_them = MIN_PIPELINE_BREADTH
-    is_broad = lanes == 2 or max(pipeline.breadths) >= one or sum(pipeline.breadths) >= all_of_them
-    if has_kernel and not (is_broad and num_edges * pipeline.work >= MIN_PIPELINE):
+    work, breadths = pipeline.work, pipeline.breadths
+    if lanes == 8 and any(map(_has_softmax, (sweep, *([] if across is None else [across])))):
+        # Kernels round less: scores have to be computed again as they were, from products of the same shapes.
+        work, breadths = max(rows * columns for rows, columns in pipeline.shapes), (max(breadths),)
+    is_broad = lanes == 2 or max(breadths) >= one or sum(breadths) >= all_of_them
+    if has_kernel and not (is_broad and num_edges * work >= MIN_PIPELINE):
         return None
     known = {s: kernel_on(s, lanes, num_rows, num_edges) for s in pipeline.sweeps if s is not pipeline.across}
     if pipeline.across is not None:
@@ -159,6 +163,12 @@ def pipeline_on(sweep: Sweep, lanes: int, num_rows: int, num_edges: int, across:
     fitting = {s: k for s, k in known.items() if isinstance(k, codegen.KernelSource) and k.source not in refused
                and (s in pipeline.ends or k.takes_blocks)}
     return Piped(pipeline, fitting) if len(fitting) == len(known) else None
+
+
+@lru_cache(maxsize=4096)
+def _has_softmax(sweep: Sweep) -> bool:
+    """Whether it normalizes scores, or computes them again for what was normalized."""
+    return "lse" in sweep.kinds.values() or any(n.name.startswith("saved.lse") for n in sweep.inputs)
 
 
 @lru_cache(maxsize=4096)
