@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.cases import Case, Problem, select
 from benchmarks.workloads import Workload
-from pyg_fullgraph import execution, reuse_constants
+from pyg_fullgraph import reuse_constants, selection
 from pyg_fullgraph.graph import Graph
 from triton_kernels import launch, segment
 
@@ -103,7 +103,7 @@ def as_on_a_gpu() -> Iterator[None]:
     def run(*args: Any) -> None:  # a mock would keep what it is called with
         pass
 
-    with mock.patch.object(execution, "interpreted", return_value=True), \
+    with mock.patch.object(selection, "interpreted", return_value=True), \
             mock.patch.object(segment, "may_wait", may_wait), mock.patch.object(launch.Launch, "run", run):
         yield
 

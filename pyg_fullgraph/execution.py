@@ -13,7 +13,6 @@ from typing import Any, Protocol, TypeVar
 import torch
 import triton.language as tl
 from torch import Tensor
-from triton.runtime.errors import OutOfResources
 
 from pyg_fullgraph import chunks, events, launches, pipelines, selection
 from pyg_fullgraph.edge_order import EdgeOrder
@@ -132,7 +131,7 @@ def _run_pair(sweep: Sweep, across: Sweep, orders: tuple[EdgeOrder, EdgeOrder], 
     try:
         with events.stage(0, like.device):
             return prepared.run(order, leaf, None)
-    except OutOfResources as error:
+    except launch.REFUSALS as error:
         if prepared.running is None:
             raise
         selection.refuse(prepared.running, error, "in another way")
@@ -241,7 +240,7 @@ def _launch_rows(steps: tuple[Step, ...], kernel: RowsSource, leaf: chunks.Leaf,
                for (r, _), dtype in zip(steps, dtypes, strict=True)}
     try:
         start.run([*args, *results.values()], tensors, strides)
-    except OutOfResources as error:
+    except launch.REFUSALS as error:
         selection.refuse(kernel, error, "by torch")
         return {}
     return results
@@ -294,7 +293,7 @@ def run_sweep(sweep: Sweep, order: EdgeOrder, leaf: chunks.Leaf, like: Tensor, e
                 results = prepared.run(order, leaf, staging)
             keep(order._cache, _run_key(sweep, like, exact), prepared)
             return _handed(sweep, results, staging)
-        except OutOfResources as error:
+        except launch.REFUSALS as error:
             if prepared.running is None:  # a product, which nothing can do without
                 raise
             selection.refuse(prepared.running, error, "in another way")
@@ -304,7 +303,7 @@ def run_sweep(sweep: Sweep, order: EdgeOrder, leaf: chunks.Leaf, like: Tensor, e
         try:
             with events.stage(0, like.device):
                 return _handed(sweep, _launch_sweep(sweep, kernel, order, leaf, like, exact, staging), staging)
-        except OutOfResources as error:
+        except launch.REFUSALS as error:
             selection.refuse(kernel, error, "in another way")
             if not sweep.is_bare:
                 return run_sweep(sweep, order, leaf, like, exact)
@@ -321,7 +320,7 @@ def _run_prepared(sweep: Sweep, order: EdgeOrder, leaf: chunks.Leaf, like: Tenso
     try:
         made: dict[Node, Tensor] = prepared.run(order, leaf, staging)
         return made
-    except OutOfResources:
+    except launch.REFUSALS:
         order._cache.pop(key, None)
         return None
 
@@ -400,7 +399,7 @@ def run_tiles(sweep: Sweep, rows: EdgeOrder, tiles: Sequence[EdgeOrder], leaves:
         try:
             with events.stage(k, like.device):
                 launched.take(k, site.inputs.fitting(asked[-1]))
-        except OutOfResources as error:
+        except launch.REFUSALS as error:
             selection.refuse(site.kernel, error)
             if launched.is_begun:  # the rows of the tiles before may be gone
                 raise TileRefusedError(site.kernel.name, k, len(tiles)) from error
@@ -502,7 +501,7 @@ def _launch_sweep(sweep: Sweep, kernel: codegen.KernelSource, order: EdgeOrder, 
     shape = tune.choose(key, default, fits, run, tune.milliseconds)
     try:
         return run(shape)
-    except OutOfResources:
+    except launch.REFUSALS:
         if shape == default:
             raise
         return run(default)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from pyg_fullgraph import launches
 from pyg_fullgraph.edge_order import EdgeOrder
@@ -68,13 +69,15 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-#: Sources of kernels that a device refused: they ask for more shared memory than it has.
+#: Sources of kernels that ask for more shared memory than a device has, or that Triton fails to compile.
 refused: set[str] = set()
 
 
 def refuse(kernel: codegen.KernelSource | RowsSource, error: Exception, otherwise: str = "in chunks") -> None:
+    """Never choose ``kernel`` again, which raised one of :data:`launch.REFUSALS`, and warn of it."""
     refused.add(kernel.source)
-    warnings.warn(f"Kernel {kernel.name} does not fit the device ({error}); runs {otherwise}", stacklevel=3)
+    reason = "does not fit the device" if isinstance(error, OutOfResources) else "is not compiled by Triton"
+    warnings.warn(f"Kernel {kernel.name} {reason} ({error}); runs {otherwise}", stacklevel=3)
 
 
 def kernel_for(sweep: Sweep, like: Tensor, order: EdgeOrder) -> codegen.KernelSource | None:
@@ -146,12 +149,10 @@ def pipeline_on(sweep: Sweep, lanes: int, num_rows: int, num_edges: int, across:
     if pipeline is None:
         return None
     one, all_of_them = MIN_PIPELINE_BREADTH
-    work, breadths = pipeline.work, pipeline.breadths
-    if lanes == 8 and any(map(_has_softmax, (sweep, *([] if across is None else [across])))):
-        # Kernels round less: scores have to be computed again as they were, from products of the same shapes.
-        work, breadths = max(rows * columns for rows, columns in pipeline.shapes), (max(breadths),)
-    is_broad = lanes == 2 or max(breadths) >= one or sum(breadths) >= all_of_them
-    if has_kernel and not (is_broad and num_edges * work >= MIN_PIPELINE):
+    is_broad = lanes == 2 or max(pipeline.breadths) >= one or sum(pipeline.breadths) >= all_of_them
+    # Kernels round half precision less: scores have to be computed again as they were, whatever goes with them.
+    is_always = lanes == 8 and any(map(_has_softmax, (sweep, *([] if across is None else [across]))))
+    if has_kernel and not is_always and not (is_broad and num_edges * pipeline.work >= MIN_PIPELINE):
         return None
     known = {s: kernel_on(s, lanes, num_rows, num_edges) for s in pipeline.sweeps if s is not pipeline.across}
     if pipeline.across is not None:

@@ -58,14 +58,14 @@ def test_tiles_are_the_whole(name, device):
     check(program_of(name), case_for(device), torch.float32, device, runner=run_in_tiles)
 
 
-def refuse(monkeypatch, *words):
-    """Let the device refuse kernels with all ``words`` in their names; the names of those that were."""
+def refuse(monkeypatch, *words, error=None):
+    """Let the device refuse kernels with all ``words`` in their names, by ``error``; the names of those that were."""
     start, refused = launch.Launch.run, []
 
     def run(self, args, *looks):
         if all(word in self.kernel.__name__ for word in words):
             refused.append(self.kernel.__name__)
-            raise OutOfResources(300_000, 232_448, "shared memory")
+            raise error or OutOfResources(300_000, 232_448, "shared memory")
         start(self, args, *looks)
 
     monkeypatch.setattr(selection, "refused", set())

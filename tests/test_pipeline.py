@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from test_blocks import refuse
 from test_kernels import GPU, GRAPHS, INTERPRETER, check_same_bits, graph_for, poisoned  # noqa: F401
 from torch import nn
-from triton.runtime.errors import OutOfResources
+from triton.runtime.errors import OutOfResources, PTXASError
 
 import zoo
 from oracle import check, error, program_of, random_case, run_oracle
@@ -29,7 +29,7 @@ from pyg_fullgraph.saga.ir import EdgeProgram, Output
 from pyg_fullgraph.saga.passes import split
 from pyg_fullgraph.saga.pipeline import Outer, Product, Values, pipeline_of
 from pyg_fullgraph.saga.plans import KERNELS, Sweep, can_join, is_local, joined, made_by, read_by
-from triton_kernels import segment
+from triton_kernels import launch, segment
 
 #: Products in one layer and in several, of edge data and of both ends, before each kind of reduction, with dropout.
 NAMES = ("gat-edge", "gatv2-edge-dropout", "edge-mlp", "joined", "edge-mlp-deep", "gatv2-edge-wide",
@@ -104,18 +104,37 @@ def attention_over_an_mlp(width: int) -> EdgeProgram:
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("breadth, edges, num_runs", [(64, 1, 3), (96, 1, 0), (64, 2, 0), (64, 3, 0)])
-def test_scores_are_computed_again_as_they_were(breadth, edges, num_runs, dtype, device, spans, monkeypatch):
-    """In half precision, where kernels round less than spans: by one or the other in both directions, also where
-    forward has fewer products than backward.
-    """
-    program, case = attention_over_an_mlp(64), graph_for(device)
-    monkeypatch.setattr(selection, "MIN_PIPELINE_BREADTH", (breadth, 192))
-    monkeypatch.setattr(selection, "MIN_PIPELINE", edges * 64 * 64 * case.num_edges - (edges == 1))
-    check(program, case, dtype, device, slack=3)
-    runs = len([n for n in spans if n > 1])
-    assert runs == num_runs if dtype != torch.float32 else runs >= num_runs
+@pytest.mark.parametrize("width, dtype, num_runs", [(64, torch.float16, 3), (64, torch.bfloat16, 3),
+                                                    (64, torch.float32, 0), (32, torch.bfloat16, 0)], ids=str)
+def test_scores_are_computed_again_as_they_were(width, dtype, num_runs, device, spans, monkeypatch):
+    """In half precision, where kernels round less than spans: by one or the other, however many products there are."""
+    monkeypatch.setattr(selection, "MIN_PIPELINE_WIDTH", 64)
+    monkeypatch.setattr(selection, "MIN_PIPELINE", 1 << 60)
+    check(attention_over_an_mlp(width), graph_for(device), dtype, device, slack=3)
+    assert len([n for n in spans if n > 1]) == num_runs
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+def test_what_triton_fails_to_compile_runs_in_another_way(device, monkeypatch):
+    refused = refuse(monkeypatch, "outer", error=launch.NotCompiledError("RuntimeError: PassManager::run failed"))
+    with pytest.warns(UserWarning, match="is not compiled by Triton .* runs in another way"):
+        check(program_of("edge-mlp-deep"), graph_for(device), torch.float32, device)
+    assert refused
+
+
+@pytest.mark.parametrize("error, is_told", [(RuntimeError("PassManager::run failed"), True),
+                                            (PTXASError("error"), True), (RuntimeError("another"), False)])
+def test_failures_of_triton_are_told_apart(error, is_told):
+    class Kernel:
+        arg_names = ()
+
+        def __getitem__(self, grid):
+            def start(*args, **options):
+                raise error
+            return start
+
+    with pytest.raises(launch.NotCompiledError if is_told else RuntimeError, match=str(error)):
+        launch.run(Kernel(), 1, [], {}, 4, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])

@@ -40,6 +40,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from triton.compiler import CompiledKernel
 from triton.knobs import HookChain
 from triton.runtime.driver import driver
+from triton.runtime.errors import OutOfResources, PTXASError
 from triton.runtime.interpreter import InterpretedFunction
 
 import triton_kernels.device  # noqa: F401  # generated kernels import it: here, not in the first step of a process
@@ -47,6 +48,13 @@ from triton_kernels import disk
 
 _logger = logging.getLogger(__name__)
 
+
+class NotCompiledError(Exception):
+    """One of Triton's passes fails on a kernel, or ptxas does."""
+
+
+#: What a launch raises where a kernel does not run on a device, whatever it is given.
+REFUSALS = (OutOfResources, NotCompiledError)
 #: Takes what :func:`run` is given, but for the device.
 Taker = Callable[[Any, int, Sequence[Any], Mapping[str, Any], int], object]
 
@@ -158,7 +166,12 @@ class Launch:
             return
         given = (*self.fixed, *args, *self.last)
         _prepare(self.kernel)
-        compiled = self.kernel[self.programs,](*given, **self.constants, num_warps=self.num_warps, **OPTIONS)
+        try:
+            compiled = self.kernel[self.programs,](*given, **self.constants, num_warps=self.num_warps, **OPTIONS)
+        except (RuntimeError, PTXASError) as error:
+            if isinstance(error, PTXASError) or "PassManager::run failed" in str(error):
+                raise NotCompiledError(f"{type(error).__name__}: {error}") from error
+            raise
         if type(compiled) is CompiledKernel:  # nothing comes back from Triton's interpreter
             rest = self.kernel.arg_names[len(given):]
             known[kinds] = _Known(compiled, tuple(self.constants[name] for name in rest),
