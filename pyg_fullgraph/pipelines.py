@@ -17,9 +17,9 @@ from triton_kernels import tune
 
 __all__ = ["SPAN_BYTES", "PreparedPipeline", "span_edges"]
 
-#: Bytes of one of the values that are held of the edges of a span, and in multiples of how many edges spans are. With
-#: fewer, launches take longer than what they launch (an MLP of 256 features per edge, arxiv size, H100: 23.9 ms with
-#: 256 MiB, 25.2 with 128 and 26.9 with 64, 600 MB less).
+#: Bytes of one of the values that are held of the edges of a span (twice as many of results of products of half
+#: precision), and in multiples of how many edges spans are. With fewer, launches take longer than what they launch (an
+#: MLP of 256 features per edge, arxiv size, H100: 22.5 ms with 128 MiB, 23.5 with 64, 90 MB less).
 SPAN_BYTES, SPAN_STEP = 64 << 20, 1 << 10
 
 
