@@ -201,7 +201,8 @@ def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tu
         InputError: An input is missing, or its shape does not fit the graph.
         DoubleBackwardError: When a gradient is differentiated.
 
-    Numerics: float16 and bfloat16 are storage only, sums are in float32; bit-identical from run to run.
+    Numerics: float16 and bfloat16 are storage only, sums are in float32, and so are results of products, of which wide
+        ones round what they multiply; bit-identical from run to run.
     Cost: saves what backward reads of the inputs and outputs, and one statistic per destination, feature group or head.
     """
     check_derivatives(tensors.values())

@@ -56,7 +56,7 @@ def in_order(value: Tensor | Handed, order: EdgeOrder | None = None) -> Tensor:
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Half precision is storage only: arithmetic is in float32, float64 stays float64."""
+    """Half precision is for storage: arithmetic is in float32, float64 stays float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
