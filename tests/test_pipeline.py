@@ -1,12 +1,13 @@
 """Products of edge values taken out of kernels, over spans of edges; `test_kernels` says how kernels run in tests."""
 
 import gc
+import itertools
 import weakref
 from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_blocks import refuse
 from test_kernels import GPU, GRAPHS, INTERPRETER, check_same_bits, graph_for, poisoned  # noqa: F401
@@ -432,6 +433,43 @@ def test_nothing_is_kept_of_the_first_step_of_what_no_kernel_holds(device, monke
     gc.collect()
     assert features() is None
     assert any(isinstance(kernel, NotFusable) for kernel in made)
+
+
+@st.composite
+def products_and_sums(draw):
+    """A program with products of what both ends and edges have, of widths that differ, in sums of any kind."""
+    widths, number = st.sampled_from([3, 4, 6]), itertools.count()
+
+    def given(domain, *shape):
+        return ir.input(f"i{next(number)}", domain, shape)
+
+    values = [ir.pointwise("tanh", ir.pointwise("add", given(SRC, 4), given(DST, 4)))]
+    values += [given(domain, draw(widths)) for domain in draw(st.lists(st.sampled_from([SRC, DST, EDGE]), max_size=3))]
+    operations = st.sampled_from(["mm", "mm", "sigmoid", "add", "mul", "softmax"])
+    for kind in draw(st.lists(operations, min_size=2, max_size=7)):
+        value = draw(st.sampled_from(values))
+        like = [v for v in values if v.shape == value.shape]
+        others = [draw(st.sampled_from(like))] if kind in ("add", "mul") else []
+        if kind == "mm":
+            values.append(ir.mm(value, given(ir.Domain.PARAM, value.numel, draw(widths))))
+        elif kind == "softmax":
+            score = ir.reduce_features("sum", ir.pointwise("tanh", value), (0,), True)
+            values.append(ir.pointwise("mul", value, ir.softmax(score)))
+        else:
+            values.append(ir.pointwise(kind, value, *others))
+    kinds = draw(st.lists(st.sampled_from(["sum", "mean", "max", "edge"]), min_size=1, max_size=3))
+    made = [v for v in values if v.domain == EDGE][-4:]
+    return EdgeProgram(tuple(Output(kind, ir.pointwise("sin", draw(st.sampled_from(made))), f"o{k}")
+                             for k, kind in enumerate(kinds)))
+
+
+@pytest.mark.interpreter
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(program=products_and_sums(), sizes=st.sampled_from([(9, 7, 40), (3, 20, 33), (30, 5, 50), (6, 6, 5), (4, 4, 0)]),
+       seed=st.integers(0, 99), is_half=st.booleans())
+def test_random_products(program, sizes, seed, is_half, spans):
+    """In spans of 16 edges, sums by source with those by destination where they can be."""
+    check(program, random_case(*sizes, seed), torch.float16 if is_half else torch.float64, "cpu", seed, slack=6)
 
 
 @pytest.mark.gpu
