@@ -142,7 +142,7 @@ def outer(a: Tensor, b: Tensor) -> Tensor:
 
 def _exact_product(a: Tensor, b: Tensor) -> Tensor:
     """``a b`` of matrices of half precision in float32."""
-    if a.is_cuda and a.numel() and b.numel():
+    if a.is_cuda and torch.version.hip is None and a.numel() and b.numel():
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
 
