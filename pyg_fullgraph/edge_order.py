@@ -6,7 +6,7 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -111,7 +111,7 @@ class EdgeOrder:
                             / self.degree.clamp(min=1).to(dtype))
 
     def schedule(self, max_piece: int = 1024) -> RowSchedule:
-        """Rows cut into pieces of at most ``max_piece`` edges, long ones first; cached per bound."""
+        """Rows cut into pieces of at most ``max_piece`` edges, those of long rows first; cached per bound."""
         return self._cached(("schedule", max_piece), lambda: self._schedule(max_piece))
 
     def _schedule(self, max_piece: int) -> RowSchedule:
@@ -125,9 +125,9 @@ class EdgeOrder:
     def spans(self, size: int, max_piece: int | None) -> tuple[Span, ...]:
         """Spans of ``size`` edges, with their pieces of rows of at most ``max_piece`` edges; cached per both.
 
-        Long pieces of a span come first, as in :meth:`schedule`. Cost: where there is more than one span, and there are
-        pieces, a sort of them and one host synchronisation. Where the host may not wait, their numbers are bounds, and
-        the pieces beyond have no edges.
+        Pieces of long rows come first in a span, as in :meth:`schedule`. Cost: where there is more than one span, and
+        there are pieces, a sort of them and one host synchronisation. Where the host may not wait, their numbers are
+        bounds, and the pieces beyond have no edges.
         """
         return self._cached(("spans", size, max_piece), lambda: self._spans(size, max_piece))
 
@@ -139,6 +139,7 @@ class EdgeOrder:
             return (Span(0, count, count, whole),)
         if whole is None or max_piece is None:
             return tuple(Span(first, min(first + size, count), min(first + size, count), None) for first in starts)
+        whole = whole.listed(self.ptr)
         # Pieces without edges are the same to all spans.
         span = torch.div(whole.piece_start, size, rounding_mode="floor").long()
         even = torch.arange(whole.num_pieces, device=span.device) * len(starts) // max(whole.num_pieces, 1)
@@ -159,8 +160,8 @@ class EdgeOrder:
         slot = torch.nn.functional.pad(whole.piece_slot, (0, 1), value=whole.num_slots - 1)
         spans = []
         for first, place in zip(starts, places, strict=True):
-            pieces = replace(whole, piece_row=row[place], piece_start=start[place], piece_end=end[place],
-                             piece_slot=slot[place], num_pieces=place.numel())
+            pieces = segment.listed(row[place], start[place], end[place], slot[place], whole.split_row, whole.split_ptr,
+                                    max_piece, whole.num_slots, whole.num_split)
             stop = min(first + size, count)
             spans.append(Span(first, stop, min(stop + max_piece, count), pieces))
         return tuple(spans)
@@ -189,7 +190,7 @@ class EdgeOrder:
         starts = range(0, count, size)
         if device.type == "meta":  # as if all pieces had one edge
             none, slot = self.other, torch.empty_like(self.other, dtype=torch.int32)
-            whole = RowSchedule(none, none, none, slot, none[:num_rows], none, max_piece, count, num_rows, num_rows)
+            whole = segment.listed(none, none, none, slot, none[:num_rows], none, max_piece, num_rows, num_rows)
             edges = EdgeOrder(self.ptr, self.other, self.other, num_rows, self.num_rows, self.ids)
             return edges, (Span(0, count, count, whole, self.other, True),)
         position = torch.arange(count, device=device)
@@ -227,8 +228,8 @@ class EdgeOrder:
         spans = []
         for first, (one, two) in zip(starts, itertools.pairwise(bounds), strict=True):
             stop = min(first + size, count)
-            schedule = RowSchedule(row[one:two], begin[one:two], end[one:two], slot[one:two], rows, split_ptr,
-                                   max_piece, two - one, num_slots, num_rows)
+            schedule = segment.listed(row[one:two], begin[one:two], end[one:two], slot[one:two], rows, split_ptr,
+                                      max_piece, num_slots, num_rows)
             spans.append(Span(first, stop, stop, schedule, places, True))
         return EdgeOrder(self.ptr, other, eid.to(dtype), num_rows, self.num_rows, ids), tuple(spans)
 
@@ -377,7 +378,7 @@ def schedule_tiles(rows: EdgeOrder, tiles: Sequence[EdgeOrder], max_piece: int) 
     pieces = []  # row, number within the row, start and end of each that is not empty
     count = torch.ones(num_rows, dtype=torch.int64, device=device)
     for tile in tiles:
-        made = tile.schedule(max_piece)
+        made = tile.schedule(max_piece).listed(tile.ptr)
         kept = (made.piece_end > made.piece_start).nonzero().view(-1)
         row, start, end = (t.index_select(0, kept).long() for t in (made.piece_row, made.piece_start, made.piece_end))
         in_tile = torch.bincount(row, minlength=num_rows)
@@ -408,7 +409,7 @@ def schedule_tiles(rows: EdgeOrder, tiles: Sequence[EdgeOrder], max_piece: int) 
         if is_last:
             slot = torch.where(is_cut[row], slot, -1 - slot)
         start, end = (torch.cat([t, torch.zeros_like(left)]) for t in (start, end))
-        schedules.append(RowSchedule(row.to(dtype), start.to(dtype), end.to(dtype), slot.to(torch.int32), *split,
-                                     max_piece, row.numel(), num_slots, cut.numel()))
+        schedules.append(segment.listed(row.to(dtype), start.to(dtype), end.to(dtype), slot.to(torch.int32), *split,
+                                        max_piece, num_slots, cut.numel()))
     rows._cache["tiles", max_piece] = (list(tiles), schedules)
     return schedules

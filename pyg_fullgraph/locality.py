@@ -50,7 +50,7 @@ def locality(graph: Graph, cache_rows: Sequence[int]) -> Locality:
 
 def gathered_rows(order: EdgeOrder) -> np.ndarray[Any, Any]:
     """[E] other endpoint of each gather, in the order in which kernels start the pieces of rows."""
-    schedule = order.schedule()
+    schedule = order.schedule().listed(order.ptr)
     length = (schedule.piece_end - schedule.piece_start).long()
     start = schedule.piece_start.long() - (length.cumsum(0) - length)
     place = torch.repeat_interleave(start, length).add_(torch.arange(order.num_edges))

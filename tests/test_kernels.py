@@ -524,9 +524,9 @@ def test_lanes_without_an_edge_do_not_make_a_finite_result_nan(kind, device):
     assert torch.isfinite(got).all()
 
 
-def check_same_bits(name, num_runs):
+def check_same_bits(name, num_runs, case):
     """Results and gradients of a program on a GPU, run after run."""
-    case, program = graph_for("cuda"), program_of(name)
+    program = program_of(name)
     tensors = make_tensors(program, *case.size, case.num_edges, torch.float32, "cuda")
     graph = Graph.from_edge_index(case.edge_index.cuda(), case.size)
 
@@ -543,7 +543,7 @@ def check_same_bits(name, num_runs):
 @pytest.mark.parametrize("name", ["gat", "gatv2-edge-dropout", "sage-max", "gmm", "edge-mlp-deep", "several"])
 def test_twenty_runs_are_bit_identical(name, monkeypatch):
     monkeypatch.setattr(selection, "MAX_PIECE", 64)
-    check_same_bits(name, 20)
+    check_same_bits(name, 20, graph_for("cuda"))
 
 
 def handed_per_edge(program):

@@ -147,7 +147,7 @@ def test_gathers_come_in_the_order_of_pieces():
     graph = Graph.from_edge_index(zoo.hub().edge_index, 40)
     rows = gathered_rows(graph.incoming)
     assert sorted(rows.tolist()) == sorted(graph.in_src.tolist())
-    longest = graph.incoming.schedule()
+    longest = graph.incoming.schedule().listed(graph.incoming.ptr)
     first, stop = int(longest.piece_start[0]), int(longest.piece_end[0])
     assert rows[:stop - first].tolist() == graph.in_src[first:stop].tolist()
     assert stop - first == int(graph.incoming.degree.max())

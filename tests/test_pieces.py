@@ -12,8 +12,8 @@ from test_segment import check_schedule
 import pyg_fullgraph as pfg
 from triton_kernels import launch, pieces, segment
 
-FIELDS = ("piece_row", "piece_start", "piece_end", "piece_slot", "split_row", "split_ptr", "max_piece", "num_pieces",
-          "num_slots", "num_split")
+FIELDS = ("piece_row", "piece_start", "piece_end", "piece_slot", "split_row", "split_ptr", "max_piece", "max_short",
+          "num_listed", "num_pieces", "num_slots", "num_split")
 #: Rows of several programs, a row of several programs' pieces, one row, rows cut or not, rows without edges.
 DEGREES = ([0], [5], [4], [0, 0, 0], [1, 0, 9, 4, 0], [0, 12, 12, 3, 8, 1, 0], [3] * 700, [900, 0, 7], [0] * 300 + [70],
            [1, 2, 3] * 99, [])
@@ -49,6 +49,27 @@ def test_on_random_degrees(degree, max_piece, device):
 def test_schedules_of_small_graphs_by_definition(device, monkeypatch):
     monkeypatch.setattr(segment, "schedule_rows", pieces.schedule_rows)
     check_schedule([0, 12, 12, 3, 8, 1, 0], 4, False, device)
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+def test_slots_of_larger_graphs_are_as_many_as_are_needed(device, monkeypatch):
+    """But where the host may not wait; what is in the tables is the same."""
+    degree = [0, 12, 12, 3, 8, 1, 0]
+    ptr = torch.tensor([0, *torch.tensor(degree).cumsum(0).tolist()], dtype=torch.int32, device=device)
+    monkeypatch.setattr(segment, "EXACT_EDGES", sum(degree))
+    bounds = pieces.schedule_rows(ptr, 4, sum(degree))
+    monkeypatch.setattr(segment, "EXACT_EDGES", sum(degree) - 1)
+    made = pieces.schedule_rows(ptr, 4, sum(degree))
+    assert (bounds.num_slots, bounds.num_split) == (9 + 7 + 1, 7)
+    assert (made.num_slots, made.num_split) == (3 + 3 + 2 + 1, 3)
+    assert made.split_row.tolist() == bounds.split_row[:3].tolist() == [1, 2, 4]
+    assert made.split_ptr.tolist() == bounds.split_ptr[:4].tolist() == [0, 3, 6, 8]
+    slots = torch.where(bounds.piece_slot == bounds.num_slots - 1, made.num_slots - 1, bounds.piece_slot)
+    assert torch.equal(made.piece_slot, slots) and made.num_listed == bounds.num_listed
+    for name in ("piece_row", "piece_start", "piece_end"):
+        assert torch.equal(getattr(made, name), getattr(bounds, name))
+    monkeypatch.setattr(segment, "may_wait_once", lambda device: False)
+    assert pieces.schedule_rows(ptr, 4, sum(degree)).num_slots == bounds.num_slots
 
 
 def test_without_data_there_are_counts_only():

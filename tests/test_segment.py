@@ -86,35 +86,35 @@ def check_schedule(degree: list[int], max_piece: int, waits: bool, device: str |
     with mock.patch.object(segment, "may_wait", return_value=waits):
         schedule = segment.schedule_rows(ptr.to(device), max_piece, sum(degree))
     ptr_list = ptr.tolist()
-    row, start, end, slot = (
-        t.tolist() for t in (schedule.piece_row, schedule.piece_start, schedule.piece_end, schedule.piece_slot)
-    )
+    bound = min(max_piece, sum(degree))
+    assert schedule.num_listed == schedule.piece_row.numel() == schedule.num_pieces - len(degree)
+    assert schedule.piece_slot[schedule.num_listed:].tolist() == [-1, schedule.num_slots - 1]
+    made = schedule.listed(ptr.to(device))
+    assert made.num_listed == made.num_pieces == schedule.num_pieces and made.listed(ptr) is made
+    row, start, end, slot = (t.tolist() for t in (made.piece_row, made.piece_start, made.piece_end, made.piece_slot))
     split_row, split_ptr = schedule.split_row.tolist(), schedule.split_ptr.tolist()
     assert schedule.num_pieces == len(row) == len(start) == len(end) == len(slot)
     assert schedule.num_split == len(split_row) == len(split_ptr) - 1
     num_split, num_slots = sum(d > max_piece for d in degree), split_ptr[-1]
+    long = [r for r, d in enumerate(degree) for _ in range(max(1, -(-d // max_piece))) if 2 * d > bound]
     if waits:
-        assert (schedule.num_split, schedule.num_slots) == (num_split, num_slots)
+        assert (schedule.num_listed, schedule.num_split) == (len(long), num_split)
+        assert schedule.num_slots == num_slots + bool(long)
     else:
-        assert schedule.num_split >= num_split
-        assert len(degree) == 0 or schedule.num_slots > num_slots
-
-    # Beyond the bounds: pieces that loop over nothing and write to a slot of their own, cut rows that merge nothing.
-    last = schedule.num_slots - 1
-    pads = sum(s == last and last >= num_slots for s in slot)
-    assert pads == 0 or not waits
-    num_pieces = len(row) - pads
-    assert all(start[k] == end[k] and slot[k] == last for k in range(num_pieces, len(row)))
+        assert schedule.num_split >= num_split and schedule.num_listed >= len(long)
+        assert schedule.num_slots > num_slots
+    # Pieces of long rows by row and in edge order, then all rows; what is listed already and what is beyond the bounds
+    # loops over nothing and writes to a slot of its own.
+    pads = [*range(len(long), schedule.num_listed), *(schedule.num_listed + r for r in {*long})]
+    assert row[:len(long)] == long and row[schedule.num_listed:] == [*range(len(degree))]
+    assert all(start[k] == end[k] and slot[k] == schedule.num_slots - 1 >= num_slots for k in pads)
     assert split_ptr[num_split:] == [num_slots] * (schedule.num_split - num_split + 1)
-    row, start, end, slot = row[:num_pieces], start[:num_pieces], end[:num_pieces], slot[:num_pieces]
+    kept = [k for k in range(len(row)) if k not in {*pads}]
+    row, start, end, slot = ([of[k] for k in kept] for of in (row, start, end, slot))
     assert sum(s >= 0 for s in slot) == num_slots
 
     length = [e - s for s, e in zip(start, end, strict=True)]
     assert all(0 <= n <= max_piece for n in length)
-    # What is longer than half of the bound first, then by row and in edge order.
-    bound = min(max_piece, sum(degree))
-    keys = [(2 * n <= bound, r, s) for n, r, s in zip(length, row, start, strict=True)]
-    assert keys == sorted(keys)
     assert split_row[:num_split] == [r for r, d in enumerate(degree) if d > max_piece]
 
     pieces = sorted(zip(row, start, end, slot, strict=True))

@@ -17,6 +17,9 @@ INT32_MAX = 2**31 - 1024
 # Edges up to which a GPU prepares a graph without the host waiting for it: mini-batches come one after the other, while
 # a large graph is prepared once and gains from sizes that are exact.
 ASYNC_EDGES = 1 << 22
+# Edges from which it waits for how many rows are cut, once per graph, where bounds would be many slots: a row for every
+# 256 edges.
+EXACT_EDGES = 1 << 20
 
 
 def may_wait(device: torch.device, num_edges: int) -> bool:
@@ -121,23 +124,30 @@ def is_stable(ptr: Tensor, eid: Tensor) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class RowSchedule:
-    """Rows cut into pieces of bounded length: those longer than half of the bound first, then all others by row.
+    """Rows cut into pieces of bounded length: first those of long rows, which are listed, then all others by row.
 
     A kernel runs one program per piece. The piece of an uncut row writes the row's result itself; the pieces of a cut
     row write partial results into workspace slots, which are then merged in edge order, so that the result does not
     depend on timing.
 
-    Where the host did not wait for the counts, they are upper bounds. Pieces beyond are empty and have the last slot,
-    which belongs to no row; cut rows beyond have no slots.
+    What is listed comes first, so that no long piece is left for the end. Behind it piece ``num_listed + r`` is row r
+    as a whole, of which the row pointer says all, unless the row is listed; there is nothing to do for it then.
+
+    Where the host did not wait for the counts, they are upper bounds. Listed pieces beyond are empty and have the last
+    slot, which belongs to no row; cut rows beyond have no slots.
 
     Attributes:
-        piece_row: [P] row of each piece.
-        piece_start, piece_end: [P] its half-open range of positions; empty for a row without edges.
-        piece_slot: [P] int32 workspace slot, or -1 where the piece is the whole row. In the last of several tiles of
-            the edges ``-1 - slot`` where the row is whole with what is in its one slot.
+        piece_row: [num_listed] row of each listed piece.
+        piece_start, piece_end: [num_listed] its half-open range of positions.
+        piece_slot: [num_listed] int32 workspace slot, or -1 where the piece is the whole row. In the last of several
+            tiles of the edges ``-1 - slot`` where the row is whole with what is in its one slot. Behind it, unless all
+            pieces are listed, that of all others, -1, and the last slot.
         split_row: [num_split] ids of the cut rows, ascending.
         split_ptr: [num_split + 1] the slots of cut row k are ``split_ptr[k] .. split_ptr[k + 1]``, in edge order.
-        max_piece: the bound. num_pieces, num_slots, num_split: counts.
+        max_piece: the bound.
+        max_short: most entries of a row that is not listed.
+        num_listed, num_slots, num_split: counts.
+        num_pieces: ``num_listed`` and the number of rows; ``num_listed`` where all pieces are listed.
     """
 
     piece_row: Tensor
@@ -147,17 +157,38 @@ class RowSchedule:
     split_row: Tensor
     split_ptr: Tensor
     max_piece: int
+    max_short: int
+    num_listed: int
     num_pieces: int
     num_slots: int
     num_split: int
 
+    def listed(self, ptr: Tensor) -> RowSchedule:
+        """The same pieces, all of them listed; ``ptr`` [R + 1] is the row pointer that was cut."""
+        if self.piece_slot.numel() == self.num_listed:
+            return self
+        start, end = ptr[:-1], ptr[1:]
+        is_known = end - start > self.max_short
+        row = torch.arange(start.numel(), dtype=ptr.dtype, device=ptr.device)
+        slot = torch.where(is_known, self.num_slots - 1, -1).to(torch.int32)
+        known = (self.piece_row, self.piece_start, self.piece_end, self.piece_slot[:self.num_listed])
+        made = map(torch.cat, zip(known, (row, start, torch.where(is_known, start, end), slot), strict=True))
+        return listed(*made, self.split_row, self.split_ptr, self.max_piece, self.num_slots, self.num_split)
+
+
+def listed(row: Tensor, start: Tensor, end: Tensor, slot: Tensor, split_row: Tensor, split_ptr: Tensor, max_piece: int,
+           num_slots: int, num_split: int) -> RowSchedule:
+    """A schedule of the pieces that are given, and no others; see :class:`RowSchedule`."""
+    count = row.numel()
+    return RowSchedule(row, start, end, slot, split_row, split_ptr, max_piece, 0, count, count, num_slots, num_split)
+
 
 def schedule_rows(ptr: Tensor, max_piece: int, num_edges: int) -> RowSchedule:
-    """Cut the rows of ``ptr`` [R + 1] into pieces of at most ``max_piece`` entries, long ones first.
+    """Cut the rows of ``ptr`` [R + 1] into pieces of at most ``max_piece`` entries.
 
-    Pieces longer than half of the bound come first, so that none is left for the end; all others are short beside the
-    whole and keep the order of their rows: rows with nearby ids tend to share neighbours, and programs that run at the
-    same time then find those in the cache. (An order by power of two took 6 to 18% longer on an H200.)
+    Rows longer than half of that (or of all edges, if they are fewer) are listed, so that they come first; all others
+    are short beside the whole and keep their order: rows with nearby ids tend to share neighbours, and programs that
+    run at the same time then find those in the cache. (An order by power of two took 6 to 18% longer on an H200.)
 
     Every row has at least one piece, so that kernels write the result of rows without entries too. A row that is cut
     gets pieces of nearly equal length.
@@ -168,77 +199,72 @@ def schedule_rows(ptr: Tensor, max_piece: int, num_edges: int) -> RowSchedule:
         num_edges: E, the last entry of ``ptr``.
 
     Raises: ValueError if ``max_piece`` is below one.
-    Cost: ordering P keys, where R <= P <= R + E / M; on a CPU and for large graphs a sort and one host
-        synchronisation, else a prefix sum.
+    Cost: three prefix sums over R rows, and four numbers for each of up to ``2 E / M`` pieces; on a CPU and for large
+        graphs one host synchronisation.
     """
     if max_piece < 1:
         raise ValueError(f"Expected 'max_piece' to be positive (got {max_piece})")
     num_rows, device, dtype = ptr.numel() - 1, ptr.device, ptr.dtype
     if device.type == "meta":
-        return bounded_schedule(ptr, max_piece, num_edges)
+        return empty_schedule(ptr, max_piece, num_edges, *most_pieces(max_piece, num_edges))
     ptr = ptr.long()
     degree = degrees(ptr)
-    num_parts = torch.div(degree + (max_piece - 1), max_piece, rounding_mode="floor").clamp_(min=1)
-    waits = may_wait(device, num_edges)
-    if waits and num_rows > 0:
-        is_cut = num_parts > 1
-        num_pieces, num_slots, num_split = torch.stack([num_parts.sum(), (num_parts * is_cut).sum(),
-                                                        is_cut.sum()]).tolist()
+    parts = torch.div(degree + (max_piece - 1), max_piece, rounding_mode="floor")
+    is_cut = parts > 1
+    part_ptr = _starts(parts * (degree > most_short(max_piece, num_edges)))
+    slot_ptr, split_rank = _starts(parts * is_cut), _starts(is_cut)
+    if may_wait(device, num_edges):
+        num_listed, num_cut, num_split = torch.stack([part_ptr[-1], slot_ptr[-1], split_rank[-1]]).tolist()
+        num_slots = num_cut + (num_listed > 0)
     else:
-        num_pieces, num_slots, num_split = _bounds(num_rows, max_piece, num_edges)
-
-    row, part, parts, slot, split_row, split_ptr = _cut(num_parts, num_pieces, num_slots, num_split)
-    row_start, row_degree = torch.stack([ptr[:-1], degree]).index_select(1, row).unbind()
-    # Part k of n covers [floor(k * d / n), floor((k + 1) * d / n)) of the row: lengths differ by at most one.
-    bounds = torch.minimum(torch.stack([part, part + 1]), parts).mul_(row_degree)
-    start, end = torch.div(bounds, parts, rounding_mode="floor").add_(row_start).unbind()
-    order = _long_first(end - start, min(max_piece, num_edges), waits)
-    pieces = torch.stack([row, start, end, slot]).index_select(1, order).to(dtype)
-    return RowSchedule(pieces[0], pieces[1], pieces[2], pieces[3].to(torch.int32), split_row.to(dtype),
-                       split_ptr.to(dtype), max_piece, num_pieces, num_slots, num_split)
-
-
-def bounded_schedule(ptr: Tensor, max_piece: int, num_edges: int) -> RowSchedule:
-    """The schedule of :func:`schedule_rows` where the host does not wait, with counts but without what is in it."""
-    num_pieces, num_slots, num_split = _bounds(ptr.numel() - 1, max_piece, num_edges)
-    dtype, device = ptr.dtype, ptr.device
-    row, start, end, slot = torch.empty((4, num_pieces), dtype=dtype, device=device).unbind()
-    split_row, split_ptr = (torch.empty(num_split + k, dtype=dtype, device=device) for k in (0, 1))
-    return RowSchedule(row, start, end, slot.to(torch.int32), split_row, split_ptr, max_piece, num_pieces, num_slots,
-                       num_split)
-
-
-def _bounds(num_rows: int, max_piece: int, num_edges: int) -> tuple[int, int, int]:
-    """Most pieces, slots and cut rows that there may be."""
-    if num_rows == 0:
-        return 0, 0, 0
-    # A row of d entries is cut into at most 1 + (d - 1) // M parts.
-    num_split = num_edges // (max_piece + 1)
-    return num_rows + num_edges // max_piece, num_edges // max_piece + num_split + 1, num_split
-
-
-def _cut(num_parts: Tensor, num_pieces: int, num_slots: int, num_split: int) -> tuple[Tensor, ...]:
-    """Pieces of rows cut into ``num_parts`` [R] parts, in order; the counts may be upper bounds.
-
-    Returns: row, number within the row, number of the row's parts and slot of each piece; ids and slots of the rows of
-        more than one part (see :class:`RowSchedule`).
-    """
-    num_rows, device = num_parts.numel(), num_parts.device
-    is_cut = num_parts > 1
-    part_ptr, slot_ptr = _starts(num_parts), _starts(num_parts * is_cut)
-    piece = torch.arange(num_pieces, device=device)
+        num_listed, num_slots, num_split = most_pieces(max_piece, num_edges)
+    made = empty_schedule(ptr, max_piece, num_edges, num_listed, num_slots, num_split, dtype)
+    piece = torch.arange(num_listed, device=device)
     row = torch.searchsorted(part_ptr[1:], piece, right=True).clamp_(max=max(num_rows - 1, 0))
-    first_slot = torch.where(is_cut, slot_ptr[:-1], -1)
-    first_part, parts, slot = torch.stack([part_ptr[:-1], num_parts, first_slot]).index_select(1, row).unbind()
-    part = piece - first_part
-    slot = torch.where(part < parts, slot + part, num_slots - 1)
-    split_row = torch.zeros(num_split + 1, dtype=torch.int64, device=device)
-    split_ptr = slot_ptr[-1].repeat(num_split + 1)
+    start, count, parts_, first, slot = torch.stack([ptr[:-1], degree, parts.clamp(min=1), part_ptr[:-1], slot_ptr[:-1]
+                                                     ]).index_select(1, row).unbind()
+    # Part k of n covers [floor(k * d / n), floor((k + 1) * d / n)) of the row: lengths differ by at most one.
+    is_there = piece < part_ptr[-1]
+    part = torch.where(is_there, piece - first, parts_)
+    bounds = torch.minimum(torch.stack([part, part + 1]), parts_).mul_(count)
+    begin, end = torch.div(bounds, parts_, rounding_mode="floor").add_(start).unbind()
+    slot = torch.where(is_there, torch.where(parts_ > 1, slot + part, -1), num_slots - 1)
+    made.piece_slot[num_listed:] = -1
+    made.piece_slot[num_listed + 1:] = num_slots - 1
+    for of, value in ((made.piece_row, row), (made.piece_start, begin), (made.piece_end, end),
+                      (made.piece_slot[:num_listed], slot)):
+        of.copy_(value)
+    made.split_ptr.fill_(0).add_(slot_ptr[-1])
+    made.split_row.zero_()
     if num_split > 0:
-        rank = torch.where(is_cut, torch.cumsum(is_cut, 0) - 1, num_split)
-        split_row.scatter_(0, rank, torch.arange(num_rows, device=device))
-        split_ptr.scatter_(0, rank, torch.where(is_cut, slot_ptr[:-1], slot_ptr[-1]))
-    return row, part, parts, slot, split_row[:num_split], split_ptr
+        rank = torch.where(is_cut, split_rank[:-1], num_split)
+        rows = torch.arange(num_rows, device=device)
+        made.split_row.copy_(torch.zeros(num_split + 1, dtype=torch.int64, device=device).scatter_(0, rank, rows)[:-1])
+        made.split_ptr.scatter_(0, rank, torch.where(is_cut, slot_ptr[:-1], slot_ptr[-1]).to(dtype))
+    return made
+
+
+def most_short(max_piece: int, num_edges: int) -> int:
+    """Most entries of a row that is not listed."""
+    return min(max_piece, num_edges) // 2
+
+
+def most_pieces(max_piece: int, num_edges: int) -> tuple[int, int, int]:
+    """Most listed pieces, slots and cut rows that there may be."""
+    # A row of d entries is cut into at most 1 + (d - 1) // M parts; of one that is listed and not cut 2 d > M.
+    num_split = num_edges // (max_piece + 1)
+    return 2 * num_edges // (min(max_piece, num_edges) + 1), num_edges // max_piece + num_split + 1, num_split
+
+
+def empty_schedule(ptr: Tensor, max_piece: int, num_edges: int, num_listed: int, num_slots: int, num_split: int,
+                   dtype: torch.dtype | None = None) -> RowSchedule:
+    """A schedule of :func:`schedule_rows` with its counts, without what is in it; ``dtype`` is that of ``ptr``."""
+    dtype, device = dtype or ptr.dtype, ptr.device
+    row, start, end = torch.empty((3, num_listed), dtype=dtype, device=device).unbind()
+    slot = torch.empty(num_listed + 2, dtype=torch.int32, device=device)
+    split_row, split_ptr = (torch.empty(num_split + k, dtype=dtype, device=device) for k in (0, 1))
+    return RowSchedule(row, start, end, slot, split_row, split_ptr, max_piece, most_short(max_piece, num_edges),
+                       num_listed, num_listed + ptr.numel() - 1, num_slots, num_split)
 
 
 def _starts(counts: Tensor) -> Tensor:
@@ -246,14 +272,3 @@ def _starts(counts: Tensor) -> Tensor:
     out = torch.zeros(counts.numel() + 1, dtype=torch.int64, device=counts.device)
     torch.cumsum(counts, 0, out=out[1:])
     return out
-
-
-def _long_first(length: Tensor, longest: int, waits: bool) -> Tensor:
-    """Stable order of ``length`` [P]: longer than half of ``longest`` first; no sort if the host does not wait."""
-    is_long = length * 2 > longest
-    if waits:
-        return torch.sort(is_long, descending=True, stable=True).indices
-    num_long = torch.cumsum(is_long, 0)
-    rank = torch.arange(length.numel(), device=length.device)
-    place = torch.where(is_long, num_long - 1, rank - num_long + num_long[-1:])
-    return torch.empty_like(place).scatter_(0, place, rank)

@@ -6,7 +6,8 @@ partial results, so the loop needs no communication, and are merged once at the 
 are written). A piece that is a whole row writes the result, a piece of a cut row writes its carry to a workspace slot.
 Where edges come in tiles, all pieces do, and from the second tile on (``ADDS``) they merge with what is in the slot, as
 all do where the edges of a row are in several spans, with zeros at first; in the last tile a row of one slot is then
-whole and writes the result: its piece has ``-1 - slot`` in place of the slot.
+whole and writes the result: its piece has ``-1 - slot`` in place of the slot. Where all pieces are listed
+(:class:`segment.RowSchedule`), rows have no others.
 They merge in a loop of one turn: of lines outside a loop Triton 3.6 fails to lay out some in float64.
 
 Programs of one part of the features run side by side, as gathered rows of few features stay in cache; where edges have
@@ -44,7 +45,7 @@ import triton.language as tl
 
 from triton_kernels import device
 
-COUNTS = ("num_pieces", "num_workers", "num_split", "num_blocks", "first_edge", "end_edge")
+COUNTS = ("num_pieces", "num_listed", "max_short", "num_workers", "num_split", "num_blocks", "first_edge", "end_edge")
 TABLES = ("piece_row_ptr", "piece_start_ptr", "piece_end_ptr", "piece_slot_ptr", "split_row_ptr", "split_ptr_ptr",
           "row_ptr_ptr")
 '''
@@ -90,11 +91,22 @@ def {name}({params}):
 '''
 
 PIECE = '''\
-row = tl.load(piece_row_ptr + piece).to(tl.int64)
-start = tl.load(piece_start_ptr + piece)
-end = tl.load(piece_end_ptr + piece)
-slot = tl.load(piece_slot_ptr + piece).to(tl.int64)
+row, start, end, is_done = device.find_piece(piece, piece_row_ptr, piece_start_ptr, piece_end_ptr, row_ptr_ptr,
+                                             num_listed, max_short)
+{slot}
 {before}
+'''
+
+#: The slot of a piece. Programs that take one piece end where its row is done by others; those that take several go on
+#: with no edges of it and a slot of no row.
+SLOT = '''\
+if is_done:
+    return
+slot = tl.load(piece_slot_ptr + tl.minimum(piece, num_listed)).to(tl.int64)
+'''
+SLOT_OF_WORKER = '''\
+start = tl.where(is_done, end, start)
+slot = tl.load(piece_slot_ptr + tl.minimum(piece, num_listed) + is_done).to(tl.int64)
 '''
 
 LOOP = '''\

@@ -74,7 +74,6 @@ class KernelSource:
         in_rounds: Whether they do so only as programs would be launched slower than they run.
         takes_blocks: Whether programs take blocks of edges, of whatever rows, none of which is reduced: it has workers,
             and takes the row of each edge and where edges end in place of pieces and their number.
-        uses_row_ptr: Whether it needs to know how many edges a row has in all tiles.
     """
 
     source: str
@@ -103,7 +102,6 @@ class KernelSource:
     holds_weights: bool
     in_rounds: bool
     takes_blocks: bool
-    uses_row_ptr: bool
 
     @property
     def has_merge(self) -> bool:
@@ -231,7 +229,7 @@ class _Generator:
                             self.tile.num_warps(block_e), self.tile.edge_lanes,
                             self._is_sliced_freely, self._head_width, self.emitter.uses_eid, self.emitter.uses_ids,
                             self.emitter.uses_places, self.emitter.uses_span, self._is_light, self.has_workers,
-                            self.holds_weights, self.in_rounds, self.takes_blocks, self.reads_count)
+                            self.holds_weights, self.in_rounds, self.takes_blocks)
 
     # --- kernels ----------------------------------------------------------------------------------------------------
 
@@ -244,7 +242,7 @@ class _Generator:
         if self.takes_blocks:
             tables += ["rows_ptr", self._end]
         else:
-            tables += [*pieces, *["row_ptr_ptr"] * self.reads_count, "num_pieces"]
+            tables += [*pieces, "row_ptr_ptr", "num_listed", "max_short", "num_pieces"]
         counts = ["num_workers"] * self.has_workers + ["first_edge", "locals_ptr"] * emitter.uses_span
         places = ["places_ptr"] * emitter.uses_places
         ins = pointers(emitter.inputs.values())
@@ -276,7 +274,8 @@ class _Generator:
         """What a program does for a piece of a row."""
         ahead, loads = self._prefetched("start", "end", "BLOCK_E")
         starts = self._starts(self.reducers, is_merged=False)
-        piece = _fill(skeletons.PIECE, before=_indent(self.emitter.row_lines + starts + ahead, 0))
+        slot = skeletons.SLOT_OF_WORKER if self.has_workers else skeletons.SLOT
+        piece = _fill(skeletons.PIECE, slot=slot, before=_indent(self.emitter.row_lines + starts + ahead, 0))
         # Next to sums over all edges few programs fit on a multiprocessor: the blocks to come are read ahead, into
         # shared memory. Loops without such sums are slower for it, and those that write edge values hold too much. But
         # where edges have wide values to read, which come from memory and no cache, it takes 0.92 to 0.95 of the time.
