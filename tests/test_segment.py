@@ -83,7 +83,8 @@ def test_index_dtype_changes_at_the_int32_limit():
 def check_schedule(degree: list[int], max_piece: int, waits: bool, device: str | torch.device = "cpu") -> None:
     """The definition of a schedule, piece by piece."""
     ptr = torch.tensor([0, *torch.tensor(degree, dtype=torch.int64).cumsum(0).tolist()], dtype=torch.int32)
-    with mock.patch.object(segment, "may_wait", return_value=waits):
+    with mock.patch.object(segment, "may_wait", return_value=waits), \
+            mock.patch.object(segment, "ROWS_PER_LONG", 0):
         schedule = segment.schedule_rows(ptr.to(device), max_piece, sum(degree))
     ptr_list = ptr.tolist()
     bound = min(max_piece, sum(degree))
@@ -146,6 +147,19 @@ def test_schedule_rows_by_definition(degree, max_piece, waits, device):
 @given(degree=st.lists(st.integers(0, 30), max_size=20), max_piece=st.integers(1, 35), waits=st.booleans())
 def test_schedule_rows_on_random_degrees(degree, max_piece, waits):
     check_schedule(degree, max_piece, waits)
+
+
+def test_all_rows_are_listed_where_many_are_long(device):
+    degree = [0, 12, 12, 3, 8, 1, 0]
+    ptr = torch.tensor([0, *torch.tensor(degree).cumsum(0).tolist()], dtype=torch.int32, device=device)
+    with mock.patch.object(segment, "may_wait", return_value=True):
+        short = segment.schedule_rows(torch.arange(101, dtype=torch.int32, device=device), 4, 100)
+        made = segment.schedule_rows(ptr, 4, sum(degree))
+    assert (short.num_listed, short.num_pieces) == (0, 100)
+    assert made.num_listed == made.num_pieces == made.piece_slot.numel() == 3 + 3 + 1 + 2 + 3
+    assert made.piece_row.tolist() == [1, 1, 1, 2, 2, 2, 3, 4, 4, 0, 5, 6]
+    assert made.piece_slot.tolist() == [0, 1, 2, 3, 4, 5, -1, 6, 7, -1, -1, -1]
+    assert made.piece_end[9:].tolist() == [0, 36, 36] and made.piece_start[9:].tolist() == [0, 35, 36]
 
 
 def test_schedule_rows_takes_the_largest_bound_without_overflow():

@@ -93,21 +93,19 @@ def {name}({params}):
 PIECE = '''\
 row, start, end, is_done = device.find_piece(piece, piece_row_ptr, piece_start_ptr, piece_end_ptr, row_ptr_ptr,
                                              num_listed, max_short)
-{slot}
+slot = tl.load(piece_slot_ptr + tl.minimum(piece, num_listed){other}).to(tl.int64)
 {before}
+{skip}
+{ahead}
 '''
 
-#: The slot of a piece. Programs that take one piece end where its row is done by others; those that take several go on
-#: with no edges of it and a slot of no row.
-SLOT = '''\
+#: Where a row is done by other programs, one that takes a single piece ends, when it has asked for what it may need;
+#: one that takes several goes on, with no edges and a slot of no row (``OTHER``).
+END = '''\
 if is_done:
     return
-slot = tl.load(piece_slot_ptr + tl.minimum(piece, num_listed)).to(tl.int64)
 '''
-SLOT_OF_WORKER = '''\
-start = tl.where(is_done, end, start)
-slot = tl.load(piece_slot_ptr + tl.minimum(piece, num_listed) + is_done).to(tl.int64)
-'''
+SKIP, OTHER = "start = tl.where(is_done, end, start)", " + is_done"
 
 LOOP = '''\
 for base in {range}({start}, {end}, {step}{options}):

@@ -274,8 +274,9 @@ class _Generator:
         """What a program does for a piece of a row."""
         ahead, loads = self._prefetched("start", "end", "BLOCK_E")
         starts = self._starts(self.reducers, is_merged=False)
-        slot = skeletons.SLOT_OF_WORKER if self.has_workers else skeletons.SLOT
-        piece = _fill(skeletons.PIECE, slot=slot, before=_indent(self.emitter.row_lines + starts + ahead, 0))
+        skip, other = (skeletons.SKIP, skeletons.OTHER) if self.has_workers else (skeletons.END, "")
+        piece = _fill(skeletons.PIECE, other=other, before=_indent(self.emitter.row_lines + starts, 0), skip=skip,
+                      ahead=_indent(ahead, 0))
         # Next to sums over all edges few programs fit on a multiprocessor: the blocks to come are read ahead, into
         # shared memory. Loops without such sums are slower for it, and those that write edge values hold too much. But
         # where edges have wide values to read, which come from memory and no cache, it takes 0.92 to 0.95 of the time.

@@ -22,13 +22,13 @@ def softmax_sum_lse_by_dst_977711(other_ptr, eid_ptr, piece_row_ptr, piece_start
     v5 = tl.full([1, 1, 1, 1], 0.2, FLOAT)
     row, start, end, is_done = device.find_piece(piece, piece_row_ptr, piece_start_ptr, piece_end_ptr, row_ptr_ptr,
                                                  num_listed, max_short)
-    if is_done:
-        return
     slot = tl.load(piece_slot_ptr + tl.minimum(piece, num_listed)).to(tl.int64)
     v1 = tl.load(in1_ptr + row * in1_stride + f0, mask=(f0 < 3), other=0).to(FLOAT)
     peak0 = tl.full([1, 4, 4, 1], float("-inf"), FLOAT)
     total0 = tl.full([1, 4, 4, 1], 0.0, FLOAT)
     acc0_0 = tl.full([1, 4, 4, 8], 0.0, FLOAT)
+    if is_done:
+        return
     ahead = start + (tl.arange(0, BLOCK_E // 4) * 4)[:, None] + tl.arange(0, 4)[None, :]
     next_other = tl.load(other_ptr + ahead, mask=ahead < end, other=0)
     ahead_flat = start + tl.arange(0, BLOCK_E)

@@ -24,11 +24,11 @@ def sum_by_src_5ee541(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_
     v24 = tl.reshape(tl.load(in5_ptr + f0_0 * 5 + f1_0, mask=(f0_0 < 3) & (f1_0 < 5), other=0).to(FLOAT), [1, 1, 4, 8])
     row, start, end, is_done = device.find_piece(piece, piece_row_ptr, piece_start_ptr, piece_end_ptr, row_ptr_ptr,
                                                  num_listed, max_short)
-    if is_done:
-        return
     slot = tl.load(piece_slot_ptr + tl.minimum(piece, num_listed)).to(tl.int64)
     v1 = tl.reshape(tl.load(in1_ptr + row * in1_stride + f0_0 * 5 + f1_0, mask=(f0_0 < 3) & (f1_0 < 5), other=0).to(FLOAT), [1, 1, 4, 8])
     sum0 = tl.full([1, 4, 4, 8], 0.0, FLOAT)
+    if is_done:
+        return
     ahead = start + (tl.arange(0, BLOCK_E // 4) * 4)[:, None] + tl.arange(0, 4)[None, :]
     next_other = tl.load(other_ptr + ahead, mask=ahead < end, other=0)
     ahead_flat = start + tl.arange(0, BLOCK_E)

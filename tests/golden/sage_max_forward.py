@@ -18,11 +18,11 @@ def max_argmax_by_dst_ef460d(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr,
     f0_0 = tl.arange(0, 8)
     row, start, end, is_done = device.find_piece(piece, piece_row_ptr, piece_start_ptr, piece_end_ptr, row_ptr_ptr,
                                                  num_listed, max_short)
-    if is_done:
-        return
     slot = tl.load(piece_slot_ptr + tl.minimum(piece, num_listed)).to(tl.int64)
     max0 = tl.full([BLOCK_E // 16, 16, 8], float("-inf"), FLOAT)
     arg0 = tl.full([BLOCK_E // 16, 16, 8], UNSET, ID)
+    if is_done:
+        return
     ahead = start + (tl.arange(0, BLOCK_E // 16) * 16)[:, None] + tl.arange(0, 16)[None, :]
     if HAS_EID:
         next_eid = tl.load(eid_ptr + ahead, mask=ahead < end, other=0)
