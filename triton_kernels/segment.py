@@ -180,9 +180,10 @@ class RowSchedule:
         start, end = ptr[row], ptr[row + 1]
         is_known = end - start > self.max_short
         slot = torch.where(is_known, self.num_slots - 1, -1).to(torch.int32)
-        known = (self.piece_row, self.piece_start, self.piece_end, self.piece_slot[:self.num_listed])
-        made = map(torch.cat, zip(known, (row, start, torch.where(is_known, start, end), slot), strict=True))
-        return listed(*made, self.split_row, self.split_ptr, self.max_piece, self.num_slots, self.num_split)
+        return listed(torch.cat([self.piece_row, row]), torch.cat([self.piece_start, start]),
+                      torch.cat([self.piece_end, torch.where(is_known, start, end)]),
+                      torch.cat([self.piece_slot[:self.num_listed], slot]), self.split_row, self.split_ptr,
+                      self.max_piece, self.num_slots, self.num_split)
 
 
 def listed(row: Tensor, start: Tensor, end: Tensor, slot: Tensor, split_row: Tensor, split_ptr: Tensor, max_piece: int,

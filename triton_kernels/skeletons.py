@@ -54,7 +54,7 @@ ONE_PIECE = '''
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=TABLES)
 def {name}({params}):
-    pid = tl.program_id(0).to(tl.int64)
+    pid = tl.program_id(0)
     piece = {program}
 {tiles}
 {once}
@@ -65,8 +65,8 @@ WORKERS = '''
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=TABLES)
 def {name}({params}):
-    pid = tl.program_id(0).to(tl.int64)
-    worker = {program}
+    pid = tl.program_id(0)
+    worker = ({program}).to(tl.int64)
 {tiles}
 {once}
     rest = tl.maximum(num_pieces - num_workers, 0)
@@ -82,8 +82,8 @@ BLOCKS = '''
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=TABLES)
 def {name}({params}):
-    pid = tl.program_id(0).to(tl.int64)
-    worker = {program}
+    pid = tl.program_id(0)
+    worker = ({program}).to(tl.int64)
 {tiles}
 {once}
 {loop}
@@ -142,8 +142,8 @@ MERGE = '''
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=TABLES)
 def {name}({params}):
-    pid = tl.program_id(0).to(tl.int64)
-    split = pid % num_split
+    pid = tl.program_id(0)
+    split = {program}
 {tiles}
     row = tl.load(split_row_ptr + split).to(tl.int64)
     first = tl.load(split_ptr_ptr + split).to(tl.int64)
@@ -161,8 +161,8 @@ ROWS = '''
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=TABLES)
 def {name}({params}):
-    pid = tl.program_id(0).to(tl.int64)
-    block = pid % num_blocks
+    pid = tl.program_id(0)
+    block = ({program}).to(tl.int64)
 {tiles}
     row = (block * BLOCK_E + tl.arange(0, BLOCK_E)){lanes}
     live = row < num_rows

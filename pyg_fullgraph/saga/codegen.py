@@ -260,8 +260,8 @@ class _Generator:
         # Side by side the parts of what an edge has are read, or written, as one: attention with edge features of 1024
         # took 0.83 of the time (float16, 8 edges per vertex, H200).
         is_first = tile.num_programs > 1 and (self._reads_wide_edges or self._writes_wide_edges)
-        program = f"pid // {tile.num_programs}" if is_first else f"pid % {programs}"
-        holes = {"name": self.name, "params": params, "program": program, "once": _indent(once, 1),
+        holes = {"name": self.name, "params": params, "once": _indent(once, 1),
+                 "program": tile.program(programs, is_first),
                  "tiles": _indent(tile.lines(programs, is_first) + tile.flat_lines, 1)}
         if self.takes_blocks:
             return _fill(skeletons.BLOCKS, **holes, loop=_indent(body.splitlines(), 1), totals=_indent(totals, 1))
@@ -320,6 +320,7 @@ class _Generator:
         rows += [f"{b.name}_ptr" for b in self.added.values()] + pointers(self.end_inputs)
         params = ["split_row_ptr", "split_ptr_ptr", "row_ptr_ptr", "num_split", *rows, *self._workspaces(), *_CONSTANTS]
         return _fill(skeletons.MERGE, name=f"merge_{self.name}", params=", ".join(params), count=skeletons.COUNT,
+                     program=self.tile.program("num_split"),
                      tiles=_indent(self.tile.lines("num_split") + self.tile.flat_lines, 1),
                      before=_indent(self._starts(self.reducers, is_merged=True), 1), loop=_indent(self._merges(), 2),
                      finish=_indent(self.ends, 1))

@@ -326,6 +326,12 @@ class Tile:
 
     # --- text -------------------------------------------------------------------------------------------------------
 
+    def program(self, programs: str, is_first: bool = False) -> str:
+        """Which of the ``programs`` that share a part this one is; see :meth:`lines`."""
+        if self.num_programs == 1:
+            return "pid"
+        return f"pid // {self.num_programs}" if is_first else f"pid % {programs}"
+
     def lines(self, programs: str, is_first: bool = False) -> list[str]:
         """Lines that find this program's part of each axis, where ``programs`` share a part.
 
@@ -334,7 +340,7 @@ class Tile:
         tile = f"pid % {self.num_programs}" if is_first else f"pid // {programs}"
         lines = [f"tile = {tile}"] if self.split else []
         for axis in self.split:
-            lines += [f"{self._part(axis)} = (tile % {self._num_blocks(axis)}).to(tl.int32)",
+            lines += [f"{self._part(axis)} = tile % {self._num_blocks(axis)}",
                       f"tile = tile // {self._num_blocks(axis)}"]
         for k, axis in enumerate(self.order):
             *outer, inner = self.dims(axis)

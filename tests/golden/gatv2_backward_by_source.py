@@ -12,8 +12,8 @@ TABLES = ("piece_row_ptr", "piece_start_ptr", "piece_end_ptr", "piece_slot_ptr",
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=TABLES)
 def sum_by_src_5ee541(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_end_ptr, piece_slot_ptr, row_ptr_ptr, num_listed, max_short, num_pieces, in0_ptr, in0_stride, in1_ptr, in1_stride, in2_ptr, in3_ptr, in3_stride, in4_ptr, in4_stride, in5_ptr, out0_ptr, ws0_ptr, BLOCK_E: tl.constexpr, OFFSET: tl.constexpr, HAS_EID: tl.constexpr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr, ADDS: tl.constexpr):
-    pid = tl.program_id(0).to(tl.int64)
-    piece = pid % num_pieces
+    pid = tl.program_id(0)
+    piece = pid
     f0 = tl.arange(0, 4)[None, None, :, None]
     f1 = tl.arange(0, 8)[None, None, None, :]
     f0_0 = tl.arange(0, 32) // 8
@@ -77,8 +77,8 @@ def sum_by_src_5ee541(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=TABLES)
 def merge_sum_by_src_5ee541(split_row_ptr, split_ptr_ptr, row_ptr_ptr, num_split, out0_ptr, ws0_ptr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr):
-    pid = tl.program_id(0).to(tl.int64)
-    split = pid % num_split
+    pid = tl.program_id(0)
+    split = pid
     f0 = tl.arange(0, 4)[None, None, :, None]
     f1 = tl.arange(0, 8)[None, None, None, :]
     f0_0 = tl.arange(0, 32) // 8

@@ -12,8 +12,8 @@ TABLES = ("piece_row_ptr", "piece_start_ptr", "piece_end_ptr", "piece_slot_ptr",
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=TABLES)
 def rows_of_dst_24e076(num_rows, num_blocks, in0_ptr, in0_stride, in1_ptr, in1_stride, out0_ptr, BLOCK_E: tl.constexpr, FLOAT: tl.constexpr):
-    pid = tl.program_id(0).to(tl.int64)
-    block = pid % num_blocks
+    pid = tl.program_id(0)
+    block = (pid).to(tl.int64)
     f0 = tl.arange(0, 4)[None, :, None]
     f1 = tl.arange(0, 64)[None, None, :]
     row = (block * BLOCK_E + tl.arange(0, BLOCK_E))[:, None, None]
