@@ -109,6 +109,10 @@ def check_schedule(degree: list[int], max_piece: int, waits: bool, device: str |
     pads = [*range(len(long), schedule.num_listed), *(schedule.num_listed + r for r in {*long})]
     assert row[:len(long)] == long and row[schedule.num_listed:] == [*range(len(degree))]
     assert all(start[k] == end[k] and slot[k] == schedule.num_slots - 1 >= num_slots for k in pads)
+    # Where they are not listed they are longer than pieces are.
+    length = [*(schedule.piece_end - schedule.piece_start).tolist(), *degree]
+    limits = [schedule.longest] * schedule.num_listed + [schedule.longest // 2] * len(degree)
+    assert [k for k, (n, limit) in enumerate(zip(length, limits, strict=True)) if n > limit] == sorted(pads)
     assert split_ptr[num_split:] == [num_slots] * (schedule.num_split - num_split + 1)
     kept = [k for k in range(len(row)) if k not in {*pads}]
     row, start, end, slot = ([of[k] for k in kept] for of in (row, start, end, slot))

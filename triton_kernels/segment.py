@@ -134,10 +134,11 @@ class RowSchedule:
     depend on timing.
 
     What is listed comes first, so that no long piece is left for the end. Behind it piece ``num_listed + r`` is row r
-    as a whole, of which the row pointer says all, unless the row is listed; there is nothing to do for it then.
+    as a whole, of which the row pointer says all, unless the row is listed; it is no piece then. What is none is longer
+    than others are: than ``longest`` where it is listed, than half of that behind.
 
-    Where the host did not wait for the counts, they are upper bounds. Listed pieces beyond are empty and have the last
-    slot, which belongs to no row; cut rows beyond have no slots.
+    Where the host did not wait for the counts, they are upper bounds. Cut rows beyond have no slots; listed pieces
+    beyond are none and have the last slot, which belongs to no row.
 
     Attributes:
         piece_row: [num_listed] row of each listed piece.
@@ -148,7 +149,7 @@ class RowSchedule:
         split_row: [num_split] ids of the cut rows, ascending.
         split_ptr: [num_split + 1] the slots of cut row k are ``split_ptr[k] .. split_ptr[k + 1]``, in edge order.
         max_piece: the bound.
-        max_short: most entries of a row that is not listed.
+        longest: most entries of a listed piece, and twice those of a row that is not listed.
         num_listed, num_slots, num_split: counts.
         num_pieces: ``num_listed`` and the number of rows; ``num_listed`` where all pieces are listed.
     """
@@ -160,7 +161,7 @@ class RowSchedule:
     split_row: Tensor
     split_ptr: Tensor
     max_piece: int
-    max_short: int
+    longest: int
     num_listed: int
     num_pieces: int
     num_slots: int
@@ -171,17 +172,18 @@ class RowSchedule:
 
         Args:
             ptr: [R + 1] the row pointer that was cut.
-            short: Ids of rows that are not listed; where they are not known, rows that are get an empty piece more.
+            short: Ids of rows that are not listed; where they are not known, rows that are get an empty piece more,
+                with the last slot, as what is listed and no piece.
         """
         if self.piece_slot.numel() == self.num_listed:
             return self
         row = torch.arange(ptr.numel() - 1, device=ptr.device) if short is None else short
         row = row.to(ptr.dtype)
         start, end = ptr[row], ptr[row + 1]
-        is_known = end - start > self.max_short
-        slot = torch.where(is_known, self.num_slots - 1, -1).to(torch.int32)
-        return listed(torch.cat([self.piece_row, row]), torch.cat([self.piece_start, start]),
-                      torch.cat([self.piece_end, torch.where(is_known, start, end)]),
+        slot = torch.where(end - start > self.longest // 2, self.num_slots - 1, -1).to(torch.int32)
+        end = torch.cat([_or_empty(self.piece_start, self.piece_end, self.longest),
+                         _or_empty(start, end, self.longest // 2)])
+        return listed(torch.cat([self.piece_row, row]), torch.cat([self.piece_start, start]), end,
                       torch.cat([self.piece_slot[:self.num_listed], slot]), self.split_row, self.split_ptr,
                       self.max_piece, self.num_slots, self.num_split)
 
@@ -190,7 +192,13 @@ def listed(row: Tensor, start: Tensor, end: Tensor, slot: Tensor, split_row: Ten
            num_slots: int, num_split: int) -> RowSchedule:
     """A schedule of the pieces that are given, and no others; see :class:`RowSchedule`."""
     count = row.numel()
-    return RowSchedule(row, start, end, slot, split_row, split_ptr, max_piece, 0, count, count, num_slots, num_split)
+    return RowSchedule(row, start, end, slot, split_row, split_ptr, max_piece, max_piece, count, count, num_slots,
+                       num_split)
+
+
+def _or_empty(start: Tensor, end: Tensor, longest: int) -> Tensor:
+    """Where pieces end; where they start, if that would make them too long."""
+    return torch.where(end - start > longest, start, end)
 
 
 def schedule_rows(ptr: Tensor, max_piece: int, num_edges: int) -> RowSchedule:
@@ -221,7 +229,8 @@ def schedule_rows(ptr: Tensor, max_piece: int, num_edges: int) -> RowSchedule:
     ptr = ptr.long()
     degree = degrees(ptr)
     parts = torch.div(degree + (max_piece - 1), max_piece, rounding_mode="floor")
-    is_cut, is_long = parts > 1, degree > most_short(max_piece, num_edges)
+    longest = min(max_piece, num_edges)
+    is_cut, is_long = parts > 1, degree > longest // 2
     part_ptr = _starts(parts * is_long)
     slot_ptr, split_rank = _starts(parts * is_cut), _starts(is_cut)
     num_long = 0
@@ -237,10 +246,9 @@ def schedule_rows(ptr: Tensor, max_piece: int, num_edges: int) -> RowSchedule:
     start, count, parts_, first, slot = torch.stack([ptr[:-1], degree, parts.clamp(min=1), part_ptr[:-1], slot_ptr[:-1]
                                                      ]).index_select(1, row).unbind()
     # Part k of n covers [floor(k * d / n), floor((k + 1) * d / n)) of the row: lengths differ by at most one.
-    is_there = piece < part_ptr[-1]
-    part = torch.where(is_there, piece - first, parts_)
-    bounds = torch.minimum(torch.stack([part, part + 1]), parts_).mul_(count)
-    begin, end = torch.div(bounds, parts_, rounding_mode="floor").add_(start).unbind()
+    is_there, part = piece < part_ptr[-1], piece - first
+    bounds = torch.div(torch.stack([part, part + 1]).mul_(count), parts_, rounding_mode="floor").add_(start)
+    begin, end = torch.where(is_there, bounds[0], 0), torch.where(is_there, bounds[1], longest + 1)
     slot = torch.where(is_there, torch.where(parts_ > 1, slot + part, -1), num_slots - 1)
     made.piece_slot[num_listed:] = -1
     made.piece_slot[num_listed + 1:] = num_slots - 1
@@ -259,11 +267,6 @@ def schedule_rows(ptr: Tensor, max_piece: int, num_edges: int) -> RowSchedule:
     return made
 
 
-def most_short(max_piece: int, num_edges: int) -> int:
-    """Most entries of a row that is not listed."""
-    return min(max_piece, num_edges) // 2
-
-
 def most_pieces(max_piece: int, num_edges: int) -> tuple[int, int, int]:
     """Most listed pieces, slots and cut rows that there may be."""
     # A row of d entries is cut into at most 1 + (d - 1) // M parts; of one that is listed and not cut 2 d > M.
@@ -278,7 +281,7 @@ def empty_schedule(ptr: Tensor, max_piece: int, num_edges: int, num_listed: int,
     row, start, end = torch.empty((3, num_listed), dtype=dtype, device=device).unbind()
     slot = torch.empty(num_listed + 2, dtype=torch.int32, device=device)
     split_row, split_ptr = (torch.empty(num_split + k, dtype=dtype, device=device) for k in (0, 1))
-    return RowSchedule(row, start, end, slot, split_row, split_ptr, max_piece, most_short(max_piece, num_edges),
+    return RowSchedule(row, start, end, slot, split_row, split_ptr, max_piece, min(max_piece, num_edges),
                        num_listed, num_listed + ptr.numel() - 1, num_slots, num_split)
 
 

@@ -45,7 +45,7 @@ import triton.language as tl
 
 from triton_kernels import device
 
-COUNTS = ("num_pieces", "num_listed", "max_short", "num_workers", "num_split", "num_blocks", "first_edge", "end_edge")
+COUNTS = ("num_pieces", "num_listed", "longest", "num_workers", "num_split", "num_blocks", "first_edge", "end_edge")
 TABLES = ("piece_row_ptr", "piece_start_ptr", "piece_end_ptr", "piece_slot_ptr", "split_row_ptr", "split_ptr_ptr",
           "row_ptr_ptr")
 '''
@@ -92,20 +92,20 @@ def {name}({params}):
 
 PIECE = '''\
 row, start, end, is_done = device.find_piece(piece, piece_row_ptr, piece_start_ptr, piece_end_ptr, row_ptr_ptr,
-                                             num_listed, max_short)
+                                             num_listed, longest)
 slot = tl.load(piece_slot_ptr + tl.minimum(piece, num_listed){other}).to(tl.int64)
 {before}
 {skip}
 {ahead}
 '''
 
-#: Where a row is done by other programs, one that takes a single piece ends, when it has asked for what it may need;
-#: one that takes several goes on, with no edges and a slot of no row (``OTHER``).
+#: Where a piece is none, a program that takes one ends, when it has asked for what it may need; one that takes several
+#: goes on, with no edges and a slot of no row (``OTHER``).
 END = '''\
 if is_done:
     return
 '''
-SKIP, OTHER = "start = tl.where(is_done, end, start)", " + is_done"
+SKIP, OTHER = "end = tl.where(is_done, start, end)", " + is_done"
 
 LOOP = '''\
 for base in {range}({start}, {end}, {step}{options}):

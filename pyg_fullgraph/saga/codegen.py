@@ -242,7 +242,7 @@ class _Generator:
         if self.takes_blocks:
             tables += ["rows_ptr", self._end]
         else:
-            tables += [*pieces, "row_ptr_ptr", "num_listed", "max_short", "num_pieces"]
+            tables += [*pieces, "row_ptr_ptr", "num_listed", "longest", "num_pieces"]
         counts = ["num_workers"] * self.has_workers + ["first_edge", "locals_ptr"] * emitter.uses_span
         places = ["places_ptr"] * emitter.uses_places
         ins = pointers(emitter.inputs.values())
