@@ -77,8 +77,7 @@ def place_pieces_kernel(ptr, sum_ptr, piece_row_ptr, piece_start_ptr, piece_end_
 
 
 def schedule_rows(ptr: Tensor, max_piece: int, num_edges: int) -> RowSchedule:
-    """As :func:`segment.schedule_rows` where the host does not wait. Of more than ``segment.EXACT_EDGES`` edges it does
-    for the numbers of slots and cut rows, which are no bounds then, unless a step is recorded.
+    """As :func:`segment.schedule_rows` where the host does not wait.
 
     Cost: three prefix sums over R rows, and a binary search among them per listed piece.
     """
@@ -92,10 +91,7 @@ def schedule_rows(ptr: Tensor, max_piece: int, num_edges: int) -> RowSchedule:
                NUM_WARPS, device)
     for k in range(3):
         torch.cumsum(count[k], 0, out=total[k])
-    num_listed, num_slots, num_split = segment.most_pieces(max_piece, num_edges)
-    if num_edges > segment.EXACT_EDGES and segment.may_wait_once(device):
-        num_slots, num_split = total[1:, -1].tolist()
-        num_slots += 1  # of no row
+    num_listed, num_slots, num_split = segment.most_pieces(max_piece, num_edges, total[1:, -1])
     made = segment.empty_schedule(ptr, max_piece, num_edges, num_listed, num_slots, num_split)
     launch.run(place_pieces_kernel, -(-max(num_listed + 2, num_split + 1) // BLOCK),
                [ptr, total, made.piece_row, made.piece_start, made.piece_end, made.piece_slot, made.split_row,

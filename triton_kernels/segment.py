@@ -17,8 +17,7 @@ INT32_MAX = 2**31 - 1024
 # Edges up to which a GPU prepares a graph without the host waiting for it: mini-batches come one after the other, while
 # a large graph is prepared once and gains from sizes that are exact.
 ASYNC_EDGES = 1 << 22
-# Edges from which it waits for how many rows are cut, once per graph, where bounds would be many slots: a row for every
-# 256 edges.
+# Edges from which it waits for how many rows are cut, once per graph and side.
 EXACT_EDGES = 1 << 20
 # Rows of which one may be long for the others to need no list: behind the listed pieces is a program for each long row,
 # too, which ends at once. Measured on an H100: with one of four, steps of GAT took 2.6% longer.
@@ -218,8 +217,8 @@ def schedule_rows(ptr: Tensor, max_piece: int, num_edges: int) -> RowSchedule:
         num_edges: E, the last entry of ``ptr``.
 
     Raises: ValueError if ``max_piece`` is below one.
-    Cost: three prefix sums over R rows, and four numbers for each of up to ``2 E / M`` pieces; on a CPU and for large
-        graphs one host synchronisation.
+    Cost: three prefix sums over R rows, and four numbers for each of up to ``2 E / M`` pieces; one host
+        synchronisation where it may wait, see :func:`may_wait` and :func:`most_pieces`.
     """
     if max_piece < 1:
         raise ValueError(f"Expected 'max_piece' to be positive (got {max_piece})")
@@ -239,7 +238,8 @@ def schedule_rows(ptr: Tensor, max_piece: int, num_edges: int) -> RowSchedule:
                                                                 is_long.sum()]).tolist()
         num_slots = num_cut + (num_listed > 0)
     else:
-        num_listed, num_slots, num_split = most_pieces(max_piece, num_edges)
+        cut = torch.stack([slot_ptr[-1], split_rank[-1]])
+        num_listed, num_slots, num_split = most_pieces(max_piece, num_edges, cut)
     made = empty_schedule(ptr, max_piece, num_edges, num_listed, num_slots, num_split, dtype)
     piece = torch.arange(num_listed, device=device)
     row = torch.searchsorted(part_ptr[1:], piece, right=True).clamp_(max=max(num_rows - 1, 0))
@@ -267,8 +267,15 @@ def schedule_rows(ptr: Tensor, max_piece: int, num_edges: int) -> RowSchedule:
     return made
 
 
-def most_pieces(max_piece: int, num_edges: int) -> tuple[int, int, int]:
-    """Most listed pieces, slots and cut rows that there may be."""
+def most_pieces(max_piece: int, num_edges: int, cut: Tensor | None = None) -> tuple[int, int, int]:
+    """Most listed pieces, slots and cut rows that there may be.
+
+    Of more than ``EXACT_EDGES`` edges the host waits for the last two, which ``cut`` [2] has, unless a step is
+    recorded: mostly there are few, and where there may be most they take as much memory as the features of all rows.
+    """
+    if cut is not None and num_edges > EXACT_EDGES and may_wait_once(cut.device):
+        num_slots, num_split = cut.tolist()
+        return most_pieces(max_piece, num_edges)[0], num_slots + 1, num_split
     # A row of d entries is cut into at most 1 + (d - 1) // M parts; of one that is listed and not cut 2 d > M.
     num_split = num_edges // (max_piece + 1)
     return 2 * num_edges // (min(max_piece, num_edges) + 1), num_edges // max_piece + num_split + 1, num_split
