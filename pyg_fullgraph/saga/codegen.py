@@ -311,8 +311,11 @@ class _Generator:
         count, of_all = ("count = (end - start).to(FLOAT)", f"count = {skeletons.COUNT}") if self.reads_count else \
             ("", "")
         add = _fill(skeletons.ADD, merge=_indent(self._merges(self.apart), 2), count=_indent([of_all], 1))
+        spills = self._spills()
+        if self.has_workers:
+            spills = ["if ~is_done:", *(f"    {line}" for line in spills)]
         return _fill(skeletons.RESULT, after=_indent(after, 0), count=count, add=add, finish=_indent(self.ends, 1),
-                     spill=_indent(self._spills(), 1))
+                     spill=_indent(spills, 1))
 
     def _merge_kernel(self) -> str:
         """The kernel that merges the pieces of rows that were cut."""
