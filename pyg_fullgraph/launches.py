@@ -79,7 +79,7 @@ class _Site:
         fixed += [order.kept_row] if kernel.takes_blocks else []
         if schedule is not None:
             fixed += [schedule.piece_row, schedule.piece_start, schedule.piece_end, schedule.piece_slot, rows.ptr,
-                      schedule.num_listed, schedule.longest]
+                      schedule.num_listed, schedule.max_short]
         fixed += [end if kernel.takes_blocks else num_pieces, *([self.num_workers] * kernel.has_workers)]
         if kernel.uses_span:
             locals_ = None if span is None else span.places

@@ -105,7 +105,7 @@ def compile_kernel(kernel: KernelSource, name: str, dtype: str = "fp32", index: 
     stat = "fp64" if dtype == "fp64" else "fp32"
     for arg in function.arg_names:
         buffer = buffers.get(arg.removesuffix("_ptr").removesuffix("_stride"))
-        if arg.endswith(("_stride", "_edge", "_edges", "longest")) or arg.startswith("num_"):
+        if arg.endswith(("_stride", "_edge", "_edges", "_short")) or arg.startswith("num_"):
             signature[arg] = "i32"
         elif buffer is not None:
             is_seed = buffer.integer and not buffer.node.is_row

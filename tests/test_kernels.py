@@ -275,6 +275,31 @@ def test_programs_that_hold_sums_and_weights_take_many_pieces(name, workers, dev
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@pytest.mark.parametrize("name", ["gcn", "sage-max", "gat", "gatv2", "edge-mlp"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_programs_of_several_pieces_where_some_are_none(name, workers, device, only_kernels, monkeypatch):
+    """The host did not wait for how many are listed: they write to no row, also where the last one is long."""
+    monkeypatch.setattr(segment, "may_wait", lambda device, num_edges: False)
+    monkeypatch.setattr(selection, "MAX_PIECE", 8)
+    monkeypatch.setattr(selection, "MIN_PIECE", 8)
+    monkeypatch.setattr(launches, "MAX_WORKERS", workers)
+    monkeypatch.setattr(launches, "MIN_ROUND_PROGRAMS", workers)
+    monkeypatch.setattr(launches, "WORKER_ELEMENTS", 1)
+    taken = []
+    monkeypatch.setattr(launches, "_num_workers", lambda kernel, count, known=launches._num_workers: (
+        taken.append((kernel.has_workers and kernel.has_merge, known(kernel, count), count)) or taken[-1][1]))
+    for degrees in ([3, 2, 0, 1, 9, 1, 1, 6], [3, 2, 0, 1, 2, 1, 1, 17], [0, 7, 0, 5, 0, 9, 2]):
+        dst = torch.arange(len(degrees)).repeat_interleave(torch.tensor(degrees))
+        src = torch.randint(9, dst.shape, generator=torch.Generator().manual_seed(0))
+        case = zoo.Case("padded", torch.stack([src, dst]), 9, len(degrees))
+        order = Graph.from_edge_index(case.edge_index, case.size).incoming
+        schedule = order.schedule(8)
+        assert (schedule.piece_end < schedule.piece_start).any() and (order.degree > schedule.max_short).any()
+        check(program_of(name), case, torch.float64, device)
+    assert any(has_workers and few < count for has_workers, few, count in taken)
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
 def test_equal_maxima_go_to_the_first_edge_whatever_the_order_of_rows(device, only_kernels, monkeypatch):
     case = random_case(30, 9, 400)
     x = torch.randint(3, (30, 40), generator=torch.Generator().manual_seed(0)).double().to(device)

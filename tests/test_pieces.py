@@ -12,7 +12,7 @@ from test_segment import check_schedule
 import pyg_fullgraph as pfg
 from triton_kernels import launch, pieces, segment
 
-FIELDS = ("piece_row", "piece_start", "piece_end", "piece_slot", "split_row", "split_ptr", "max_piece", "longest",
+FIELDS = ("piece_row", "piece_start", "piece_end", "piece_slot", "split_row", "split_ptr", "max_piece", "max_short",
           "num_listed", "num_pieces", "num_slots", "num_split")
 #: Rows of several programs, a row of several programs' pieces, one row, rows cut or not, rows without edges.
 DEGREES = ([0], [5], [4], [0, 0, 0], [1, 0, 9, 4, 0], [0, 12, 12, 3, 8, 1, 0], [3] * 700, [900, 0, 7], [0] * 300 + [70],

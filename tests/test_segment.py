@@ -109,10 +109,9 @@ def check_schedule(degree: list[int], max_piece: int, waits: bool, device: str |
     pads = [*range(len(long), schedule.num_listed), *(schedule.num_listed + r for r in {*long})]
     assert row[:len(long)] == long and row[schedule.num_listed:] == [*range(len(degree))]
     assert all(start[k] == end[k] and slot[k] == schedule.num_slots - 1 >= num_slots for k in pads)
-    # Where they are not listed they are longer than pieces are.
-    length = [*(schedule.piece_end - schedule.piece_start).tolist(), *degree]
-    limits = [schedule.longest] * schedule.num_listed + [schedule.longest // 2] * len(degree)
-    assert [k for k, (n, limit) in enumerate(zip(length, limits, strict=True)) if n > limit] == sorted(pads)
+    # By these a kernel knows them.
+    is_none = (schedule.piece_end < schedule.piece_start).tolist() + [d > schedule.max_short for d in degree]
+    assert sorted(pads) == [k for k, none in enumerate(is_none) if none]
     assert split_ptr[num_split:] == [num_slots] * (schedule.num_split - num_split + 1)
     kept = [k for k in range(len(row)) if k not in {*pads}]
     row, start, end, slot = ([of[k] for k in kept] for of in (row, start, end, slot))
@@ -120,6 +119,7 @@ def check_schedule(degree: list[int], max_piece: int, waits: bool, device: str |
 
     length = [e - s for s, e in zip(start, end, strict=True)]
     assert all(0 <= n <= max_piece for n in length)
+    assert [*zip(row, start, strict=True)][:len(long)] == sorted([*zip(row, start, strict=True)][:len(long)])
     assert split_row[:num_split] == [r for r, d in enumerate(degree) if d > max_piece]
 
     pieces = sorted(zip(row, start, end, slot, strict=True))

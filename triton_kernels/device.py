@@ -140,8 +140,9 @@ def lane_product(value, AXIS: tl.constexpr):
 
 
 @triton.jit
-def find_piece(piece, row_ptr, start_ptr, end_ptr, bounds_ptr, num_listed, longest):
-    """Row, first and last position of a piece of rows, and whether it is none; see :class:`segment.RowSchedule`.
+def find_piece(piece, row_ptr, start_ptr, end_ptr, bounds_ptr, num_listed, max_short):
+    """Row, first and last position of a piece of rows, and whether the pieces of its row are listed, but not this one;
+    see :class:`segment.RowSchedule`.
 
     Positions come from the tables or from the row pointer at ``bounds_ptr``. What the compiler would choose between it
     may choose late, and hold all of it while edges are read; of two places one is loaded from at once.
@@ -151,4 +152,4 @@ def find_piece(piece, row_ptr, start_ptr, end_ptr, bounds_ptr, num_listed, longe
     row = tl.load(row_ptr + piece, mask=is_listed, other=own)
     start = tl.load(tl.where(is_listed, start_ptr + piece, bounds_ptr + own))
     end = tl.load(tl.where(is_listed, end_ptr + piece, bounds_ptr + own + 1))
-    return row.to(tl.int64), start, end, end - start > tl.where(is_listed, longest, longest // 2)
+    return row.to(tl.int64), start, end, (piece >= num_listed) & (end - start > max_short)

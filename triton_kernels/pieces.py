@@ -23,22 +23,22 @@ __all__ = ["schedule_rows", "start"]
 BLOCK, NUM_WARPS = 256, 4
 
 
-@triton.jit(do_not_specialize=("num_rows", "max_piece", "longest"))
-def count_pieces_kernel(ptr, count_ptr, num_rows, max_piece, longest, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=("num_rows", "max_piece", "max_short"))
+def count_pieces_kernel(ptr, count_ptr, num_rows, max_piece, max_short, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = row < num_rows
     degree = (tl.load(ptr + row + 1, mask=live, other=0) - tl.load(ptr + row, mask=live, other=0)).to(tl.int64)
     parts = (degree + max_piece - 1) // max_piece
     count_ptr += row
-    tl.store(count_ptr, tl.where(degree > longest // 2, parts, 0), mask=live)
+    tl.store(count_ptr, tl.where(degree > max_short, parts, 0), mask=live)
     tl.store(count_ptr + num_rows, tl.where(parts > 1, parts, 0), mask=live)
     tl.store(count_ptr + 2 * num_rows.to(tl.int64), (parts > 1).to(tl.int64), mask=live)
 
 
-@triton.jit(do_not_specialize=("num_rows", "max_piece", "longest", "num_listed", "num_slots", "num_split", "num_steps"),
+@triton.jit(do_not_specialize=("num_rows", "max_piece", "num_listed", "num_slots", "num_split", "num_steps"),
             do_not_specialize_on_alignment=("piece_row_ptr", "piece_start_ptr", "piece_end_ptr", "piece_slot_ptr"))
 def place_pieces_kernel(ptr, sum_ptr, piece_row_ptr, piece_start_ptr, piece_end_ptr, piece_slot_ptr, split_row_ptr,
-                        split_ptr_ptr, num_rows, max_piece, longest, num_listed, num_slots, num_split, num_steps,
+                        split_ptr_ptr, num_rows, max_piece, num_listed, num_slots, num_split, num_steps,
                         BLOCK: tl.constexpr):
     num_rows = num_rows.to(tl.int64)
     piece = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -60,12 +60,12 @@ def place_pieces_kernel(ptr, sum_ptr, piece_row_ptr, piece_start_ptr, piece_end_
     is_there, is_cut = piece < all_listed, parts > 1
     slot = tl.load(of_row + num_rows) - tl.where(is_cut, parts, 0)
     cut = tl.load(of_row + 2 * num_rows) - is_cut.to(tl.int64)
-    # Part k of n covers [floor(k * d / n), floor((k + 1) * d / n)) of the row; what is beyond is longer than any.
+    # Part k of n covers [floor(k * d / n), floor((k + 1) * d / n)) of the row; what is beyond ends before it starts.
     part = piece - (tl.load(of_row) - parts)
     begin = tl.where(is_there, start + part * degree // parts, 0)
     tl.store(piece_row_ptr + piece, row, mask=live)
     tl.store(piece_start_ptr + piece, begin, mask=live)
-    tl.store(piece_end_ptr + piece, tl.where(is_there, start + (part + 1) * degree // parts, longest + 1), mask=live)
+    tl.store(piece_end_ptr + piece, tl.where(is_there, start + (part + 1) * degree // parts, -1), mask=live)
     of_part = tl.where(is_there, tl.where(is_cut, slot + part, -1), num_slots - 1)
     tl.store(piece_slot_ptr + piece, tl.where(piece == num_listed, -1, of_part), mask=piece < num_listed + 2)
     is_head = is_there & is_cut & (part == 0)
@@ -77,17 +77,18 @@ def place_pieces_kernel(ptr, sum_ptr, piece_row_ptr, piece_start_ptr, piece_end_
 
 
 def schedule_rows(ptr: Tensor, max_piece: int, num_edges: int) -> RowSchedule:
-    """As :func:`segment.schedule_rows` where the host does not wait.
+    """As :func:`segment.schedule_rows` where the host does not wait for what is listed.
 
-    Cost: three prefix sums over R rows, and a binary search among them per listed piece.
+    Cost: three prefix sums over R rows, and a binary search among them per listed piece; one host synchronisation where
+        it waits for other numbers (:func:`segment.most_pieces`).
     """
     num_rows, device = ptr.numel() - 1, ptr.device
     if num_rows == 0 or max_piece < 1:  # which it refuses
         return segment.schedule_rows(ptr, max_piece, num_edges)
     count = torch.empty((3, num_rows), dtype=torch.int64, device=device)
     total = torch.empty_like(count)
-    bounds, longest = {"BLOCK": BLOCK}, min(max_piece, num_edges)
-    launch.run(count_pieces_kernel, -(-num_rows // BLOCK), [ptr, count, num_rows, max_piece, longest], bounds,
+    bounds, max_short = {"BLOCK": BLOCK}, segment.most_short(max_piece, num_edges)
+    launch.run(count_pieces_kernel, -(-num_rows // BLOCK), [ptr, count, num_rows, max_piece, max_short], bounds,
                NUM_WARPS, device)
     for k in range(3):
         torch.cumsum(count[k], 0, out=total[k])
@@ -95,7 +96,7 @@ def schedule_rows(ptr: Tensor, max_piece: int, num_edges: int) -> RowSchedule:
     made = segment.empty_schedule(ptr, max_piece, num_edges, num_listed, num_slots, num_split)
     launch.run(place_pieces_kernel, -(-max(num_listed + 2, num_split + 1) // BLOCK),
                [ptr, total, made.piece_row, made.piece_start, made.piece_end, made.piece_slot, made.split_row,
-                made.split_ptr, num_rows, max_piece, longest, num_listed, num_slots, num_split, num_rows.bit_length()],
+                made.split_ptr, num_rows, max_piece, num_listed, num_slots, num_split, num_rows.bit_length()],
                bounds, NUM_WARPS, device)
     return made
 
@@ -106,5 +107,5 @@ def start(device: torch.device) -> None:
     index, wide = (torch.empty(1, dtype=dtype, device="meta") for dtype in (torch.int32, torch.int64))
     with contextlib.suppress(RuntimeError):  # where no thread can be had
         for kernel, args in ((count_pieces_kernel, [index, wide, *[1] * 3]),
-                             (place_pieces_kernel, [index, wide, *[index] * 6, *[1] * 7])):
+                             (place_pieces_kernel, [index, wide, *[index] * 6, *[1] * 6])):
             launch.compile_ahead(kernel, 1, args, {"BLOCK": BLOCK}, NUM_WARPS, device)

@@ -15,10 +15,9 @@ from torch import Tensor
 # so that tests can reach the int64 path on small graphs.
 INT32_MAX = 2**31 - 1024
 # Edges up to which a GPU prepares a graph without the host waiting for it: mini-batches come one after the other, while
-# a large graph is prepared once and gains from sizes that are exact.
-ASYNC_EDGES = 1 << 22
-# Edges from which it waits for how many rows are cut, once per graph and side.
-EXACT_EDGES = 1 << 20
+# a large graph is prepared once and gains from sizes that are exact. From fewer on it waits for how many rows are cut,
+# once per graph and side.
+ASYNC_EDGES, EXACT_EDGES = 1 << 22, 1 << 20
 # Rows of which one may be long for the others to need no list: behind the listed pieces is a program for each long row,
 # too, which ends at once. Measured on an H100: with one of four, steps of GAT took 2.6% longer.
 ROWS_PER_LONG = 16
@@ -133,11 +132,11 @@ class RowSchedule:
     depend on timing.
 
     What is listed comes first, so that no long piece is left for the end. Behind it piece ``num_listed + r`` is row r
-    as a whole, of which the row pointer says all, unless the row is listed; it is no piece then. What is none is longer
-    than others are: than ``longest`` where it is listed, than half of that behind.
+    as a whole, of which the row pointer says all, unless the row is longer than ``max_short``: it is listed then, and
+    this is no piece.
 
     Where the host did not wait for the counts, they are upper bounds. Cut rows beyond have no slots; listed pieces
-    beyond are none and have the last slot, which belongs to no row.
+    beyond end before they start and have the last slot, which belongs to no row.
 
     Attributes:
         piece_row: [num_listed] row of each listed piece.
@@ -148,7 +147,7 @@ class RowSchedule:
         split_row: [num_split] ids of the cut rows, ascending.
         split_ptr: [num_split + 1] the slots of cut row k are ``split_ptr[k] .. split_ptr[k + 1]``, in edge order.
         max_piece: the bound.
-        longest: most entries of a listed piece, and twice those of a row that is not listed.
+        max_short: most entries of a row that is not listed.
         num_listed, num_slots, num_split: counts.
         num_pieces: ``num_listed`` and the number of rows; ``num_listed`` where all pieces are listed.
     """
@@ -160,7 +159,7 @@ class RowSchedule:
     split_row: Tensor
     split_ptr: Tensor
     max_piece: int
-    longest: int
+    max_short: int
     num_listed: int
     num_pieces: int
     num_slots: int
@@ -172,17 +171,17 @@ class RowSchedule:
         Args:
             ptr: [R + 1] the row pointer that was cut.
             short: Ids of rows that are not listed; where they are not known, rows that are get an empty piece more,
-                with the last slot, as what is listed and no piece.
+                with the last slot. So do pieces beyond.
         """
         if self.piece_slot.numel() == self.num_listed:
             return self
         row = torch.arange(ptr.numel() - 1, device=ptr.device) if short is None else short
         row = row.to(ptr.dtype)
         start, end = ptr[row], ptr[row + 1]
-        slot = torch.where(end - start > self.longest // 2, self.num_slots - 1, -1).to(torch.int32)
-        end = torch.cat([_or_empty(self.piece_start, self.piece_end, self.longest),
-                         _or_empty(start, end, self.longest // 2)])
-        return listed(torch.cat([self.piece_row, row]), torch.cat([self.piece_start, start]), end,
+        is_known = end - start > self.max_short
+        slot = torch.where(is_known, self.num_slots - 1, -1).to(torch.int32)
+        ends = torch.maximum(self.piece_start, self.piece_end), torch.where(is_known, start, end)
+        return listed(torch.cat([self.piece_row, row]), torch.cat([self.piece_start, start]), torch.cat(ends),
                       torch.cat([self.piece_slot[:self.num_listed], slot]), self.split_row, self.split_ptr,
                       self.max_piece, self.num_slots, self.num_split)
 
@@ -191,13 +190,7 @@ def listed(row: Tensor, start: Tensor, end: Tensor, slot: Tensor, split_row: Ten
            num_slots: int, num_split: int) -> RowSchedule:
     """A schedule of the pieces that are given, and no others; see :class:`RowSchedule`."""
     count = row.numel()
-    return RowSchedule(row, start, end, slot, split_row, split_ptr, max_piece, max_piece, count, count, num_slots,
-                       num_split)
-
-
-def _or_empty(start: Tensor, end: Tensor, longest: int) -> Tensor:
-    """Where pieces end; where they start, if that would make them too long."""
-    return torch.where(end - start > longest, start, end)
+    return RowSchedule(row, start, end, slot, split_row, split_ptr, max_piece, 0, count, count, num_slots, num_split)
 
 
 def schedule_rows(ptr: Tensor, max_piece: int, num_edges: int) -> RowSchedule:
@@ -228,8 +221,7 @@ def schedule_rows(ptr: Tensor, max_piece: int, num_edges: int) -> RowSchedule:
     ptr = ptr.long()
     degree = degrees(ptr)
     parts = torch.div(degree + (max_piece - 1), max_piece, rounding_mode="floor")
-    longest = min(max_piece, num_edges)
-    is_cut, is_long = parts > 1, degree > longest // 2
+    is_cut, is_long = parts > 1, degree > most_short(max_piece, num_edges)
     part_ptr = _starts(parts * is_long)
     slot_ptr, split_rank = _starts(parts * is_cut), _starts(is_cut)
     num_long = 0
@@ -248,7 +240,7 @@ def schedule_rows(ptr: Tensor, max_piece: int, num_edges: int) -> RowSchedule:
     # Part k of n covers [floor(k * d / n), floor((k + 1) * d / n)) of the row: lengths differ by at most one.
     is_there, part = piece < part_ptr[-1], piece - first
     bounds = torch.div(torch.stack([part, part + 1]).mul_(count), parts_, rounding_mode="floor").add_(start)
-    begin, end = torch.where(is_there, bounds[0], 0), torch.where(is_there, bounds[1], longest + 1)
+    begin, end = torch.where(is_there, bounds[0], 0), torch.where(is_there, bounds[1], -1)
     slot = torch.where(is_there, torch.where(parts_ > 1, slot + part, -1), num_slots - 1)
     made.piece_slot[num_listed:] = -1
     made.piece_slot[num_listed + 1:] = num_slots - 1
@@ -267,18 +259,24 @@ def schedule_rows(ptr: Tensor, max_piece: int, num_edges: int) -> RowSchedule:
     return made
 
 
+def most_short(max_piece: int, num_edges: int) -> int:
+    """Most entries of a row that is not listed."""
+    return min(max_piece, num_edges) // 2
+
+
 def most_pieces(max_piece: int, num_edges: int, cut: Tensor | None = None) -> tuple[int, int, int]:
     """Most listed pieces, slots and cut rows that there may be.
 
-    Of more than ``EXACT_EDGES`` edges the host waits for the last two, which ``cut`` [2] has, unless a step is
-    recorded: mostly there are few, and where there may be most they take as much memory as the features of all rows.
+    Of more than ``EXACT_EDGES`` edges the host waits for the last two, of which ``cut`` [2] has those that cut rows
+    take, unless a step is recorded: mostly there are few, and where there may be most they take as much memory as the
+    features of all rows.
     """
+    # A row of d entries is cut into at most 1 + (d - 1) // M parts; of one that is listed and not cut 2 d > M.
+    num_listed, num_split = 2 * num_edges // (min(max_piece, num_edges) + 1), num_edges // (max_piece + 1)
+    num_slots = num_edges // max_piece + num_split
     if cut is not None and num_edges > EXACT_EDGES and may_wait_once(cut.device):
         num_slots, num_split = cut.tolist()
-        return most_pieces(max_piece, num_edges)[0], num_slots + 1, num_split
-    # A row of d entries is cut into at most 1 + (d - 1) // M parts; of one that is listed and not cut 2 d > M.
-    num_split = num_edges // (max_piece + 1)
-    return 2 * num_edges // (min(max_piece, num_edges) + 1), num_edges // max_piece + num_split + 1, num_split
+    return num_listed, num_slots + 1, num_split
 
 
 def empty_schedule(ptr: Tensor, max_piece: int, num_edges: int, num_listed: int, num_slots: int, num_split: int,
@@ -288,7 +286,7 @@ def empty_schedule(ptr: Tensor, max_piece: int, num_edges: int, num_listed: int,
     row, start, end = torch.empty((3, num_listed), dtype=dtype, device=device).unbind()
     slot = torch.empty(num_listed + 2, dtype=torch.int32, device=device)
     split_row, split_ptr = (torch.empty(num_split + k, dtype=dtype, device=device) for k in (0, 1))
-    return RowSchedule(row, start, end, slot, split_row, split_ptr, max_piece, min(max_piece, num_edges),
+    return RowSchedule(row, start, end, slot, split_row, split_ptr, max_piece, most_short(max_piece, num_edges),
                        num_listed, num_listed + ptr.numel() - 1, num_slots, num_split)
 
 

@@ -6,8 +6,8 @@ partial results, so the loop needs no communication, and are merged once at the 
 are written). A piece that is a whole row writes the result, a piece of a cut row writes its carry to a workspace slot.
 Where edges come in tiles, all pieces do, and from the second tile on (``ADDS``) they merge with what is in the slot, as
 all do where the edges of a row are in several spans, with zeros at first; in the last tile a row of one slot is then
-whole and writes the result: its piece has ``-1 - slot`` in place of the slot. Where all pieces are listed
-(:class:`segment.RowSchedule`), rows have no others.
+whole and writes the result: its piece has ``-1 - slot`` in place of the slot. These pieces
+are all listed (:class:`segment.RowSchedule`).
 They merge in a loop of one turn: of lines outside a loop Triton 3.6 fails to lay out some in float64.
 
 Programs of one part of the features run side by side, as gathered rows of few features stay in cache; where edges have
@@ -45,7 +45,7 @@ import triton.language as tl
 
 from triton_kernels import device
 
-COUNTS = ("num_pieces", "num_listed", "longest", "num_workers", "num_split", "num_blocks", "first_edge", "end_edge")
+COUNTS = ("num_pieces", "num_listed", "max_short", "num_workers", "num_split", "num_blocks", "first_edge", "end_edge")
 TABLES = ("piece_row_ptr", "piece_start_ptr", "piece_end_ptr", "piece_slot_ptr", "split_row_ptr", "split_ptr_ptr",
           "row_ptr_ptr")
 '''
@@ -92,20 +92,21 @@ def {name}({params}):
 
 PIECE = '''\
 row, start, end, is_done = device.find_piece(piece, piece_row_ptr, piece_start_ptr, piece_end_ptr, row_ptr_ptr,
-                                             num_listed, longest)
+                                             num_listed, max_short)
 slot = tl.load(piece_slot_ptr + tl.minimum(piece, num_listed){other}).to(tl.int64)
 {before}
 {skip}
 {ahead}
 '''
 
-#: Where a piece is none, a program that takes one ends, when it has asked for what it may need; one that takes several
-#: goes on, with no edges and a slot of no row (``OTHER``).
+#: Where a row is done by other programs, or a piece is beyond those that there are and ends before it starts, a program
+#: that takes one piece ends, when it has asked for what it may need. One that takes several goes on, with no edges and
+#: a slot of no row: that of a piece beyond, or behind the table (``OTHER``).
 END = '''\
-if is_done:
+if is_done | (end < start):
     return
 '''
-SKIP, OTHER = "end = tl.where(is_done, start, end)", " + is_done"
+SKIP, OTHER = "start = tl.where(is_done, end, start)", " + is_done"
 
 LOOP = '''\
 for base in {range}({start}, {end}, {step}{options}):

@@ -242,7 +242,7 @@ class _Generator:
         if self.takes_blocks:
             tables += ["rows_ptr", self._end]
         else:
-            tables += [*pieces, "row_ptr_ptr", "num_listed", "longest", "num_pieces"]
+            tables += [*pieces, "row_ptr_ptr", "num_listed", "max_short", "num_pieces"]
         counts = ["num_workers"] * self.has_workers + ["first_edge", "locals_ptr"] * emitter.uses_span
         places = ["places_ptr"] * emitter.uses_places
         ins = pointers(emitter.inputs.values())
@@ -311,11 +311,8 @@ class _Generator:
         count, of_all = ("count = (end - start).to(FLOAT)", f"count = {skeletons.COUNT}") if self.reads_count else \
             ("", "")
         add = _fill(skeletons.ADD, merge=_indent(self._merges(self.apart), 2), count=_indent([of_all], 1))
-        spills = self._spills()
-        if self.has_workers:
-            spills = ["if ~is_done:", *(f"    {line}" for line in spills)]
         return _fill(skeletons.RESULT, after=_indent(after, 0), count=count, add=add, finish=_indent(self.ends, 1),
-                     spill=_indent(spills, 1))
+                     spill=_indent(self._spills(), 1))
 
     def _merge_kernel(self) -> str:
         """The kernel that merges the pieces of rows that were cut."""
