@@ -6,6 +6,7 @@
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,13 +16,14 @@ from hypothesis import strategies as st
 import zoo
 from oracle import check
 from programs import NUM_KINDS
-from pyg_fullgraph import selection
+from pyg_fullgraph import launches, selection
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.phases import EdgePhase
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output
 from pyg_fullgraph.saga.passes import split
 from pyg_fullgraph.saga.plans import KERNELS
+from triton_kernels import segment
 
 SCALE = 50 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 1
 DOMAINS = (Domain.SRC, Domain.DST, Domain.EDGE, Domain.PARAM)
@@ -193,11 +195,24 @@ def test_random_programs_on_a_gpu(graph, data):
     compare_program(graph, data, device="cuda")
 
 
+def of_degrees(degrees):
+    """A graph with rows of so many edges, of nine sources."""
+    dst = torch.arange(len(degrees)).repeat_interleave(torch.tensor(degrees, dtype=torch.int64))
+    src = torch.randint(9, dst.shape, generator=torch.Generator().manual_seed(len(dst)))
+    return zoo.Case(f"degrees {degrees}", torch.stack([src, dst]), 9, len(degrees))
+
+
 @pytest.mark.interpreter
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-@given(graph=st.sampled_from(GRAPHS), data=st.data())
-def test_random_programs_interpreted(graph, data):
-    compare_program(graph, data)
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(graph=st.one_of(st.sampled_from(GRAPHS), st.lists(st.sampled_from([0, 1, 2, 3, 5, 9, 17])).map(of_degrees)),
+       waits=st.booleans(), max_piece=st.sampled_from([8, 3, 1, 512]), workers=st.sampled_from([1, 3, 1 << 14]),
+       data=st.data())
+def test_random_programs_interpreted(graph, waits, max_piece, workers, data):
+    """However rows are cut, whether or not their pieces are counted, by few programs or many."""
+    with mock.patch.object(segment, "may_wait", return_value=waits), \
+            mock.patch.multiple(selection, MAX_PIECE=max_piece, MIN_PIECE=max_piece), \
+            mock.patch.multiple(launches, MAX_WORKERS=workers, MIN_ROUND_PROGRAMS=workers, WORKER_ELEMENTS=1):
+        compare_program(graph, data)
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
