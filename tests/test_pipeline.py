@@ -335,6 +335,7 @@ def test_pieces_of_spans(degrees, size, max_piece):
     assert [s.stop for s in made] == [min(s.first + size, order.num_edges) for s in made]
 
     def pieces(schedule):
+        schedule = schedule.listed(order.ptr)
         return list(zip(*(t.tolist() for t in (schedule.piece_row, schedule.piece_start, schedule.piece_end,
                                                schedule.piece_slot)), strict=True))
 
