@@ -6,8 +6,8 @@ partial results, so the loop needs no communication, and are merged once at the 
 are written). A piece that is a whole row writes the result, a piece of a cut row writes its carry to a workspace slot.
 Where edges come in tiles, all pieces do, and from the second tile on (``ADDS``) they merge with what is in the slot, as
 all do where the edges of a row are in several spans, with zeros at first; in the last tile a row of one slot is then
-whole and writes the result: its piece has ``-1 - slot`` in place of the slot. These pieces
-are all listed (:class:`segment.RowSchedule`).
+whole and writes the result: its piece has ``-1 - slot`` in place of the slot. These pieces are all listed
+(:class:`segment.RowSchedule`).
 They merge in a loop of one turn: of lines outside a loop Triton 3.6 fails to lay out some in float64.
 
 Programs of one part of the features run side by side, as gathered rows of few features stay in cache; where edges have
