@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import pyg_fullgraph.nn as fused_nn
-from pyg_fullgraph.explanation import Explanation, PhaseReport, ProgramReport, explain, kernels
+from pyg_fullgraph.explanation import Explanation, explain
 from pyg_fullgraph.nn.coverage import FUSED, OPTIONS, PARTS, PLAIN
+from pyg_fullgraph.program_report import PhaseReport, ProgramReport, kernels
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, Node
 from pyg_fullgraph.saga.plans import KERNELS, Plan

@@ -11,7 +11,7 @@ from torch_geometric.nn import models
 
 import pyg_fullgraph.nn as fused_nn
 import zoo
-from pyg_fullgraph import autograd, debug, explanation, phases, selection
+from pyg_fullgraph import autograd, debug, phases, program_report, selection
 from pyg_fullgraph.errors import InputError
 from pyg_fullgraph.estimate import Sizes, Work, plan_work, unfused
 from pyg_fullgraph.explanation import explain
@@ -163,7 +163,7 @@ def test_work_of_products_between_kernels(monkeypatch):
     mlp = torch.nn.Sequential(torch.nn.Linear(2 * width, width), torch.nn.ReLU(), torch.nn.Linear(width, width))
     x, edge_index = torch.randn(300, width, requires_grad=True), torch.randint(300, (2, edges))
     part = explain(fused_nn.EdgeConv(mlp), x, edge_index).layers[""].parts[0]
-    monkeypatch.setattr(explanation, "target_of", lambda device: KERNELS)
+    monkeypatch.setattr(program_report, "target_of", lambda device: KERNELS)
     forward, backward = part.work()
     monkeypatch.setattr(selection, "MIN_PIPELINE", 1 << 60)
     other_forward, other_backward = part.work()

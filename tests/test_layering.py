@@ -88,6 +88,8 @@ LAYERS = (
     "pyg_fullgraph.formula",
     "pyg_fullgraph.estimate",
     "pyg_fullgraph.picture",
+    "pyg_fullgraph.program_report",
+    "pyg_fullgraph.description",
     "pyg_fullgraph.explanation",
     "pyg_fullgraph.coverage_page",
     "pyg_fullgraph.checkpoint",
