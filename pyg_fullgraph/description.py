@@ -124,6 +124,7 @@ def _shape(node: Node, graph: Graph) -> str:
 
 
 def dict_of(part: ProgramReport) -> dict[str, Any]:
+    """One program as numbers, strings and lists, fit for JSON."""
     forward, backward = part.work()
     other = part.unfused
     return {

@@ -185,7 +185,7 @@ class ProgramReport:
                 found.append((name, lines))
         return found
 
-    # --- as text --------------------------------------------------------------------------------------------------
+    # --- names and formulas ---------------------------------------------------------------------------------------
 
     @cached_property
     def names(self) -> dict[Node, str]:

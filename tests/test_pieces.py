@@ -10,6 +10,10 @@ from test_kernels import GPU, INTERPRETER, poisoned  # noqa: F401
 from test_segment import check_schedule
 
 import pyg_fullgraph as pfg
+from oracle import gradients, program_of, random_case
+from programs import make_tensors
+from pyg_fullgraph import launches, selection
+from pyg_fullgraph.autograd import run
 from triton_kernels import launch, pieces, segment
 
 FIELDS = ("piece_row", "piece_start", "piece_end", "piece_slot", "split_row", "split_ptr", "max_piece", "max_short",
@@ -52,23 +56,47 @@ def test_schedules_of_small_graphs_by_definition(device, monkeypatch):
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
-def test_tables_of_larger_graphs_are_as_long_as_is_needed(device, monkeypatch):
-    """But where the host may not wait; what is in them is the same."""
+def test_slots_of_larger_graphs_are_as_many_as_are_needed(device, monkeypatch):
+    """But where the host may not wait; what is in the tables is the same."""
     degree = [0, 12, 12, 3, 8, 1, 0]
     ptr = torch.tensor([0, *torch.tensor(degree).cumsum(0).tolist()], dtype=torch.int32, device=device)
     monkeypatch.setattr(segment, "EXACT_EDGES", sum(degree))
     bounds = pieces.schedule_rows(ptr, 4, sum(degree))
     monkeypatch.setattr(segment, "EXACT_EDGES", sum(degree) - 1)
     made = pieces.schedule_rows(ptr, 4, sum(degree))
-    assert (bounds.num_listed, bounds.num_slots, bounds.num_split) == (2 * 36 // 5, 9 + 7 + 1, 7)
-    assert (made.num_listed, made.num_slots, made.num_split) == (3 + 3 + 1 + 2, 3 + 3 + 2 + 1, 3)
+    assert (bounds.num_slots, bounds.num_split) == (9 + 7 + 1, 7)
+    assert (made.num_slots, made.num_split) == (3 + 3 + 2 + 1, 3)
     assert made.split_row.tolist() == bounds.split_row[:3].tolist() == [1, 2, 4]
     assert made.split_ptr.tolist() == bounds.split_ptr[:4].tolist() == [0, 3, 6, 8]
-    assert made.piece_slot.tolist() == [*bounds.piece_slot[:9].tolist(), -1, 8]
+    slots = torch.where(bounds.piece_slot == bounds.num_slots - 1, made.num_slots - 1, bounds.piece_slot)
+    assert torch.equal(made.piece_slot, slots) and made.num_listed == bounds.num_listed
     for name in ("piece_row", "piece_start", "piece_end"):
-        assert torch.equal(getattr(made, name), getattr(bounds, name)[:9])
+        assert torch.equal(getattr(made, name), getattr(bounds, name))
     monkeypatch.setattr(segment, "may_wait_once", lambda device: False)
     assert pieces.schedule_rows(ptr, 4, sum(degree)).num_slots == bounds.num_slots
+
+
+@pytest.mark.parametrize("device", [INTERPRETER])
+@pytest.mark.parametrize("name", ["gatv2", "gmm"])
+def test_bits_are_the_same_where_the_host_waits_and_where_it_may_not(name, device, monkeypatch):
+    """As while a step is recorded; gradients of parameters are summed over what each program takes."""
+    monkeypatch.setattr(selection, "MAX_PIECE", 16)
+    monkeypatch.setattr(launches, "MAX_WORKERS", 8)
+    monkeypatch.setattr(launches, "WORKER_ELEMENTS", 1)
+    monkeypatch.setattr(segment, "EXACT_EDGES", -1)
+    monkeypatch.setattr(segment, "may_wait", lambda *of: False)
+    case, program = random_case(60, 70, 900), program_of(name)
+    tensors = make_tensors(program, *case.size, case.num_edges, torch.float32, device)
+
+    def step(waits):
+        monkeypatch.setattr(segment, "may_wait_once", lambda of: waits)
+        graph = pfg.Graph.from_edge_index(case.edge_index.to(device), case.size)
+        out = run(program, graph, tensors)
+        return graph.incoming.schedule(16), [*out, *gradients(out, tensors, [o.detach() for o in out])]
+
+    (waited, values), (bounded, others) = step(True), step(False)
+    assert waited.num_slots < bounded.num_slots
+    assert all(torch.equal(a, b) for a, b in zip(values, others, strict=True))
 
 
 def test_without_data_there_are_counts_only():

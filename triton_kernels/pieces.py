@@ -77,10 +77,10 @@ def place_pieces_kernel(ptr, sum_ptr, piece_row_ptr, piece_start_ptr, piece_end_
 
 
 def schedule_rows(ptr: Tensor, max_piece: int, num_edges: int) -> RowSchedule:
-    """As :func:`segment.schedule_rows` of a graph of at most ``segment.ASYNC_EDGES`` edges.
+    """As :func:`segment.schedule_rows` where the host does not wait for what is listed.
 
     Cost: three prefix sums over R rows, and a binary search among them per listed piece; one host synchronisation where
-        :func:`segment.most_pieces` waits.
+        it waits for other numbers (:func:`segment.most_pieces`).
     """
     num_rows, device = ptr.numel() - 1, ptr.device
     if num_rows == 0 or max_piece < 1:  # which it refuses
@@ -92,7 +92,7 @@ def schedule_rows(ptr: Tensor, max_piece: int, num_edges: int) -> RowSchedule:
                NUM_WARPS, device)
     for k in range(3):
         torch.cumsum(count[k], 0, out=total[k])
-    num_listed, num_slots, num_split = segment.most_pieces(max_piece, num_edges, total[:, -1])
+    num_listed, num_slots, num_split = segment.most_pieces(max_piece, num_edges, total[1:, -1])
     made = segment.empty_schedule(ptr, max_piece, num_edges, num_listed, num_slots, num_split)
     launch.run(place_pieces_kernel, -(-max(num_listed + 2, num_split + 1) // BLOCK),
                [ptr, total, made.piece_row, made.piece_start, made.piece_end, made.piece_slot, made.split_row,

@@ -15,8 +15,8 @@ from torch import Tensor
 # so that tests can reach the int64 path on small graphs.
 INT32_MAX = 2**31 - 1024
 # Edges up to which a GPU prepares a graph without the host waiting for it: mini-batches come one after the other, while
-# a large graph is prepared once and gains from sizes that are exact. From fewer on it waits for how many pieces there
-# are, once per graph and side.
+# a large graph is prepared once and gains from sizes that are exact. From fewer on it waits for how many rows are cut,
+# once per graph and side.
 ASYNC_EDGES, EXACT_EDGES = 1 << 22, 1 << 20
 # Rows of which one may be long for the others to need no list: behind the listed pieces is a program for each long row,
 # too, which ends at once. Measured on an H100: with one of four, steps of GAT took 2.6% longer.
@@ -230,8 +230,8 @@ def schedule_rows(ptr: Tensor, max_piece: int, num_edges: int) -> RowSchedule:
                                                                 is_long.sum()]).tolist()
         num_slots = num_cut + (num_listed > 0)
     else:
-        total = torch.stack([part_ptr[-1], slot_ptr[-1], split_rank[-1]])
-        num_listed, num_slots, num_split = most_pieces(max_piece, num_edges, total)
+        cut = torch.stack([slot_ptr[-1], split_rank[-1]])
+        num_listed, num_slots, num_split = most_pieces(max_piece, num_edges, cut)
     made = empty_schedule(ptr, max_piece, num_edges, num_listed, num_slots, num_split, dtype)
     piece = torch.arange(num_listed, device=device)
     row = torch.searchsorted(part_ptr[1:], piece, right=True).clamp_(max=max(num_rows - 1, 0))
@@ -264,17 +264,19 @@ def most_short(max_piece: int, num_edges: int) -> int:
     return min(max_piece, num_edges) // 2
 
 
-def most_pieces(max_piece: int, num_edges: int, total: Tensor | None = None) -> tuple[int, int, int]:
-    """Most listed pieces, slots and cut rows that there may be; ``total`` [3] has how many there are.
+def most_pieces(max_piece: int, num_edges: int, cut: Tensor | None = None) -> tuple[int, int, int]:
+    """Most listed pieces, slots and cut rows that there may be.
 
-    Of more than ``EXACT_EDGES`` edges the host waits for that, unless a step is recorded: mostly there are few, and
-    where there may be most, slots take as much memory as the features of all rows.
+    Of more than ``EXACT_EDGES`` edges the host waits for the last two, of which ``cut`` [2] has those that cut rows
+    take, unless a step is recorded: mostly there are few, and where there may be most they take as much memory as the
+    features of all rows. Not for the first: which programs take which rows depends on it, and so does the order in
+    which gradients of parameters are summed, which recording may not change.
     """
     # A row of d entries is cut into at most 1 + (d - 1) // M parts; of one that is listed and not cut 2 d > M.
     num_listed, num_split = 2 * num_edges // (min(max_piece, num_edges) + 1), num_edges // (max_piece + 1)
     num_slots = num_edges // max_piece + num_split
-    if total is not None and num_edges > EXACT_EDGES and may_wait_once(total.device):
-        num_listed, num_slots, num_split = total.tolist()
+    if cut is not None and num_edges > EXACT_EDGES and may_wait_once(cut.device):
+        num_slots, num_split = cut.tolist()
     return num_listed, num_slots + 1, num_split
 
 
