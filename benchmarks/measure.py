@@ -23,7 +23,7 @@ Step = Callable[[], Any]
 ROOT = Path(__file__).resolve().parents[1]
 #: Milliseconds of calls that are timed together on a GPU, and their least number: the first finds it idle, as none in a
 #: loop does.
-QUEUED_MS, MIN_QUEUED = 30.0, 2
+QUEUED_MS, MIN_QUEUED = 100.0, 2
 
 
 def synchronize(device: str) -> None:

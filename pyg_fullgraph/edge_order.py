@@ -110,8 +110,13 @@ class EdgeOrder:
         return self._cached(("inv_degree", dtype), lambda: torch.ones((), dtype=dtype, device=self.ptr.device)
                             / self.degree.clamp(min=1).to(dtype))
 
-    def schedule(self, max_piece: int = 1024) -> RowSchedule:
-        """Rows cut into pieces of at most ``max_piece`` edges, those of long rows first; cached per bound."""
+    def schedule(self, max_piece: int = 1024, is_padded: bool = False) -> RowSchedule:
+        """Rows cut into pieces of at most ``max_piece`` edges, those of long rows first; cached per bound.
+
+        ``is_padded``: with as many pieces as if the host had not waited for their number (:meth:`RowSchedule.padded`).
+        """
+        if is_padded:
+            return self._cached(("padded", max_piece), lambda: self.schedule(max_piece).padded())
         return self._cached(("schedule", max_piece), lambda: self._schedule(max_piece))
 
     def _schedule(self, max_piece: int) -> RowSchedule:
@@ -132,7 +137,7 @@ class EdgeOrder:
         return self._cached(("spans", size, max_piece), lambda: self._spans(size, max_piece))
 
     def _spans(self, size: int, max_piece: int | None) -> tuple[Span, ...]:
-        whole = None if max_piece is None else self.schedule(max_piece)
+        whole = None if max_piece is None else self.schedule(max_piece, is_padded=True)
         count = self.num_edges
         starts = range(0, max(count, 1), max(size, 1))
         if len(starts) == 1 or self.ptr.device.type == "meta":
@@ -182,7 +187,7 @@ class EdgeOrder:
         if count > size:
             return self._cached(("across", size, max_piece), lambda: self._across(size, max_piece))
         places = others.places_in(self)
-        return others, (Span(0, count, count, others.schedule(max_piece),
+        return others, (Span(0, count, count, others.schedule(max_piece, is_padded=True),
                              others.positions if places is None else places),)
 
     def _across(self, size: int, max_piece: int) -> tuple[EdgeOrder, tuple[Span, ...]]:

@@ -454,7 +454,7 @@ def _prepared_pipeline(sweep: Sweep, order: EdgeOrder, like: Tensor, exact: froz
     def prepare() -> pipelines.PreparedPipeline:
         # A span has as few edges as a small graph.
         size = pipelines.span_edges(piped.pipeline, order.num_edges, like.dtype)
-        max_piece = selection.max_piece_of(min(size, order.num_edges), 0.0)
+        max_piece = selection.max_piece_of(min(size, order.num_edges))
         kernels = {}
         for s, kernel in piped.kernels.items():
             own = order if others is None or s is not piped.pipeline.across else others

@@ -287,7 +287,8 @@ def _schedules(parts: Sequence[Part], rows: EdgeOrder) -> Sequence[segment.RowSc
         return [None if part.span is None else part.span.schedule for part in parts]
     if len(parts) > 1:
         return schedule_tiles(rows, [part.edges for part in parts], shape.max_piece)
-    return [rows.schedule(shape.max_piece)]
+    # Programs may add up gradients of parameters over the rows that they take.
+    return [rows.schedule(shape.max_piece, is_padded=bool(kernel.totals))]
 
 
 class Run:

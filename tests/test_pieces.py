@@ -17,7 +17,7 @@ from pyg_fullgraph.autograd import run
 from triton_kernels import launch, pieces, segment
 
 FIELDS = ("piece_row", "piece_start", "piece_end", "piece_slot", "split_row", "split_ptr", "max_piece", "max_short",
-          "num_listed", "num_pieces", "num_slots", "num_split")
+          "num_listed", "num_pieces", "num_slots", "num_split", "most_listed")
 #: Rows of several programs, a row of several programs' pieces, one row, rows cut or not, rows without edges.
 DEGREES = ([0], [5], [4], [0, 0, 0], [1, 0, 9, 4, 0], [0, 12, 12, 3, 8, 1, 0], [3] * 700, [900, 0, 7], [0] * 300 + [70],
            [1, 2, 3] * 99, [])
@@ -56,7 +56,7 @@ def test_schedules_of_small_graphs_by_definition(device, monkeypatch):
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
-def test_slots_of_larger_graphs_are_as_many_as_are_needed(device, monkeypatch):
+def test_tables_of_larger_graphs_have_what_is_needed(device, monkeypatch):
     """But where the host may not wait; what is in the tables is the same."""
     degree = [0, 12, 12, 3, 8, 1, 0]
     ptr = torch.tensor([0, *torch.tensor(degree).cumsum(0).tolist()], dtype=torch.int32, device=device)
@@ -64,16 +64,23 @@ def test_slots_of_larger_graphs_are_as_many_as_are_needed(device, monkeypatch):
     bounds = pieces.schedule_rows(ptr, 4, sum(degree))
     monkeypatch.setattr(segment, "EXACT_EDGES", sum(degree) - 1)
     made = pieces.schedule_rows(ptr, 4, sum(degree))
-    assert (bounds.num_slots, bounds.num_split) == (9 + 7 + 1, 7)
-    assert (made.num_slots, made.num_split) == (3 + 3 + 2 + 1, 3)
+    assert (bounds.num_listed, bounds.num_slots, bounds.num_split) == (14, 9 + 7 + 1, 7)
+    assert (made.num_listed, made.num_slots, made.num_split) == (9, 3 + 3 + 2 + 1, 3)
+    assert made.most_listed == bounds.most_listed == bounds.num_listed and bounds.padded() is bounds
     assert made.split_row.tolist() == bounds.split_row[:3].tolist() == [1, 2, 4]
     assert made.split_ptr.tolist() == bounds.split_ptr[:4].tolist() == [0, 3, 6, 8]
+    padded = made.padded()
+    assert (padded.num_listed, padded.num_pieces) == (bounds.num_listed, bounds.num_pieces)
+    assert (padded.num_slots, padded.num_split, padded.max_short) == (made.num_slots, made.num_split, made.max_short)
     slots = torch.where(bounds.piece_slot == bounds.num_slots - 1, made.num_slots - 1, bounds.piece_slot)
-    assert torch.equal(made.piece_slot, slots) and made.num_listed == bounds.num_listed
-    for name in ("piece_row", "piece_start", "piece_end"):
-        assert torch.equal(getattr(made, name), getattr(bounds, name))
+    assert torch.equal(padded.piece_slot, slots)
+    for name in ("piece_start", "piece_end"):
+        assert torch.equal(getattr(padded, name), getattr(bounds, name))
+        assert torch.equal(getattr(made, name), getattr(bounds, name)[:9])
+    assert torch.equal(made.piece_row, bounds.piece_row[:9]) and torch.equal(padded.piece_row[:9], made.piece_row)
     monkeypatch.setattr(segment, "may_wait_once", lambda device: False)
-    assert pieces.schedule_rows(ptr, 4, sum(degree)).num_slots == bounds.num_slots
+    for name in ("num_listed", "num_slots"):
+        assert getattr(pieces.schedule_rows(ptr, 4, sum(degree)), name) == getattr(bounds, name)
 
 
 @pytest.mark.parametrize("device", [INTERPRETER])
@@ -95,7 +102,7 @@ def test_bits_are_the_same_where_the_host_waits_and_where_it_may_not(name, devic
         return graph.incoming.schedule(16), [*out, *gradients(out, tensors, [o.detach() for o in out])]
 
     (waited, values), (bounded, others) = step(True), step(False)
-    assert waited.num_slots < bounded.num_slots
+    assert waited.num_slots < bounded.num_slots and waited.num_listed < bounded.num_listed
     assert all(torch.equal(a, b) for a, b in zip(values, others, strict=True))
 
 

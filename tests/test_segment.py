@@ -161,9 +161,33 @@ def test_all_rows_are_listed_where_many_are_long(device):
         made = segment.schedule_rows(ptr, 4, sum(degree))
     assert (short.num_listed, short.num_pieces) == (0, 100)
     assert made.num_listed == made.num_pieces == made.piece_slot.numel() == 3 + 3 + 1 + 2 + 3
-    assert made.piece_row.tolist() == [1, 1, 1, 2, 2, 2, 3, 4, 4, 0, 5, 6]
-    assert made.piece_slot.tolist() == [0, 1, 2, 3, 4, 5, -1, 6, 7, -1, -1, -1]
-    assert made.piece_end[9:].tolist() == [0, 36, 36] and made.piece_start[9:].tolist() == [0, 35, 36]
+    assert made.piece_row.tolist() == [0, 1, 1, 1, 2, 2, 2, 3, 4, 4, 5, 6]
+    assert made.piece_slot.tolist() == [-1, 0, 1, 2, 3, 4, 5, -1, 6, 7, -1, -1]
+    assert made.piece_start.tolist() == [0, 0, 4, 8, 12, 16, 20, 24, 27, 31, 35, 36]
+    assert made.piece_end.tolist() == [0, 4, 8, 12, 16, 20, 24, 27, 31, 35, 36, 36]
+
+
+def test_where_all_rows_are_listed_the_last_come_by_length(device):
+    degree = [16] * 100 + [3, 9, 0, 17, 1, 8, 2]
+    ptr = torch.tensor([0, *torch.tensor(degree).cumsum(0).tolist()], dtype=torch.int32, device=device)
+    with mock.patch.object(segment, "may_wait", return_value=True):
+        made = segment.schedule_rows(ptr, 20, sum(degree))
+    last = sum(sum(degree[:r]) >= sum(degree) - sum(degree) // 16 for r in range(len(degree)))
+    row = made.piece_row.tolist()
+    assert row[:-last] == [*range(len(degree) - last)] and 7 < last < 20
+    assert row[-last:] == [*range(107 - last, 100), 103, 101, 105, 100, 106, 104, 102]
+    lengths = (made.piece_end - made.piece_start)[-last:].tolist()
+    assert lengths == [degree[r] for r in row[-last:]]
+
+
+def test_rows_of_larger_graphs_are_short_up_to_a_share_of_the_edges():
+    """As long as that is some times the mean."""
+    exact = segment.EXACT_EDGES
+    assert segment.most_short(512, exact, 10**6) == 256
+    assert segment.most_short(512, exact + 1, 10**6) == (exact + 1) // segment.EDGES_PER_SHORT
+    assert segment.most_short(512, exact + 1, 10**5) == (exact + 1) // (10**5 // segment.MEANS_PER_SHORT)
+    assert segment.most_short(512, exact + 1, 100) == segment.most_short(512, 1 << 30, 10**6) == 256
+    assert segment.most_short(512, exact + 1, 0) == 256 and segment.most_short(8, 6, 1) == 3
 
 
 def test_schedule_rows_takes_the_largest_bound_without_overflow():

@@ -77,23 +77,24 @@ def place_pieces_kernel(ptr, sum_ptr, piece_row_ptr, piece_start_ptr, piece_end_
 
 
 def schedule_rows(ptr: Tensor, max_piece: int, num_edges: int) -> RowSchedule:
-    """As :func:`segment.schedule_rows` where the host does not wait for what is listed.
+    """As :func:`segment.schedule_rows` of a graph of at most ``segment.ASYNC_EDGES`` edges.
 
     Cost: three prefix sums over R rows, and a binary search among them per listed piece; one host synchronisation where
-        it waits for other numbers (:func:`segment.most_pieces`).
+        :func:`segment.count_pieces` waits.
     """
     num_rows, device = ptr.numel() - 1, ptr.device
     if num_rows == 0 or max_piece < 1:  # which it refuses
         return segment.schedule_rows(ptr, max_piece, num_edges)
     count = torch.empty((3, num_rows), dtype=torch.int64, device=device)
     total = torch.empty_like(count)
-    bounds, max_short = {"BLOCK": BLOCK}, segment.most_short(max_piece, num_edges)
+    bounds, max_short = {"BLOCK": BLOCK}, segment.most_short(max_piece, num_edges, num_rows)
     launch.run(count_pieces_kernel, -(-num_rows // BLOCK), [ptr, count, num_rows, max_piece, max_short], bounds,
                NUM_WARPS, device)
     for k in range(3):
         torch.cumsum(count[k], 0, out=total[k])
-    num_listed, num_slots, num_split = segment.most_pieces(max_piece, num_edges, total[1:, -1])
-    made = segment.empty_schedule(ptr, max_piece, num_edges, num_listed, num_slots, num_split)
+    num_listed, num_slots, num_split = segment.count_pieces(max_piece, num_edges, num_rows, total[:, -1])
+    made = segment.empty_schedule(ptr, max_piece, num_edges, num_listed, num_slots, num_split,
+                                  segment.most_pieces(max_piece, num_edges, num_rows)[0])
     launch.run(place_pieces_kernel, -(-max(num_listed + 2, num_split + 1) // BLOCK),
                [ptr, total, made.piece_row, made.piece_start, made.piece_end, made.piece_slot, made.split_row,
                 made.split_ptr, num_rows, max_piece, num_listed, num_slots, num_split, num_rows.bit_length()],
