@@ -6,7 +6,7 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -111,7 +111,7 @@ class EdgeOrder:
                             / self.degree.clamp(min=1).to(dtype))
 
     def schedule(self, max_piece: int = 1024, is_padded: bool = False) -> RowSchedule:
-        """Rows cut into pieces of at most ``max_piece`` edges, those of long rows first; cached per bound.
+        """Rows cut into pieces of at most ``max_piece`` edges, see :func:`segment.schedule_rows`; cached per bound.
 
         ``is_padded``: with as many pieces as if the host had not waited for their number (:meth:`RowSchedule.padded`).
         """
@@ -130,32 +130,33 @@ class EdgeOrder:
     def spans(self, size: int, max_piece: int | None) -> tuple[Span, ...]:
         """Spans of ``size`` edges, with their pieces of rows of at most ``max_piece`` edges; cached per both.
 
-        Pieces of long rows come first in a span, as in :meth:`schedule`. Cost: where there is more than one span, and
-        there are pieces, a sort of them and one host synchronisation. Where the host may not wait, their numbers are
-        bounds, and the pieces beyond have no edges.
+        Pieces come in a span as in :meth:`schedule`. Cost: where there is more than one span, and there are pieces, a
+        sort of them and one host synchronisation. Where the host may not wait, their numbers are bounds, and the pieces
+        beyond have no edges.
         """
         return self._cached(("spans", size, max_piece), lambda: self._spans(size, max_piece))
 
     def _spans(self, size: int, max_piece: int | None) -> tuple[Span, ...]:
-        whole = None if max_piece is None else self.schedule(max_piece, is_padded=True)
+        whole = None if max_piece is None else self.schedule(max_piece)
         count = self.num_edges
         starts = range(0, max(count, 1), max(size, 1))
         if len(starts) == 1 or self.ptr.device.type == "meta":
             return (Span(0, count, count, whole),)
         if whole is None or max_piece is None:
             return tuple(Span(first, min(first + size, count), min(first + size, count), None) for first in starts)
-        whole = whole.listed(self.ptr)
+        whole = self.schedule(max_piece, is_padded=True).listed(self.ptr)
         # Pieces without edges are the same to all spans.
         span = torch.div(whole.piece_start, size, rounding_mode="floor").long()
         even = torch.arange(whole.num_pieces, device=span.device) * len(starts) // max(whole.num_pieces, 1)
         span = torch.where(whole.piece_end > whole.piece_start, span, even)
         span, order = torch.sort(span, stable=True)
         bounds = torch.searchsorted(span, torch.arange(len(starts) + 1, device=span.device))
+        # As many as there may be, of which some are beyond those of the span.
+        most = min(size, count, whole.num_pieces) + -(-whole.num_pieces // len(starts))
         if segment.may_wait(span.device, count) or segment.may_wait_once(span.device):
             known = bounds.tolist()
             places = [order[first:stop] for first, stop in itertools.pairwise(known)]
-        else:  # as many as there may be, of which some are beyond those of the span
-            most = min(size, count, whole.num_pieces) + -(-whole.num_pieces // len(starts))
+        else:
             place = bounds[:-1, None] + torch.arange(most, device=span.device)
             order = torch.where(place < bounds[1:, None], order[place.clamp_(max=whole.num_pieces - 1)], -1)
             places = [*order]
@@ -167,6 +168,8 @@ class EdgeOrder:
         for first, place in zip(starts, places, strict=True):
             pieces = segment.listed(row[place], start[place], end[place], slot[place], whole.split_row, whole.split_ptr,
                                     max_piece, whole.num_slots, whole.num_split)
+            if not segment.may_wait(place.device, count):
+                pieces = replace(pieces, most_listed=most)
             stop = min(first + size, count)
             spans.append(Span(first, stop, min(stop + max_piece, count), pieces))
         return tuple(spans)
@@ -187,7 +190,7 @@ class EdgeOrder:
         if count > size:
             return self._cached(("across", size, max_piece), lambda: self._across(size, max_piece))
         places = others.places_in(self)
-        return others, (Span(0, count, count, others.schedule(max_piece, is_padded=True),
+        return others, (Span(0, count, count, others.schedule(max_piece),
                              others.positions if places is None else places),)
 
     def _across(self, size: int, max_piece: int) -> tuple[EdgeOrder, tuple[Span, ...]]:

@@ -283,12 +283,14 @@ def _schedules(parts: Sequence[Part], rows: EdgeOrder) -> Sequence[segment.RowSc
     _, kernel, shape, span = parts[0]
     if kernel.takes_blocks:
         return [None] * len(parts)
+    # Programs may add up gradients of parameters over the rows that they take.
+    is_padded = bool(kernel.totals)
     if span is not None:
-        return [None if part.span is None else part.span.schedule for part in parts]
+        made = [None if part.span is None else part.span.schedule for part in parts]
+        return [one.padded() if is_padded and one is not None else one for one in made]
     if len(parts) > 1:
         return schedule_tiles(rows, [part.edges for part in parts], shape.max_piece)
-    # Programs may add up gradients of parameters over the rows that they take.
-    return [rows.schedule(shape.max_piece, is_padded=bool(kernel.totals))]
+    return [rows.schedule(shape.max_piece, is_padded)]
 
 
 class Run:

@@ -12,7 +12,7 @@ from test_segment import check_schedule
 import pyg_fullgraph as pfg
 from oracle import gradients, program_of, random_case
 from programs import make_tensors
-from pyg_fullgraph import launches, selection
+from pyg_fullgraph import launches, pipelines, selection
 from pyg_fullgraph.autograd import run
 from triton_kernels import launch, pieces, segment
 
@@ -84,9 +84,15 @@ def test_tables_of_larger_graphs_have_what_is_needed(device, monkeypatch):
 
 
 @pytest.mark.parametrize("device", [INTERPRETER])
-@pytest.mark.parametrize("name", ["gatv2", "gmm"])
+@pytest.mark.parametrize("name", ["gatv2", "gmm", "edge-mlp"])
 def test_bits_are_the_same_where_the_host_waits_and_where_it_may_not(name, device, monkeypatch):
-    """As while a step is recorded; gradients of parameters are summed over what each program takes."""
+    """As while a step is recorded; gradients of parameters are summed over what each program takes, of all edges or of
+    a span of them.
+    """
+    for constant, value in (("MIN_PIPELINE_WIDTH", 1), ("MIN_PIPELINE_BREADTH", (1, 1)), ("MIN_PIPELINE", 0)):
+        monkeypatch.setattr(selection, constant, value)
+    monkeypatch.setattr(pipelines, "SPAN_BYTES", 0)
+    monkeypatch.setattr(pipelines, "SPAN_STEP", 128)
     monkeypatch.setattr(selection, "MAX_PIECE", 16)
     monkeypatch.setattr(launches, "MAX_WORKERS", 8)
     monkeypatch.setattr(launches, "WORKER_ELEMENTS", 1)

@@ -1,11 +1,12 @@
 """Compressed rows and the row schedule against plain Python."""
 
+import contextlib
 from itertools import pairwise
 from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import zoo
@@ -80,14 +81,19 @@ def test_index_dtype_changes_at_the_int32_limit():
     assert segment.index_dtype(5, 2**31 - 1023) == torch.int64  # a block beyond the last edge has to be a number too
 
 
-def check_schedule(degree: list[int], max_piece: int, waits: bool, device: str | torch.device = "cpu") -> None:
+def check_schedule(degree: list[int], max_piece: int, waits: bool, device: str | torch.device = "cpu",
+                   edges_per_short: int | None = None) -> None:
     """The definition of a schedule, piece by piece."""
     ptr = torch.tensor([0, *torch.tensor(degree, dtype=torch.int64).cumsum(0).tolist()], dtype=torch.int32)
+    bound = min(max_piece, sum(degree))
     with mock.patch.object(segment, "may_wait", return_value=waits), \
-            mock.patch.object(segment, "ROWS_PER_LONG", 0):
+            mock.patch.object(segment, "may_wait_once", return_value=False), contextlib.ExitStack() as patches:
+        if edges_per_short is not None:
+            for name, value in (("EXACT_EDGES", -1), ("EDGES_PER_SHORT", edges_per_short), ("MEANS_PER_SHORT", 1)):
+                patches.enter_context(mock.patch.object(segment, name, value))
+            bound = min(bound, 2 * (sum(degree) // max(min(edges_per_short, len(degree)), 1)) + 1)
         schedule = segment.schedule_rows(ptr.to(device), max_piece, sum(degree))
     ptr_list = ptr.tolist()
-    bound = min(max_piece, sum(degree))
     assert schedule.num_listed == schedule.piece_row.numel() == schedule.num_pieces - len(degree)
     assert schedule.piece_slot[schedule.num_listed:].tolist() == [-1, schedule.num_slots - 1]
     made = schedule.listed(ptr.to(device))
@@ -148,15 +154,17 @@ def test_schedule_rows_by_definition(degree, max_piece, waits, device):
 
 
 @settings(max_examples=300, deadline=None)
-@given(degree=st.lists(st.integers(0, 30), max_size=20), max_piece=st.integers(1, 35), waits=st.booleans())
-def test_schedule_rows_on_random_degrees(degree, max_piece, waits):
-    check_schedule(degree, max_piece, waits)
+@given(degree=st.lists(st.integers(0, 30), max_size=20), max_piece=st.integers(1, 35), waits=st.booleans(),
+       edges_per_short=st.none() | st.integers(1, 12))
+@example(degree=[3, 3, 3, 3, 3, 1], max_piece=8, waits=False, edges_per_short=6)
+def test_schedule_rows_on_random_degrees(degree, max_piece, waits, edges_per_short):
+    check_schedule(degree, max_piece, waits, edges_per_short=edges_per_short)
 
 
 def test_all_rows_are_listed_where_many_are_long(device):
     degree = [0, 12, 12, 3, 8, 1, 0]
     ptr = torch.tensor([0, *torch.tensor(degree).cumsum(0).tolist()], dtype=torch.int32, device=device)
-    with mock.patch.object(segment, "may_wait", return_value=True):
+    with mock.patch.object(segment, "may_wait", return_value=True), mock.patch.object(segment, "ASYNC_EDGES", 35):
         short = segment.schedule_rows(torch.arange(101, dtype=torch.int32, device=device), 4, 100)
         made = segment.schedule_rows(ptr, 4, sum(degree))
     assert (short.num_listed, short.num_pieces) == (0, 100)
@@ -170,7 +178,7 @@ def test_all_rows_are_listed_where_many_are_long(device):
 def test_where_all_rows_are_listed_the_last_come_by_length(device):
     degree = [16] * 100 + [3, 9, 0, 17, 1, 8, 2]
     ptr = torch.tensor([0, *torch.tensor(degree).cumsum(0).tolist()], dtype=torch.int32, device=device)
-    with mock.patch.object(segment, "may_wait", return_value=True):
+    with mock.patch.object(segment, "may_wait", return_value=True), mock.patch.object(segment, "ASYNC_EDGES", 35):
         made = segment.schedule_rows(ptr, 20, sum(degree))
     last = sum(sum(degree[:r]) >= sum(degree) - sum(degree) // 16 for r in range(len(degree)))
     row = made.piece_row.tolist()

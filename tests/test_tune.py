@@ -159,7 +159,7 @@ def test_every_shape_gives_the_same_results(monkeypatch, name):
     assert len({s.block_e for s in tried}) > 1 and len({s.num_warps for s in tried}) > 1
 
 
-def test_pieces_are_longer_in_large_graphs_whose_rows_mostly_would_be_cut():
+def test_pieces_are_longer_in_large_graphs():
     def bound(num_rows, num_edges):
         order = SimpleNamespace(num_rows=num_rows, num_edges=num_edges)
         return selection.default_shape(kernel, order).max_piece
@@ -167,7 +167,8 @@ def test_pieces_are_longer_in_large_graphs_whose_rows_mostly_would_be_cut():
     phase = EdgePhase(split(program_of("gcn")).stages[0].core)
     kernel = selection.kernel_of(phase.forward_plan(KERNELS, False).sweeps[0])
     reddit, products, arxiv = bound(232_965, 114_615_892), bound(2_449_029, 126_167_053), bound(169_343, 2_315_598)
-    assert reddit == 2 * products == 2 * arxiv == 2 * selection.MAX_PIECE
+    assert reddit == products == 2 * arxiv == 2 * selection.MAX_PIECE
+    assert selection.max_piece_of((1 << 24) - 1) == arxiv and selection.max_piece_of(1 << 24) == reddit
     assert bound(500, 200_000) < selection.MAX_PIECE  # rows as long, of a small graph
     assert bound(1, 500) == selection.MAX_PIECE  # all of it is one piece
 

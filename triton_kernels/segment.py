@@ -237,7 +237,7 @@ def schedule_rows(ptr: Tensor, max_piece: int, num_edges: int) -> RowSchedule:
     Rows longer than half of that, or less (:func:`most_short`), are listed, so that they come first. All others are
     short beside the whole and keep their order: rows with nearby ids tend to share neighbours, and programs that run at
     the same time then find those in the cache. (An order by power of two took 6 to 18% longer on an H200.) All rows
-    are listed where the host may wait (:func:`may_wait`) and sees many long ones, see :meth:`RowSchedule.by_row`.
+    are listed of a graph of more than ``ASYNC_EDGES`` edges with many long ones, see :meth:`RowSchedule.by_row`.
 
     Every row has at least one piece, so that kernels write the result of rows without entries too. A row that is cut
     gets pieces of nearly equal length.
@@ -292,7 +292,7 @@ def schedule_rows(ptr: Tensor, max_piece: int, num_edges: int) -> RowSchedule:
         rows = torch.arange(num_rows, device=device)
         made.split_row.copy_(torch.zeros(num_split + 1, dtype=torch.int64, device=device).scatter_(0, rank, rows)[:-1])
         made.split_ptr.scatter_(0, rank, torch.where(is_cut, slot_ptr[:-1], slot_ptr[-1]).to(dtype))
-    if num_long * ROWS_PER_LONG > num_rows:
+    if num_edges > ASYNC_EDGES and num_long * ROWS_PER_LONG > num_rows:
         return made.listed(ptr.to(dtype), (~is_long).nonzero().view(-1)).by_row(num_edges)
     return made
 

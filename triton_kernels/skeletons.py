@@ -14,7 +14,7 @@ Programs of one part of the features run side by side, as gathered rows of few f
 wide values of their own, which are read or written once, programs of one piece do.
 
 ``ONE_PIECE`` is a kernel with one program per piece. ``WORKERS`` has programs that take several: one each of the first
-pieces, as these may be long, and then up to ``ROUNDS - 1`` consecutive ones at a time, until there are none. Programs
+pieces, which may be long ones, and then up to ``ROUNDS - 1`` consecutive ones at a time, until there are none. Programs
 that run at the same time so read rows that lie close together, as long as there are few pieces per program. They hold
 matrices of weights, and sums over all edges: gradients of parameters, which leave as one row per program.
 
