@@ -110,13 +110,8 @@ class EdgeOrder:
         return self._cached(("inv_degree", dtype), lambda: torch.ones((), dtype=dtype, device=self.ptr.device)
                             / self.degree.clamp(min=1).to(dtype))
 
-    def schedule(self, max_piece: int = 1024, is_padded: bool = False) -> RowSchedule:
-        """Rows cut into pieces of at most ``max_piece`` edges, see :func:`segment.schedule_rows`; cached per bound.
-
-        ``is_padded``: with as many pieces as if the host had not waited for their number (:meth:`RowSchedule.padded`).
-        """
-        if is_padded:
-            return self._cached(("padded", max_piece), lambda: self.schedule(max_piece).padded())
+    def schedule(self, max_piece: int = 1024) -> RowSchedule:
+        """Rows cut into pieces of at most ``max_piece`` edges, see :func:`segment.schedule_rows`; cached per bound."""
         return self._cached(("schedule", max_piece), lambda: self._schedule(max_piece))
 
     def _schedule(self, max_piece: int) -> RowSchedule:
@@ -144,14 +139,14 @@ class EdgeOrder:
             return (Span(0, count, count, whole),)
         if whole is None or max_piece is None:
             return tuple(Span(first, min(first + size, count), min(first + size, count), None) for first in starts)
-        whole = self.schedule(max_piece, is_padded=True).listed(self.ptr)
+        whole = whole.padded().listed(self.ptr)
         # Pieces without edges are the same to all spans.
         span = torch.div(whole.piece_start, size, rounding_mode="floor").long()
         even = torch.arange(whole.num_pieces, device=span.device) * len(starts) // max(whole.num_pieces, 1)
         span = torch.where(whole.piece_end > whole.piece_start, span, even)
         span, order = torch.sort(span, stable=True)
         bounds = torch.searchsorted(span, torch.arange(len(starts) + 1, device=span.device))
-        # As many as there may be, of which some are beyond those of the span.
+        # As many as there may be in a span; where the host may not wait some are beyond those that are.
         most = min(size, count, whole.num_pieces) + -(-whole.num_pieces // len(starts))
         if segment.may_wait(span.device, count) or segment.may_wait_once(span.device):
             known = bounds.tolist()

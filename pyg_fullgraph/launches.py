@@ -283,14 +283,11 @@ def _schedules(parts: Sequence[Part], rows: EdgeOrder) -> Sequence[segment.RowSc
     _, kernel, shape, span = parts[0]
     if kernel.takes_blocks:
         return [None] * len(parts)
-    # Programs may add up gradients of parameters over the rows that they take.
-    is_padded = bool(kernel.totals)
-    if span is not None:
-        made = [None if part.span is None else part.span.schedule for part in parts]
-        return [one.padded() if is_padded and one is not None else one for one in made]
-    if len(parts) > 1:
+    if span is None and len(parts) > 1:
         return schedule_tiles(rows, [part.edges for part in parts], shape.max_piece)
-    return [rows.schedule(shape.max_piece, is_padded)]
+    made = [rows.schedule(shape.max_piece)] if span is None else [part.span and part.span.schedule for part in parts]
+    # Programs add up gradients of parameters over the rows that they take.
+    return [one and one.padded() for one in made] if kernel.totals else made
 
 
 class Run:

@@ -49,7 +49,7 @@ def locality(graph: Graph, cache_rows: Sequence[int]) -> Locality:
 
 
 def gathered_rows(order: EdgeOrder) -> np.ndarray[Any, Any]:
-    """[E] other endpoint of each gather, in the order in which kernels start the pieces of rows."""
+    """[E] other endpoint of each gather, in the order in which kernels start the pieces of rows of a large graph."""
     schedule = order.schedule().listed(order.ptr)
     length = (schedule.piece_end - schedule.piece_start).long()
     start = schedule.piece_start.long() - (length.cumsum(0) - length)

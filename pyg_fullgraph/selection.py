@@ -27,8 +27,8 @@ from triton_kernels import tune
 MAX_PIECE, MIN_PIECE, MIN_PIECES = 512, 32, 1024
 #: Fewest edges of a graph whose pieces may be twice as long: what is left of pieces takes memory, most where most rows
 #: are cut. Measured on an H200 with 490 edges per row: a step of GAT needs 595 MB in place of 821, of dot products 1006
-#: in place of 1120, and takes the same time, of dot products 3% more; on an H100 with 50 per row a sum takes 2.6% less,
-#: GAT 1.4% less, GATv2 as long, as fewer rows come first.
+#: in place of 1120, and takes the same time, of dot products 3% more; on an H100 with 50 per row, where fewer rows come
+#: first, a sum takes 2.6% less, GAT 1.4% less and GATv2 as long.
 LONG_PIECES = 1 << 24
 #: Mean degree -> bytes of a row that one program sums at a time: of long rows, slices meet in the cache of a
 #: multiprocessor. Measured on an H200.

@@ -92,9 +92,9 @@ def schedule_rows(ptr: Tensor, max_piece: int, num_edges: int) -> RowSchedule:
                NUM_WARPS, device)
     for k in range(3):
         torch.cumsum(count[k], 0, out=total[k])
-    num_listed, num_slots, num_split = segment.count_pieces(max_piece, num_edges, num_rows, total[:, -1])
-    made = segment.empty_schedule(ptr, max_piece, num_edges, num_listed, num_slots, num_split,
-                                  segment.most_pieces(max_piece, num_edges, num_rows)[0])
+    counts = segment.count_pieces(max_piece, num_edges, num_rows, total[:, -1])
+    num_listed, num_slots, num_split, _ = counts
+    made = segment.empty_schedule(ptr, max_piece, num_edges, *counts)
     launch.run(place_pieces_kernel, -(-max(num_listed + 2, num_split + 1) // BLOCK),
                [ptr, total, made.piece_row, made.piece_start, made.piece_end, made.piece_slot, made.split_row,
                 made.split_ptr, num_rows, max_piece, num_listed, num_slots, num_split, num_rows.bit_length()],

@@ -157,8 +157,8 @@ class RowSchedule:
         max_piece: the bound.
         max_short: most entries of a row that is not listed.
         num_listed, num_slots, num_split: counts.
-        most_listed: what ``num_listed`` is where the host may not wait.
         num_pieces: ``num_listed`` and the number of rows; ``num_listed`` where all pieces are listed.
+        most_listed: what ``num_listed`` is where the host may not wait.
     """
 
     piece_row: Tensor
@@ -255,8 +255,7 @@ def schedule_rows(ptr: Tensor, max_piece: int, num_edges: int) -> RowSchedule:
         raise ValueError(f"Expected 'max_piece' to be positive (got {max_piece})")
     num_rows, device, dtype = ptr.numel() - 1, ptr.device, ptr.dtype
     if device.type == "meta":
-        most = most_pieces(max_piece, num_edges, num_rows)
-        return empty_schedule(ptr, max_piece, num_edges, *most, most[0])
+        return empty_schedule(ptr, max_piece, num_edges, *count_pieces(max_piece, num_edges, num_rows))
     ptr = ptr.long()
     degree = degrees(ptr)
     parts = torch.div(degree + (max_piece - 1), max_piece, rounding_mode="floor")
@@ -268,8 +267,7 @@ def schedule_rows(ptr: Tensor, max_piece: int, num_edges: int) -> RowSchedule:
         num_listed, num_cut, num_split, num_long = total.tolist()
         num_slots, most_listed = num_cut + (num_listed > 0), num_listed
     else:
-        most_listed = most_pieces(max_piece, num_edges, num_rows)[0]
-        num_listed, num_slots, num_split = count_pieces(max_piece, num_edges, num_rows, total[:3])
+        num_listed, num_slots, num_split, most_listed = count_pieces(max_piece, num_edges, num_rows, total[:3])
     made = empty_schedule(ptr, max_piece, num_edges, num_listed, num_slots, num_split, most_listed, dtype)
     piece = torch.arange(num_listed, device=device)
     row = torch.searchsorted(part_ptr[1:], piece, right=True).clamp_(max=max(num_rows - 1, 0))
@@ -305,24 +303,21 @@ def most_short(max_piece: int, num_edges: int, num_rows: int) -> int:
     return min(half, num_edges // max(min(EDGES_PER_SHORT, num_rows // MEANS_PER_SHORT), 1))
 
 
-def most_pieces(max_piece: int, num_edges: int, num_rows: int) -> tuple[int, int, int]:
-    """Most listed pieces, slots and cut rows that there may be."""
+def count_pieces(max_piece: int, num_edges: int, num_rows: int,
+                 total: Tensor | None = None) -> tuple[int, int, int, int]:
+    """``num_listed``, ``num_slots``, ``num_split`` and ``most_listed`` of a schedule for which the host does not wait.
+
+    Of more than ``EXACT_EDGES`` edges it waits all the same, unless a step is recorded, for ``total`` [3]: how many
+    listed pieces, slots and cut rows there are. Mostly that is few, and where there may be most, slots take as much
+    memory as the features of all rows. All others are the most that there may be.
+    """
     # A row of d entries is cut into at most 1 + (d - 1) // M parts, and 2 d >= parts (M + 1).
     least = min(2 * most_short(max_piece, num_edges, num_rows) + 2, min(max_piece, num_edges) + 1)
-    num_split = num_edges // (max_piece + 1)
-    return 2 * num_edges // least, num_edges // max_piece + num_split + 1, num_split
-
-
-def count_pieces(max_piece: int, num_edges: int, num_rows: int, total: Tensor) -> tuple[int, int, int]:
-    """How many of these to make memory for; ``total`` [3] has how many listed pieces, slots and cut rows there are.
-
-    Of more than ``EXACT_EDGES`` edges the host waits for that, unless a step is recorded: mostly there are few, and
-    where there may be most, slots take as much memory as the features of all rows.
-    """
-    if num_edges > EXACT_EDGES and may_wait_once(total.device):
+    most_listed, num_split = 2 * num_edges // least, num_edges // (max_piece + 1)
+    num_listed, num_slots = most_listed, num_edges // max_piece + num_split
+    if total is not None and num_edges > EXACT_EDGES and may_wait_once(total.device):
         num_listed, num_slots, num_split = total.tolist()
-        return num_listed, num_slots + 1, num_split
-    return most_pieces(max_piece, num_edges, num_rows)
+    return num_listed, num_slots + 1, num_split, most_listed
 
 
 def empty_schedule(ptr: Tensor, max_piece: int, num_edges: int, num_listed: int, num_slots: int, num_split: int,
