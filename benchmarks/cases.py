@@ -253,13 +253,14 @@ CASES: dict[str, Case] = {c.name: c for c in [
            dtype=dtype) for graph, width in (("points", 64), ("mesh", 256)) for dtype, end in _DTYPES],
     *[_phase_case("sum", graph + order, width, 1, dtype, "forward") for graph in ("arxiv", *_LARGE)
       for order in _ORDERS for width in (32, 128, 256) for dtype in ("float32", "bfloat16")],
+    *[_phase_case("sum", "small", width, 1, direction="forward") for width in (32, 256)],
     *[_phase_case("sum", graph + order, width, 1, direction="forward") for graph in ("arxiv", *_LARGE)
       for order in _REORDERED for width in (32, 128, 256)],
     *[_phase_case("gat-phase", graph + order) for graph in ("arxiv", *_LARGE)
       for order in (graphs.SHUFFLED, graphs.SHUFFLED + "-community")],
     *[_phase_case("sum", graph, heads=1) for graph in _LARGE],
     *[_phase_case(layer, graph, dtype=dtype) for layer in ("gat-phase", "gatv2-phase", "dot-phase")
-      for graph in ("arxiv", *_LARGE) for dtype in ("float32", "float16")],
+      for graph in ("small", "arxiv", *_LARGE) for dtype in ("float32", "float16")],
     *[_phase_case("dot-phase", graph, 128, 1, "float16", direction) for graph in _LARGE
       for direction in ("forward", "step")],
     *[Case(f"dot-phase-{graph}", "dot-phase", graph, num_in=1024, width=1024, heads=16, dtype="float16",

@@ -112,7 +112,14 @@ class EdgeOrder:
 
     def schedule(self, max_piece: int = 1024) -> RowSchedule:
         """Rows cut into pieces of at most ``max_piece`` edges, see :func:`segment.schedule_rows`; cached per bound."""
-        return self._cached(("schedule", max_piece), lambda: self._schedule(max_piece))
+        return self._cached(("schedule", max_piece, self.counts_pieces), lambda: self._schedule(max_piece))
+
+    @property
+    def counts_pieces(self) -> bool:
+        """Whether schedules have as many pieces as there are, also where a GPU prepares the graph; part of the key of
+        what is made from them.
+        """
+        return segment.counts_pieces(self.num_edges)
 
     def _schedule(self, max_piece: int) -> RowSchedule:
         cut = segment.schedule_rows
@@ -129,7 +136,7 @@ class EdgeOrder:
         sort of them and one host synchronisation. Where the host may not wait, their numbers are bounds, and the pieces
         beyond have no edges.
         """
-        return self._cached(("spans", size, max_piece), lambda: self._spans(size, max_piece))
+        return self._cached(("spans", size, max_piece, self.counts_pieces), lambda: self._spans(size, max_piece))
 
     def _spans(self, size: int, max_piece: int | None) -> tuple[Span, ...]:
         whole = None if max_piece is None else self.schedule(max_piece)

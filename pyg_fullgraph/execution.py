@@ -291,7 +291,7 @@ def run_sweep(sweep: Sweep, order: EdgeOrder, leaf: chunks.Leaf, like: Tensor, e
         try:
             with events.stage(0, like.device):
                 results = prepared.run(order, leaf, staging)
-            keep(order._cache, _run_key(sweep, like, exact), prepared)
+            keep(order._cache, _run_key(sweep, order, like, exact), prepared)
             return _handed(sweep, results, staging)
         except launch.REFUSALS as error:
             if prepared.running is None:  # a product, which nothing can do without
@@ -313,7 +313,7 @@ def run_sweep(sweep: Sweep, order: EdgeOrder, leaf: chunks.Leaf, like: Tensor, e
 def _run_prepared(sweep: Sweep, order: EdgeOrder, leaf: chunks.Leaf, like: Tensor, exact: frozenset[Node],
                   staging: EdgeOrder | None = None) -> dict[Node, Tensor] | None:
     """The results of what ran ``sweep`` on these edges before; None without such a kernel, or if it fits no more."""
-    key = _run_key(sweep, like, exact)
+    key = _run_key(sweep, order, like, exact)
     prepared = order._cache.get(key)
     if prepared is None:
         return None
@@ -325,9 +325,9 @@ def _run_prepared(sweep: Sweep, order: EdgeOrder, leaf: chunks.Leaf, like: Tenso
         return None
 
 
-def _run_key(sweep: Sweep, like: Tensor, exact: frozenset[Node]) -> object:
-    """By what an order keeps what runs a sweep, as long as no kernel is refused that may be the one."""
-    return "run", sweep, like.dtype, like.device, exact, len(selection.refused)
+def _run_key(sweep: Sweep, order: EdgeOrder, like: Tensor, exact: frozenset[Node]) -> object:
+    """By what ``order`` keeps what runs a sweep, as long as no kernel is refused that may be the one."""
+    return "run", sweep, like.dtype, like.device, exact, len(selection.refused), order.counts_pieces
 
 
 def _handed(sweep: Sweep, made: dict[Node, Tensor], staging: EdgeOrder | None) -> dict[Node, Any]:
@@ -427,7 +427,7 @@ def _prepared_tiles(sweep: Sweep, rows: EdgeOrder, tiles: Sequence[EdgeOrder], l
     Light kernels, which need no shared memory that a device may lack, and their shapes are the best ones for each tile;
     others are the same for all, so that one is refused before anything was done, if at all.
     """
-    key = ("tiles", _run_key(sweep, like, exact))
+    key = ("tiles", _run_key(sweep, rows, like, exact))
     known = rows._cache.get(key)
     if known is None or len(known[0]) != len(tiles) or not all(map(operator.is_, known[0], tiles)):
         kernel, made = selection.kernel_for(sweep, like, rows), None
@@ -454,14 +454,15 @@ def _prepared_pipeline(sweep: Sweep, order: EdgeOrder, like: Tensor, exact: froz
     def prepare() -> pipelines.PreparedPipeline:
         # A span has as few edges as a small graph.
         size = pipelines.span_edges(piped.pipeline, order.num_edges, like.dtype)
-        max_piece = selection.max_piece_of(min(size, order.num_edges))
+        max_piece = selection.max_piece_of(min(size, order.num_edges), is_span=True)
         kernels = {}
         for s, kernel in piped.kernels.items():
             own = order if others is None or s is not piped.pipeline.across else others
             kernels[s] = kernel, replace(selection.default_shape(kernel, own), max_piece=max_piece)
         return pipelines.PreparedPipeline(piped.pipeline, order, size, kernels, like, exact, others)
 
-    return order._cached(("pipeline", sweep, across, like.dtype, exact, len(selection.refused)), prepare)
+    return order._cached(("pipeline", sweep, across, like.dtype, exact, len(selection.refused), order.counts_pieces),
+                         prepare)
 
 
 #: Bounds of what tuning tries: values of the widest tile in flight per program and per thread.
@@ -512,11 +513,11 @@ def _launch_in(shape: tune.Shape | None, sweep: Sweep, kernel: codegen.KernelSou
                staging: EdgeOrder | None) -> dict[Node, Tensor]:
     """Run ``kernel`` in ``shape``, the default one if it is None."""
     prepared = order._cached(
-        ("launches", kernel, shape, like.dtype, *[b.node in exact for b in kernel.outputs]),
+        ("launches", kernel, shape, like.dtype, order.counts_pieces, *[b.node in exact for b in kernel.outputs]),
         lambda: launches.Prepared(
             sweep, order, [launches.Part(order, kernel, shape or selection.default_shape(kernel, order))], like, exact))
     made = prepared.run(order, leaf, staging)
     if shape is None:
-        keep(order._cache, _run_key(sweep, like, exact), prepared)
+        keep(order._cache, _run_key(sweep, order, like, exact), prepared)
     return made
 

@@ -29,6 +29,7 @@ from torch.optim.optimizer import (
 from pyg_fullgraph import events, memo
 from pyg_fullgraph.errors import CaptureError, InputError, PygFullgraphError
 from pyg_fullgraph.saga.refusal import line_of
+from triton_kernels import segment
 
 __all__ = ["CapturedStep", "capture"]
 
@@ -133,7 +134,7 @@ class CapturedStep:
         stream = self._side_stream()
         stream.wait_stream(before)
         try:
-            with torch.cuda.stream(stream), self._optimizers.prepared():
+            with torch.cuda.stream(stream), self._optimizers.prepared(), segment.counting():
                 outputs = self.step()
         finally:
             before.wait_stream(stream)
@@ -155,7 +156,7 @@ class CapturedStep:
         optimizers_before = self._optimizers.rates(), self._optimizers.fingerprint()
         failure: Exception | None = None
         outputs: Any = None
-        with memo.recording() as taken, self._optimizers.prepared(), warnings.catch_warnings():
+        with memo.recording() as taken, self._optimizers.prepared(), segment.counting(), warnings.catch_warnings():
             warnings.filterwarnings("error", message="The CUDA Graph is empty")
             try:
                 # Threads that load data or talk to other processes may go on.

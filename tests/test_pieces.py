@@ -112,6 +112,37 @@ def test_bits_are_the_same_where_the_host_waits_and_where_it_may_not(name, devic
     assert all(torch.equal(a, b) for a, b in zip(values, others, strict=True))
 
 
+@pytest.mark.parametrize("device", [INTERPRETER])
+def test_before_a_recording_pieces_are_counted(device, monkeypatch):
+    """Of graphs that ran before, too; what ran then goes on as it was."""
+    monkeypatch.setattr(segment, "may_wait", lambda *of: False)
+    monkeypatch.setattr(selection, "MIN_PIECE", 16)
+    case, program = random_case(60, 70, 900), program_of("gatv2")
+    tensors = make_tensors(program, *case.size, case.num_edges, torch.float32, device)
+    graph = pfg.Graph.from_edge_index(case.edge_index.to(device), case.size)
+    taken = []
+    prepare = launches.Prepared.__init__
+    monkeypatch.setattr(launches.Prepared, "__init__", lambda self, *of: (taken.append(self), prepare(self, *of))[1])
+
+    def step():
+        out = run(program, graph, tensors)
+        return [*out, *gradients(out, tensors, [o.detach() for o in out])]
+
+    values = step()
+    num_prepared = len(taken)
+    with segment.counting():
+        counted = graph.incoming.schedule(16)
+        others = step()
+    bounded = graph.incoming.schedule(16)
+    assert counted.num_slots < bounded.num_slots and counted.num_listed < bounded.num_listed == counted.most_listed
+    assert num_prepared > 0 and len(taken) == 2 * num_prepared
+    assert all(torch.equal(a, b) for a, b in zip(values, others, strict=True))
+    step()
+    with segment.counting(), segment.counting():
+        step()
+    assert len(taken) == 2 * num_prepared and not segment.counts_pieces(900)
+
+
 def test_without_data_there_are_counts_only():
     ptr = torch.tensor([0, 5, 6], device="meta")
     with mock.patch.object(segment, "may_wait", return_value=False):

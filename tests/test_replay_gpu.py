@@ -18,6 +18,7 @@ from pyg_fullgraph.data import generate
 from pyg_fullgraph.errors import CaptureError
 from pyg_fullgraph.nn import GATConv, GCNConv, GINConv, SAGEConv, TransformerConv
 from pyg_fullgraph.training import EpochReport, train
+from triton_kernels import pieces
 
 pytestmark = pytest.mark.gpu
 
@@ -45,6 +46,7 @@ class GpuJob:
         torch.manual_seed(1)
         self.x = torch.randn(300, 16, device="cuda")
         self.edge_index = torch.randint(300, (2, 3000), device="cuda")
+        self.edge_index[1, :500] = 7  # a row that is cut
         self.edge_attr = torch.randn(3000, 3, device="cuda")
         self.y = torch.randint(5, (300,), device="cuda")
         self.rows = torch.arange(0, 300, 2, device="cuda")
@@ -97,6 +99,23 @@ def test_replays_are_the_steps_to_the_bit(kind, optimizer):
         torch.testing.assert_close(plain.evaluate(), job.evaluate(), rtol=0, atol=0)
     assert step.num_recordings == 1 and step.pool_bytes > 0
     assert_same(plain, job)
+
+
+def test_replays_launch_as_many_pieces_as_there_are(monkeypatch):
+    """But steps that are not recorded do not wait for their number."""
+    made = []
+    cut = pieces.schedule_rows
+    monkeypatch.setattr(pieces, "schedule_rows", lambda *of: (made.append(cut(*of)), made[-1])[1])
+    _, job, step = pair()
+    job.step()
+    bounds = [*made]
+    assert bounds and all(s.num_listed == s.most_listed for s in bounds)
+    for _ in range(8):
+        step()
+    assert step.num_recordings == 1 and len(made) == 2 * len(bounds)
+    assert all(s.num_listed < s.most_listed for s in made[len(bounds):])
+    job.step()
+    assert len(made) == 2 * len(bounds)
 
 
 def test_an_optimizer_that_is_compiled():

@@ -85,13 +85,14 @@ def check_schedule(degree: list[int], max_piece: int, waits: bool, device: str |
                    edges_per_short: int | None = None) -> None:
     """The definition of a schedule, piece by piece."""
     ptr = torch.tensor([0, *torch.tensor(degree, dtype=torch.int64).cumsum(0).tolist()], dtype=torch.int32)
-    bound = min(max_piece, sum(degree))
+    bound = min(max_piece, sum(degree), 2 * segment.MOST_SHORT + 1)
     with mock.patch.object(segment, "may_wait", return_value=waits), \
             mock.patch.object(segment, "may_wait_once", return_value=False), contextlib.ExitStack() as patches:
         if edges_per_short is not None:
             for name, value in (("EXACT_EDGES", -1), ("EDGES_PER_SHORT", edges_per_short), ("MEANS_PER_SHORT", 1)):
                 patches.enter_context(mock.patch.object(segment, name, value))
-            bound = min(bound, 2 * (sum(degree) // max(min(edges_per_short, len(degree)), 1)) + 1)
+            share = sum(degree) // max(min(edges_per_short, len(degree)), 1)
+            bound = min(max_piece, sum(degree), 2 * share + 1)
         schedule = segment.schedule_rows(ptr.to(device), max_piece, sum(degree))
     ptr_list = ptr.tolist()
     assert schedule.num_listed == schedule.piece_row.numel() == schedule.num_pieces - len(degree)
@@ -191,7 +192,7 @@ def test_where_all_rows_are_listed_the_last_come_by_length(device):
 def test_rows_of_larger_graphs_are_short_up_to_a_share_of_the_edges():
     """As long as that is some times the mean."""
     exact = segment.EXACT_EDGES
-    assert segment.most_short(512, exact, 10**6) == 256
+    assert segment.most_short(512, exact, 10**6) == 64 and segment.most_short(64, exact, 10**6) == 32
     assert segment.most_short(512, exact + 1, 10**6) == (exact + 1) // segment.EDGES_PER_SHORT
     assert segment.most_short(512, exact + 1, 10**5) == (exact + 1) // (10**5 // segment.MEANS_PER_SHORT)
     assert segment.most_short(512, exact + 1, 100) == segment.most_short(512, 1 << 30, 10**6) == 256

@@ -169,7 +169,11 @@ def test_pieces_are_longer_in_large_graphs():
     reddit, products, arxiv = bound(232_965, 114_615_892), bound(2_449_029, 126_167_053), bound(169_343, 2_315_598)
     assert reddit == products == 2 * arxiv == 2 * selection.MAX_PIECE
     assert selection.max_piece_of((1 << 24) - 1) == arxiv and selection.max_piece_of(1 << 24) == reddit
-    assert bound(500, 200_000) < selection.MAX_PIECE  # rows as long, of a small graph
+    # Rows of smaller graphs, however long, are cut finer.
+    small = [(30_000, 32), (88_600, 32), (200_000, 64), (300_000, 128), (490_000, 256), (1 << 20, 256)]
+    assert [bound(500, count) for count, _ in small] == [most for _, most in small]
+    assert bound(500, (1 << 20) + 1) == arxiv
+    assert selection.max_piece_of(1 << 16, is_span=True) == 64 > selection.max_piece_of(1 << 16)
     assert bound(1, 500) == selection.MAX_PIECE  # all of it is one piece
 
 

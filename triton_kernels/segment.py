@@ -6,6 +6,8 @@ device of their inputs; on CUDA the sort is a radix sort. Legend: E edges, R row
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,13 +23,15 @@ ASYNC_EDGES, EXACT_EDGES = 1 << 22, 1 << 20
 # Where it waits, rows are listed that have more than one of how many edges, if that is some times the mean: a GPU takes
 # about two thousand pieces at a time, and longer ones keep it waiting in the end. Measured on an H100, arxiv size (141
 # in place of 256): steps of dot products 2.97 in place of 3.11 ms, of GATv2 2.31 in place of 2.40, a sum 0.370 in place
-# of 0.386; with 64 of GATv2 2.35.
-EDGES_PER_SHORT, MEANS_PER_SHORT = 1 << 14, 8
+# of 0.386; with 64 of GATv2 2.35. Of graphs of fewer edges, rows of more than 64 (1 million edges: GATv2 0.96 ms, with
+# 128 0.99), whatever the mean: where that is 35, GATv2 took 0.40 ms, with 128 0.42.
+EDGES_PER_SHORT, MEANS_PER_SHORT, MOST_SHORT = 1 << 14, 8, 64
 # Rows of which one may be long for the others to need no list: behind the listed pieces is a program for each long row,
 # too, which ends at once. Measured on an H100: with one of four, steps of GAT took 2.6% longer.
 ROWS_PER_LONG = 16
 # Where all pieces are listed, one of how many edges are in those that come last, by length.
 EDGES_PER_LAST = 16
+_counting = False
 
 
 def may_wait(device: torch.device, num_edges: int) -> bool:
@@ -41,6 +45,24 @@ def may_wait(device: torch.device, num_edges: int) -> bool:
 def may_wait_once(device: torch.device) -> bool:
     """Whether the host may read what is computed once per graph: not where a step is recorded, or tried for that."""
     return device.type != "cuda" or not (torch.cuda.is_current_stream_capturing() or torch.cuda.get_sync_debug_mode())
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[None]:
+    """Around steps that come before one is recorded, and that one, backward on other threads included: the host waits
+    once for how many pieces there are, also of small graphs (:func:`counts_pieces`), of which every replay gains.
+    """
+    global _counting
+    before, _counting = _counting, True
+    try:
+        yield
+    finally:
+        _counting = before
+
+
+def counts_pieces(num_edges: int) -> bool:
+    """Whether the host waits for how many pieces a graph of ``num_edges`` edges has, where it may at all."""
+    return _counting or num_edges > EXACT_EDGES
 
 
 def index_dtype(*counts: int) -> torch.dtype:
@@ -299,7 +321,7 @@ def most_short(max_piece: int, num_edges: int, num_rows: int) -> int:
     """Most entries of a row that is not listed: half of the bound of pieces, or less."""
     half = min(max_piece, num_edges) // 2
     if num_edges <= EXACT_EDGES:
-        return half
+        return min(half, MOST_SHORT)
     return min(half, num_edges // max(min(EDGES_PER_SHORT, num_rows // MEANS_PER_SHORT), 1))
 
 
@@ -307,15 +329,15 @@ def count_pieces(max_piece: int, num_edges: int, num_rows: int,
                  total: Tensor | None = None) -> tuple[int, int, int, int]:
     """``num_listed``, ``num_slots``, ``num_split`` and ``most_listed`` of a schedule for which the host does not wait.
 
-    Of more than ``EXACT_EDGES`` edges it waits all the same, unless a step is recorded, for ``total`` [3]: how many
-    listed pieces, slots and cut rows there are. Mostly that is few, and where there may be most, slots take as much
-    memory as the features of all rows. All others are the most that there may be.
+    Of more than ``EXACT_EDGES`` edges (:func:`counts_pieces`) it waits all the same, unless a step is recorded, for
+    ``total`` [3]: how many listed pieces, slots and cut rows there are. Mostly that is few, and where there may be
+    most, slots take as much memory as the features of all rows. All others are the most that there may be.
     """
     # A row of d entries is cut into at most 1 + (d - 1) // M parts, and 2 d >= parts (M + 1).
     least = min(2 * most_short(max_piece, num_edges, num_rows) + 2, min(max_piece, num_edges) + 1)
     most_listed, num_split = 2 * num_edges // least, num_edges // (max_piece + 1)
     num_listed, num_slots = most_listed, num_edges // max_piece + num_split
-    if total is not None and num_edges > EXACT_EDGES and may_wait_once(total.device):
+    if total is not None and counts_pieces(num_edges) and may_wait_once(total.device):
         num_listed, num_slots, num_split = total.tolist()
     return num_listed, num_slots + 1, num_split, most_listed
 
