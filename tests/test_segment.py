@@ -89,7 +89,7 @@ def check_schedule(degree: list[int], max_piece: int, waits: bool, device: str |
     with mock.patch.object(segment, "may_wait", return_value=waits), \
             mock.patch.object(segment, "may_wait_once", return_value=False), contextlib.ExitStack() as patches:
         if edges_per_short is not None:
-            for name, value in (("EXACT_EDGES", -1), ("EDGES_PER_SHORT", edges_per_short), ("MEANS_PER_SHORT", 1)):
+            for name, value in (("MOST_SHORT", 0), ("EDGES_PER_SHORT", edges_per_short), ("MEANS_PER_SHORT", 1)):
                 patches.enter_context(mock.patch.object(segment, name, value))
             share = sum(degree) // max(min(edges_per_short, len(degree)), 1)
             bound = min(max_piece, sum(degree), 2 * share + 1)
@@ -191,12 +191,12 @@ def test_where_all_rows_are_listed_the_last_come_by_length(device):
 
 def test_rows_of_larger_graphs_are_short_up_to_a_share_of_the_edges():
     """As long as that is some times the mean."""
-    exact = segment.EXACT_EDGES
-    assert segment.most_short(512, exact, 10**6) == 64 and segment.most_short(64, exact, 10**6) == 32
-    assert segment.most_short(512, exact + 1, 10**6) == (exact + 1) // segment.EDGES_PER_SHORT
-    assert segment.most_short(512, exact + 1, 10**5) == (exact + 1) // (10**5 // segment.MEANS_PER_SHORT)
-    assert segment.most_short(512, exact + 1, 100) == segment.most_short(512, 1 << 30, 10**6) == 256
-    assert segment.most_short(512, exact + 1, 0) == 256 and segment.most_short(8, 6, 1) == 3
+    most = 1 << 20
+    assert segment.most_short(512, most, 10**6) == 64 and segment.most_short(64, most, 10**6) == 32
+    assert segment.most_short(512, 2 * most, 10**6) == 2 * most // segment.EDGES_PER_SHORT == 128
+    assert segment.most_short(512, most + 1, 10**5) == (most + 1) // (10**5 // segment.MEANS_PER_SHORT)
+    assert segment.most_short(512, most + 1, 100) == segment.most_short(512, 1 << 30, 10**6) == 256
+    assert segment.most_short(512, most + 1, 0) == 256 and segment.most_short(8, 6, 1) == 3
 
 
 def test_schedule_rows_takes_the_largest_bound_without_overflow():

@@ -19,12 +19,12 @@ INT32_MAX = 2**31 - 1024
 # Edges up to which a GPU prepares a graph without the host waiting for it: mini-batches come one after the other, while
 # a large graph is prepared once and gains from sizes that are exact. From fewer on it waits for how many pieces there
 # are, once per graph and side.
-ASYNC_EDGES, EXACT_EDGES = 1 << 22, 1 << 20
-# Where it waits, rows are listed that have more than one of how many edges, if that is some times the mean: a GPU takes
-# about two thousand pieces at a time, and longer ones keep it waiting in the end. Measured on an H100, arxiv size (141
-# in place of 256): steps of dot products 2.97 in place of 3.11 ms, of GATv2 2.31 in place of 2.40, a sum 0.370 in place
-# of 0.386; with 64 of GATv2 2.35. Of graphs of fewer edges, rows of more than 64 (1 million edges: GATv2 0.96 ms, with
-# 128 0.99), whatever the mean: where that is 35, GATv2 took 0.40 ms, with 128 0.42.
+ASYNC_EDGES, EXACT_EDGES = 1 << 22, 1 << 18
+# Rows are listed that have more than one of how many edges, if that is some times the mean: a GPU takes about two
+# thousand pieces at a time, and longer ones keep it waiting in the end. Measured on an H100, arxiv size (141 in place
+# of 256): steps of dot products 2.97 in place of 3.11 ms, of GATv2 2.31 in place of 2.40, sums 0.370 in place of 0.386;
+# with 64 of GATv2 2.35. Where that would be 64 or fewer, rows of more than 64 (1 million edges: GATv2 0.96 ms, with 128
+# 0.99), whatever the mean: where that is 35, GATv2 took 0.40 ms, with 128 0.42.
 EDGES_PER_SHORT, MEANS_PER_SHORT, MOST_SHORT = 1 << 14, 8, 64
 # Rows of which one may be long for the others to need no list: behind the listed pieces is a program for each long row,
 # too, which ends at once. Measured on an H100: with one of four, steps of GAT took 2.6% longer.
@@ -320,7 +320,7 @@ def schedule_rows(ptr: Tensor, max_piece: int, num_edges: int) -> RowSchedule:
 def most_short(max_piece: int, num_edges: int, num_rows: int) -> int:
     """Most entries of a row that is not listed: half of the bound of pieces, or less."""
     half = min(max_piece, num_edges) // 2
-    if num_edges <= EXACT_EDGES:
+    if num_edges <= MOST_SHORT * EDGES_PER_SHORT:
         return min(half, MOST_SHORT)
     return min(half, num_edges // max(min(EDGES_PER_SHORT, num_rows // MEANS_PER_SHORT), 1))
 
