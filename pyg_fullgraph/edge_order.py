@@ -116,8 +116,8 @@ class EdgeOrder:
 
     @property
     def counts_pieces(self) -> bool:
-        """Whether schedules have as many pieces as there are, also where a GPU prepares the graph; part of the key of
-        what is made from them.
+        """Whether schedules have as many pieces as there are, also where a GPU prepares the graph, if the host may wait
+        when they are made; part of the key of what is made from them.
         """
         return segment.counts_pieces(self.num_edges)
 

@@ -22,11 +22,11 @@ from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, Sweep, Target
 from pyg_fullgraph.saga.rows import RowsSource
 from triton_kernels import tune
 
-#: Most edges of one piece of a row, in large graphs and in small ones; pieces that a graph may have before its rows are
-#: cut finer, and that a span of its edges may, where what is left of pieces takes more memory.
+#: Most edges of one piece of a row, in large graphs and in small ones; pieces of the former length that a graph may
+#: have before its rows are cut finer, and that a span of its edges may, where what is left of pieces takes more memory.
 MAX_PIECE, MIN_PIECE, MIN_PIECES, MIN_SPAN_PIECES = 512, 32, 3400, 1024
-#: The former in graphs of up to so many edges: a GPU has fewer than 512 for each piece that it takes at a time.
-#: Measured on an H100, 300 thousand edges: steps of dot products 0.39 ms, with pieces of 512 0.80.
+#: Most edges of a piece in graphs of up to so many edges, of which a GPU has fewer than 512 for each piece that it
+#: takes at a time. Measured on an H100, 300 thousand edges: steps of dot products 0.39 ms, with pieces of 512 0.80.
 MAX_SMALL_PIECE, SHORT_PIECES = 256, 1 << 20
 #: Fewest edges of a graph whose pieces may be twice as long: what is left of pieces takes memory, most where most rows
 #: are cut. Measured on an H200 with 490 edges per row: a step of GAT needs 595 MB in place of 821, of dot products 1006
@@ -222,6 +222,6 @@ def max_piece_of(num_edges: int, is_span: bool = False) -> int:
         return MAX_PIECE
     if num_edges >= LONG_PIECES:
         return 2 * MAX_PIECE
-    most = MAX_PIECE if num_edges > SHORT_PIECES else min(MAX_PIECE, MAX_SMALL_PIECE)
+    most = MAX_PIECE if is_span or num_edges > SHORT_PIECES else min(MAX_PIECE, MAX_SMALL_PIECE)
     fitting = tiles.next_power_of_2(num_edges // (MIN_SPAN_PIECES if is_span else MIN_PIECES))
     return min(most, max(MIN_PIECE, fitting))

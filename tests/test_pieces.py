@@ -83,17 +83,22 @@ def test_tables_of_larger_graphs_have_what_is_needed(device, monkeypatch):
         assert getattr(pieces.schedule_rows(ptr, 4, sum(degree)), name) == getattr(bounds, name)
 
 
+def in_spans(monkeypatch):
+    """Small pieces, and pipelines over several spans for programs that may have them."""
+    for constant, value in (("MIN_PIPELINE_WIDTH", 1), ("MIN_PIPELINE_BREADTH", (1, 1)), ("MIN_PIPELINE", 0)):
+        monkeypatch.setattr(selection, constant, value)
+    monkeypatch.setattr(pipelines, "SPAN_BYTES", 0)
+    monkeypatch.setattr(pipelines, "SPAN_STEP", 128)
+    monkeypatch.setattr(selection, "MAX_PIECE", 16)
+
+
 @pytest.mark.parametrize("device", [INTERPRETER])
 @pytest.mark.parametrize("name", ["gatv2", "gmm", "edge-mlp"])
 def test_bits_are_the_same_where_the_host_waits_and_where_it_may_not(name, device, monkeypatch):
     """As while a step is recorded; gradients of parameters are summed over what each program takes, of all edges or of
     a span of them.
     """
-    for constant, value in (("MIN_PIPELINE_WIDTH", 1), ("MIN_PIPELINE_BREADTH", (1, 1)), ("MIN_PIPELINE", 0)):
-        monkeypatch.setattr(selection, constant, value)
-    monkeypatch.setattr(pipelines, "SPAN_BYTES", 0)
-    monkeypatch.setattr(pipelines, "SPAN_STEP", 128)
-    monkeypatch.setattr(selection, "MAX_PIECE", 16)
+    in_spans(monkeypatch)
     monkeypatch.setattr(launches, "MAX_WORKERS", 8)
     monkeypatch.setattr(launches, "WORKER_ELEMENTS", 1)
     monkeypatch.setattr(segment, "EXACT_EDGES", -1)
@@ -113,11 +118,14 @@ def test_bits_are_the_same_where_the_host_waits_and_where_it_may_not(name, devic
 
 
 @pytest.mark.parametrize("device", [INTERPRETER])
-def test_before_a_recording_pieces_are_counted(device, monkeypatch):
+@pytest.mark.parametrize("name", ["gatv2", "edge-mlp"])
+def test_before_a_recording_pieces_are_counted(name, device, monkeypatch):
     """Of graphs that ran before, too; what ran then goes on as it was."""
+    in_spans(monkeypatch)
+    monkeypatch.setattr(selection, "MIN_PIECE", 8)
+    monkeypatch.setattr(selection, "MIN_SPAN_PIECES", 1)
     monkeypatch.setattr(segment, "may_wait", lambda *of: False)
-    monkeypatch.setattr(selection, "MIN_PIECE", 16)
-    case, program = random_case(60, 70, 900), program_of("gatv2")
+    case, program = random_case(60, 70, 900), program_of(name)
     tensors = make_tensors(program, *case.size, case.num_edges, torch.float32, device)
     graph = pfg.Graph.from_edge_index(case.edge_index.to(device), case.size)
     taken = []
@@ -130,17 +138,20 @@ def test_before_a_recording_pieces_are_counted(device, monkeypatch):
 
     values = step()
     num_prepared = len(taken)
+    has_spans = any(key[:3] == ("spans", 128, 16) for key in graph.incoming._cache if isinstance(key, tuple))
+    assert has_spans == (name == "edge-mlp")  # others have pieces of 8
     with segment.counting():
-        counted = graph.incoming.schedule(16)
+        counted, span = graph.incoming.schedule(16), graph.incoming.spans(128, 16)[0].schedule
         others = step()
     bounded = graph.incoming.schedule(16)
+    assert span.num_slots < graph.incoming.spans(128, 16)[0].schedule.num_slots
     assert counted.num_slots < bounded.num_slots and counted.num_listed < bounded.num_listed == counted.most_listed
     assert num_prepared > 0 and len(taken) == 2 * num_prepared
     assert all(torch.equal(a, b) for a, b in zip(values, others, strict=True))
     step()
-    with segment.counting(), segment.counting():
+    with segment.counting():
         step()
-    assert len(taken) == 2 * num_prepared and not segment.counts_pieces(900)
+    assert len(taken) == 2 * num_prepared
 
 
 def test_without_data_there_are_counts_only():

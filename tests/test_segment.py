@@ -158,6 +158,7 @@ def test_schedule_rows_by_definition(degree, max_piece, waits, device):
 @given(degree=st.lists(st.integers(0, 30), max_size=20), max_piece=st.integers(1, 35), waits=st.booleans(),
        edges_per_short=st.none() | st.integers(1, 12))
 @example(degree=[3, 3, 3, 3, 3, 1], max_piece=8, waits=False, edges_per_short=6)
+@example(degree=[5, 5], max_piece=4, waits=False, edges_per_short=None)  # as many slots as there may be
 def test_schedule_rows_on_random_degrees(degree, max_piece, waits, edges_per_short):
     check_schedule(degree, max_piece, waits, edges_per_short=edges_per_short)
 
@@ -187,6 +188,18 @@ def test_where_all_rows_are_listed_the_last_come_by_length(device):
     assert row[-last:] == [*range(107 - last, 100), 103, 101, 105, 100, 106, 104, 102]
     lengths = (made.piece_end - made.piece_start)[-last:].tolist()
     assert lengths == [degree[r] for r in row[-last:]]
+
+
+def test_whose_pieces_are_counted():
+    small, large = 1 << 18, (1 << 18) + 1
+    assert segment.counts_pieces(large) and not segment.counts_pieces(small)
+    first, second = segment.counting(), segment.counting()
+    first.__enter__()
+    second.__enter__()  # of another thread
+    first.__exit__(None, None, None)
+    assert segment.counts_pieces(small)
+    second.__exit__(None, None, None)
+    assert segment.counts_pieces(large) and not segment.counts_pieces(small)
 
 
 def test_rows_of_larger_graphs_are_short_up_to_a_share_of_the_edges():

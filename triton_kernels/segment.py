@@ -7,6 +7,7 @@ device of their inputs; on CUDA the sort is a radix sort. Legend: E edges, R row
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -17,8 +18,9 @@ from torch import Tensor
 # so that tests can reach the int64 path on small graphs.
 INT32_MAX = 2**31 - 1024
 # Edges up to which a GPU prepares a graph without the host waiting for it: mini-batches come one after the other, while
-# a large graph is prepared once and gains from sizes that are exact. From fewer on it waits for how many pieces there
-# are, once per graph and side.
+# a large graph is prepared once and gains from sizes that are exact. Of more than the second it waits for how many
+# pieces there are all the same, once per graph, side and bound: room for all that may be is a third of the features of
+# a graph of 20 edges per row.
 ASYNC_EDGES, EXACT_EDGES = 1 << 22, 1 << 18
 # Rows are listed that have more than one of how many edges, if that is some times the mean: a GPU takes about two
 # thousand pieces at a time, and longer ones keep it waiting in the end. Measured on an H100, arxiv size (141 in place
@@ -31,7 +33,7 @@ EDGES_PER_SHORT, MEANS_PER_SHORT, MOST_SHORT = 1 << 14, 8, 64
 ROWS_PER_LONG = 16
 # Where all pieces are listed, one of how many edges are in those that come last, by length.
 EDGES_PER_LAST = 16
-_counting = False
+_num_counting, _lock = 0, threading.Lock()
 
 
 def may_wait(device: torch.device, num_edges: int) -> bool:
@@ -49,20 +51,22 @@ def may_wait_once(device: torch.device) -> bool:
 
 @contextlib.contextmanager
 def counting() -> Iterator[None]:
-    """Around steps that come before one is recorded, and that one, backward on other threads included: the host waits
-    once for how many pieces there are, also of small graphs (:func:`counts_pieces`), of which every replay gains.
+    """Around steps that come before one is recorded, and that one: the host waits once for how many pieces there are,
+    also of small graphs (:func:`counts_pieces`), of which every replay gains. For all threads, as backward has its own.
     """
-    global _counting
-    before, _counting = _counting, True
+    global _num_counting
+    with _lock:
+        _num_counting += 1
     try:
         yield
     finally:
-        _counting = before
+        with _lock:
+            _num_counting -= 1
 
 
 def counts_pieces(num_edges: int) -> bool:
     """Whether the host waits for how many pieces a graph of ``num_edges`` edges has, where it may at all."""
-    return _counting or num_edges > EXACT_EDGES
+    return _num_counting > 0 or num_edges > EXACT_EDGES
 
 
 def index_dtype(*counts: int) -> torch.dtype:
