@@ -32,12 +32,12 @@ peers)
         --deadline-s 400
     ;;
 phases)
-    gat="$(printf 'gat-phase-%s-[0-9]*,' arxiv reddit products)"
+    gat="$(printf 'gat-phase-%s-[0-9]*,' small arxiv reddit products)"
     run --case "${gat}gatv2-phase-*-256*,dot-phase-*" --providers ours,turbo_gnn --budget-s 1 --deadline-s 240
     sums="$(printf 'sum-%s-[0-9]*,' {arxiv,reddit,products}{,-shuffled})"
-    run --case "${sums%,}" --providers ours,cusparse --budget-s 0.5 --deadline-s 240
+    run --case "${sums}sum-small-*" --providers ours,cusparse --budget-s 0.5 --deadline-s 240
     # Shorter than their launch from Python.
-    run --case 'sum-arxiv-[0-9]*' --providers ours_captured --budget-s 0.5 --deadline-s 30
+    run --case 'sum-arxiv-[0-9]*,sum-small-*,*-phase-small-*' --providers ours_captured --budget-s 0.5 --deadline-s 60
     ;;
 orders)
     # The order by communities of the two large graphs takes the CPU minutes; it is made once per run of cases.

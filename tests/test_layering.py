@@ -205,7 +205,8 @@ def test_the_compiler_knows_neither_pyg_nor_process_groups(module):
 
 def run_python(code: str, *path: Path) -> subprocess.CompletedProcess[str]:
     command = f"import sys; sys.path[:0] = {[str(p) for p in path]!r}; {code}"
-    return subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=False, cwd="/")
+    # Without PYTHONPATH, which may name a checkout.
+    return subprocess.run([sys.executable, "-E", "-c", command], capture_output=True, text=True, check=False, cwd="/")
 
 
 def test_kernels_load_without_pyg():
