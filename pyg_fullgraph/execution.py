@@ -479,7 +479,7 @@ def _launch_sweep(sweep: Sweep, kernel: codegen.KernelSource, order: EdgeOrder, 
 
     def kernel_in(shape: tune.Shape) -> codegen.KernelSource | NotFusable:
         return kernel if shape.tile == kernel.width else \
-            selection.kernel_of(sweep, lanes, shape.tile, kernel.takes_blocks, kernel.in_rounds)
+            selection.kernel_of(sweep, lanes, shape.tile, kernel.takes_blocks, kernel.pieces)
 
     def fits(shape: tune.Shape) -> bool:
         values = shape.tile * shape.block_e

@@ -66,7 +66,7 @@ class _Site:
         order, kernel, shape, span = part
         first, end = (0, order.num_edges) if span is None else (span.first, span.end)
         num_pieces = -(-(end - first) // shape.block_e) if schedule is None else schedule.num_pieces
-        self.num_edges, self.num_workers = end - first, _num_workers(kernel, num_pieces)
+        self.num_edges, self.num_workers = end - first, _num_workers(kernel, num_pieces, shape.block_e)
         # Ids stand in the place of places where a kernel needs no places.
         # Parts of a graph work out both on first use: what the kernel does not read is not asked for.
         ids = order.ids if needs_ids else None
@@ -393,16 +393,18 @@ def _constants(dtype: torch.dtype, id_dtype: torch.dtype) -> Mapping[str, Any]:
             "ID": tl.int32 if id_dtype == torch.int32 else tl.int64, "UNSET": torch.iinfo(id_dtype).max}
 
 
-def _num_workers(kernel: codegen.KernelSource, num_pieces: int) -> int:
-    """Programs per feature tile: one per piece, or fewer that take several.
+def _num_workers(kernel: codegen.KernelSource, num_pieces: int, block_e: int) -> int:
+    """Programs per feature tile: one per piece, or fewer that take several, ``block_e`` side by side.
 
     For each parameter whose gradient they add up they leave ``WORKER_ELEMENTS`` numbers, or an eighth of what the rows
     of a sweep have if that is more, in float32 or float64.
     """
     if not kernel.has_workers:
         return num_pieces
+    if kernel.pieces == codegen.Pieces.SIDE_BY_SIDE:
+        return -(-num_pieces // block_e)
     rounds = -(-num_pieces // skeletons.ROUNDS)
-    if kernel.in_rounds:
+    if kernel.pieces == codegen.Pieces.ROUNDS:
         return min(num_pieces, max(rounds, MIN_ROUND_PROGRAMS))
     widest = max((1, *(b.node.numel for b in kernel.totals)))  # of a table without rows there are none
     if kernel.holds_weights or kernel.takes_blocks:

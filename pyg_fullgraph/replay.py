@@ -9,6 +9,7 @@ is again and is recorded anew.
 from __future__ import annotations
 
 import functools
+import gc
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -156,7 +157,8 @@ class CapturedStep:
         optimizers_before = self._optimizers.rates(), self._optimizers.fingerprint()
         failure: Exception | None = None
         outputs: Any = None
-        with memo.recording() as taken, self._optimizers.prepared(), segment.counting(), warnings.catch_warnings():
+        with memo.recording() as taken, self._optimizers.prepared(), segment.counting(), _without_collector(), \
+                warnings.catch_warnings():
             warnings.filterwarnings("error", message="The CUDA Graph is empty")
             try:
                 # Threads that load data or talk to other processes may go on.
@@ -177,6 +179,18 @@ class CapturedStep:
             explained = _explained(failure)
             raise explained from (None if explained is failure else failure)
         return _Recorded(graph, outputs, taken, self._optimizers, grads_before, _bindings(self.step))
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """No garbage is collected: an earlier graph among it cannot be given back while a step is recorded."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _Recorded:

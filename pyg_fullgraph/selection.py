@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from pyg_fullgraph import launches
 from pyg_fullgraph.edge_order import EdgeOrder
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.saga import codegen, tiles
+from pyg_fullgraph.saga.codegen import Pieces
 from pyg_fullgraph.saga.pipeline import Pipeline, pipeline_of
 from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, Sweep, Target
 from pyg_fullgraph.saga.rows import RowsSource
@@ -51,9 +51,20 @@ MIN_PIPELINE_WIDTH, MIN_PIPELINE_BREADTH, MIN_PIPELINE = 64, (96, 192), 1 << 29
 #: Most edges whose sums by source come from the spans of those by destination: the order for that takes 28 bytes each.
 MAX_ACROSS = 1 << 25
 #: Programs are launched at about two per nanosecond: rows with at most so many features of all their edges, on average,
-#: are done sooner, and programs take several pieces. Measured on an H200: 0.115 and 0.076 ms for a sum of 32 features
-#: (arxiv size), 2.3 and 1.9 (products size); from 3500 features on it takes longer.
-ROUND_FEATURES = 3000
+#: are done sooner, and where there are at least so many, programs take several pieces. Measured on an H200: 0.115 and
+#: 0.076 ms for a sum of 32 features (arxiv size), 2.3 and 1.9 (products size); from 3500 features on it takes longer.
+SHORT_FEATURES, MIN_SHORT_ROWS = 3000, 1 << 15
+#: Most edges per row, on average, of those that lie side by side, and that go in rounds. Measured on an H100, alone, in
+#: rounds and side by side: a sum of 4 features with 14 edges per row 107, 39 and 29 us, with 50 1.52, 1.06 and 1.42 ms,
+#: with 490 0.48, 0.60 and 1.13 ms.
+SIDE_DEGREE, ROUND_DEGREE = 24, 128
+#: Most operations per edge and feature of rows side by side, whose few lanes do all of them. Measured on an H100, GAT
+#: of 4 x 8 by source, which computes weights again: 135 us, side by side 158, in rounds 141.
+SIDE_WORK = 1
+#: Most edges of a piece of rows side by side, for which others of their program wait, and from so many features, of
+#: which slots hold more. Measured on an H100, arxiv size, 64, 128 and 256 edges: sums of 32 features 53, 54 and 62 us,
+#: of 64 105, 97 and 97.
+SIDE_PIECES = ((64, 128), (0, 64))
 
 
 def target_of(device: torch.device) -> Target:
@@ -129,9 +140,17 @@ def kernel_on(sweep: Sweep, lanes: int, num_rows: int, num_edges: int) -> codege
     is_head = HEAD_BYTES[0] <= kernel.head_width * 16 // lanes <= HEAD_BYTES[1]
     if is_head and degree >= HEAD_DEGREE and kernel.head_width < kernel.width:
         better.append(kernel_of(sweep, lanes, kernel.head_width))
-    if kernel.is_light and degree * kernel.width <= ROUND_FEATURES and num_rows >= 2 * launches.MIN_ROUND_PROGRAMS:
-        better.append(kernel_of(sweep, lanes, in_rounds=True))
+    if kernel.is_light and degree * kernel.width <= SHORT_FEATURES and num_rows >= MIN_SHORT_ROWS:
+        pieces = _pieces_for(kernel, degree)
+        better += [] if pieces == Pieces.ONE else [kernel_of(sweep, lanes, pieces=pieces)]
     return next((k for k in better if isinstance(k, codegen.KernelSource) and k.source not in refused), kernel)
+
+
+def _pieces_for(kernel: codegen.KernelSource, degree: float) -> Pieces:
+    """How programs take pieces of many rows of ``degree`` edges."""
+    if degree > SIDE_DEGREE:
+        return Pieces.ROUNDS if degree <= ROUND_DEGREE else Pieces.ONE
+    return Pieces.SIDE_BY_SIDE if kernel.work is not None and kernel.work <= SIDE_WORK else Pieces.ONE
 
 
 class Piped(NamedTuple):
@@ -177,10 +196,10 @@ def _has_softmax(sweep: Sweep) -> bool:
 
 @lru_cache(maxsize=4096)
 def kernel_of(sweep: Sweep, lanes: int = 4, tile: int | None = None, may_take_blocks: bool = True,
-              in_rounds: bool = False) -> codegen.KernelSource | NotFusable:
+              pieces: Pieces = Pieces.ONE) -> codegen.KernelSource | NotFusable:
     """The generated kernel of ``sweep`` (see :func:`codegen.generate`), or why there is none."""
     try:
-        return codegen.generate(sweep, lanes, tile, may_take_blocks, in_rounds)
+        return codegen.generate(sweep, lanes, tile, may_take_blocks, pieces)
     except NotFusable as error:
         return NotFusable(error.reasons)  # without the traceback, which holds what all callers hold
 
@@ -204,6 +223,9 @@ def chunk_reasons(sweep: Sweep, lanes: int = 4) -> tuple[str, ...]:
 def default_shape(kernel: codegen.KernelSource, order: EdgeOrder) -> tune.Shape:
     """Measured on an H200 for each kind of loop; rows of few edges leave no lanes idle."""
     mean_degree = order.num_edges / max(order.num_rows, 1)
+    if kernel.pieces == Pieces.SIDE_BY_SIDE:
+        most = next(most for least, most in SIDE_PIECES if kernel.width >= least)
+        return tune.Shape(kernel.width, kernel.block_e, kernel.max_warps, min(most, max_piece_of(order.num_edges)))
     filled = kernel.block_e if kernel.takes_blocks else tiles.next_power_of_2(max(math.ceil(mean_degree), 4))
     block_e = max(min(kernel.block_e, filled), kernel.min_block_e)
     if kernel.full_degree:

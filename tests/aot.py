@@ -33,7 +33,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from pyg_fullgraph.execution import row_kernels
 from pyg_fullgraph.phases import EdgePhase
-from pyg_fullgraph.saga.codegen import KernelSource
+from pyg_fullgraph.saga.codegen import KernelSource, Pieces
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node
 from pyg_fullgraph.saga.passes import split
 from pyg_fullgraph.saga.pipeline import Product
@@ -89,7 +89,8 @@ def pipelines_of(plans: list[Plan], lanes: int) -> list[Piped]:
     return [p for p in found if p is not None]
 
 
-#: Cases whose kernels are also compiled as they add to what tiles of edges before left, and in rounds.
+#: Cases whose kernels are also compiled as they add to what tiles of edges before left, and as programs take several
+#: pieces.
 IN_TILES = ("gat", "many-outputs", "sage-max", "gat-edge")
 
 
@@ -343,9 +344,9 @@ def main(names: list[str]) -> None:
             if not isinstance(kernel, KernelSource):
                 results[f"{name}/{k}"] = {"refused": kernel.reasons}
             if case in IN_TILES and isinstance(kernel, KernelSource) and kernel.is_light:
-                in_rounds = kernel_of(sweep, lanes, in_rounds=True)
-                assert isinstance(in_rounds, KernelSource), in_rounds
-                kernels.append(in_rounds)
+                others = [kernel_of(sweep, lanes, pieces=pieces) for pieces in (Pieces.ROUNDS, Pieces.SIDE_BY_SIDE)]
+                assert all(isinstance(other, KernelSource) for other in others), others
+                kernels += others
             for kernel in kernels:
                 for part in (kernel.name, *([kernel.merge_name] if kernel.has_merge else [])):
                     results[f"{name}/{k}/{part}"] = compile_kernel(kernel, part, dtype, index)

@@ -31,7 +31,7 @@ from pyg_fullgraph.edge_order import schedule_tiles
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.phases import compile_program
 from pyg_fullgraph.saga import interpret, ir
-from pyg_fullgraph.saga.codegen import KernelSource
+from pyg_fullgraph.saga.codegen import KernelSource, Pieces
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
 from pyg_fullgraph.saga.plans import KERNELS, STAGED, Sweep
 from pyg_fullgraph.selection import interpreted
@@ -228,34 +228,70 @@ def test_tiles_share_the_slots_of_a_row():
     assert schedule_tiles(order, tiles, 4) is schedules
 
 
+def lay_side_by_side(monkeypatch):
+    """Rows lie side by side as where they are many and short, also of kernels that do more per edge than those then do:
+    all reductions come by."""
+    for name, value in (("MIN_SHORT_ROWS", 1), ("SHORT_FEATURES", 1 << 20)):
+        monkeypatch.setattr(selection, name, value)
+
+    def fitting(sweep, lanes, known=selection._fitting):
+        kernel = known(sweep, lanes)
+        is_other = not isinstance(kernel, KernelSource) or kernel.has_workers
+        return kernel if is_other else dataclasses.replace(kernel, work=0)
+
+    monkeypatch.setattr(selection, "_fitting", fitting)
+
+
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
-@pytest.mark.parametrize("name", ["gcn", "sage-mean", "gat"])
+@pytest.mark.parametrize("name", ["gcn", "sage-mean"])
 def test_tiles_have_kernels_of_their_own(name, device, only_kernels, monkeypatch):
-    """Programs take several pieces of a tile with few edges, and one each of others of the same sweep."""
+    """Rows of a tile with few edges lie side by side, of one with more programs take several in rounds, and one each of
+    others of the same sweep."""
+    for limit, value in (("MIN_SHORT_ROWS", 3), ("SHORT_FEATURES", 25), ("SIDE_DEGREE", 2)):
+        monkeypatch.setattr(selection, limit, value)
     monkeypatch.setattr(launches, "MIN_ROUND_PROGRAMS", 3)
-    monkeypatch.setattr(selection, "ROUND_FEATURES", 25)
     chosen, known = {}, selection.kernel_on
 
     def choose(sweep, *args):
         kernel = known(sweep, *args)
-        chosen.setdefault(sweep, set()).add(kernel.in_rounds)
+        chosen.setdefault(sweep, set()).add(kernel.pieces)
         return kernel
 
     monkeypatch.setattr(selection, "kernel_on", choose)
     case = random_case(40, 30, 300)
     check(program_of(name), case, torch.float64, device, runner=run_in_tiles)
-    assert {False, True} in chosen.values()
+    assert set(Pieces) in chosen.values(), chosen
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@pytest.mark.parametrize("name", ["gcn", "sage-mean", "sage-max", "gat"])
+@pytest.mark.parametrize("runner, waits", [(run, True), (run, False), (run_in_tiles, True)])
+def test_rows_side_by_side(name, runner, waits, device, only_kernels, monkeypatch):
+    """As they lie where they are many and short; here the graph is small, some rows are cut, and the last program has
+    fewer pieces than lanes."""
+    monkeypatch.setattr(segment, "may_wait", lambda device, num_edges: waits)
+    monkeypatch.setattr(selection, "MAX_PIECE", 8)
+    monkeypatch.setattr(selection, "MIN_PIECE", 8)
+    lay_side_by_side(monkeypatch)
+    programs = []
+    monkeypatch.setattr(launches, "_num_workers", lambda kernel, *counts, known=launches._num_workers: (
+        programs.append((kernel.pieces == Pieces.SIDE_BY_SIDE, known(kernel, *counts), *counts)) or programs[-1][1]))
+    check(program_of(name), zoo.hub(), torch.float64, device, runner=runner)
+    assert any(side_by_side and count < few * block_e for side_by_side, few, count, block_e in programs)
+    assert any(side_by_side and few > 1 for side_by_side, few, _, _ in programs)
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
 @pytest.mark.parametrize("name, runner", [("gcn", run), ("sage-max", run), ("gat", run), ("sage-max", run_in_tiles)])
-def test_programs_that_take_many_pieces(name, runner, device, only_kernels, monkeypatch):
-    """As they do where rows are many and short; here the graph is small, and some rows are cut."""
+def test_rows_in_rounds(name, runner, device, only_kernels, monkeypatch):
+    """As they go where they are many, and not so short; here the graph is small, and some rows are cut."""
+    lay_side_by_side(monkeypatch)
+    for limit, value in (("SIDE_DEGREE", 0), ("MAX_PIECE", 8), ("MIN_PIECE", 8)):
+        monkeypatch.setattr(selection, limit, value)
     monkeypatch.setattr(launches, "MIN_ROUND_PROGRAMS", 3)
-    monkeypatch.setattr(selection, "MAX_PIECE", 8)
     programs = []
-    monkeypatch.setattr(launches, "_num_workers", lambda kernel, count, known=launches._num_workers: (
-        programs.append((kernel.in_rounds, known(kernel, count), count)) or programs[-1][1]))
+    monkeypatch.setattr(launches, "_num_workers", lambda kernel, *counts, known=launches._num_workers: (
+        programs.append((kernel.pieces == Pieces.ROUNDS, known(kernel, *counts), counts[0])) or programs[-1][1]))
     check(program_of(name), zoo.hub(), torch.float64, device, runner=runner)
     assert any(in_rounds and few < count for in_rounds, few, count in programs)
 
@@ -268,8 +304,8 @@ def test_programs_that_hold_sums_and_weights_take_many_pieces(name, workers, dev
     monkeypatch.setattr(launches, "MAX_WORKERS", workers)
     monkeypatch.setattr(launches, "WORKER_ELEMENTS", 1 << 23 if workers > 2 else 1)
     taken = []
-    monkeypatch.setattr(launches, "_num_workers", lambda kernel, count, known=launches._num_workers: (
-        taken.append((kernel.has_workers, known(kernel, count), count)) or taken[-1][1]))
+    monkeypatch.setattr(launches, "_num_workers", lambda kernel, *counts, known=launches._num_workers: (
+        taken.append((kernel.has_workers, known(kernel, *counts), counts[0])) or taken[-1][1]))
     check(program_of(name), random_case(60, 57, 300), torch.float64, device)
     assert any(has_workers and few < count for has_workers, few, count in taken)
 
@@ -283,11 +319,13 @@ def test_programs_of_several_pieces_where_some_are_none(name, workers, device, o
     monkeypatch.setattr(selection, "MAX_PIECE", 8)
     monkeypatch.setattr(selection, "MIN_PIECE", 8)
     monkeypatch.setattr(launches, "MAX_WORKERS", workers)
+    lay_side_by_side(monkeypatch)
     monkeypatch.setattr(launches, "MIN_ROUND_PROGRAMS", workers)
     monkeypatch.setattr(launches, "WORKER_ELEMENTS", 1)
+    monkeypatch.setattr(selection, "SIDE_DEGREE", 24 if workers == 1 else 0)
     taken = []
-    monkeypatch.setattr(launches, "_num_workers", lambda kernel, count, known=launches._num_workers: (
-        taken.append((kernel.has_workers and kernel.has_merge, known(kernel, count), count)) or taken[-1][1]))
+    monkeypatch.setattr(launches, "_num_workers", lambda kernel, *counts, known=launches._num_workers: (
+        taken.append((kernel.has_workers and kernel.has_merge, known(kernel, *counts), counts[0])) or taken[-1][1]))
     for degrees in ([3, 2, 0, 1, 9, 1, 1, 6], [3, 2, 0, 1, 2, 1, 1, 17], [0, 7, 0, 5, 0, 9, 2]):
         dst = torch.arange(len(degrees)).repeat_interleave(torch.tensor(degrees))
         src = torch.randint(9, dst.shape, generator=torch.Generator().manual_seed(0))

@@ -206,11 +206,12 @@ def of_degrees(degrees):
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(graph=st.one_of(st.sampled_from(GRAPHS), st.lists(st.sampled_from([0, 1, 2, 3, 5, 9, 17])).map(of_degrees)),
        waits=st.booleans(), max_piece=st.sampled_from([8, 3, 1, 512]), workers=st.sampled_from([1, 3, 1 << 14]),
-       data=st.data())
-def test_random_programs_interpreted(graph, waits, max_piece, workers, data):
-    """However rows are cut, whether or not their pieces are counted, by few programs or many."""
+       side=st.sampled_from([0, 100]), data=st.data())
+def test_random_programs_interpreted(graph, waits, max_piece, workers, side, data):
+    """However rows are cut, whether or not their pieces are counted, by few programs or many, side by side or not."""
     with mock.patch.object(segment, "may_wait", return_value=waits), \
-            mock.patch.multiple(selection, MAX_PIECE=max_piece, MIN_PIECE=max_piece), \
+            mock.patch.multiple(selection, MAX_PIECE=max_piece, MIN_PIECE=max_piece, MIN_SHORT_ROWS=workers,
+                                SIDE_DEGREE=side, SIDE_WORK=2), \
             mock.patch.multiple(launches, MAX_WORKERS=workers, MIN_ROUND_PROGRAMS=workers, WORKER_ELEMENTS=1):
         compare_program(graph, data)
 

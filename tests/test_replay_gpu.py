@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 
 import pytest
 import torch
@@ -99,6 +100,28 @@ def test_replays_are_the_steps_to_the_bit(kind, optimizer):
         torch.testing.assert_close(plain.evaluate(), job.evaluate(), rtol=0, atol=0)
     assert step.num_recordings == 1 and step.pool_bytes > 0
     assert_same(plain, job)
+
+
+def test_an_earlier_graph_may_become_garbage_while_a_step_is_recorded():
+    """A graph that is given back then would end the recording of the other."""
+    earlier = [pfg.capture(GpuJob().step)]
+    while not earlier[0].is_recorded:
+        earlier[0]()
+    job = GpuJob()
+
+    def step() -> Tensor:
+        if torch.cuda.is_current_stream_capturing() and earlier:
+            cycle: list = [earlier.pop()]  # which only the collector frees
+            cycle.append(cycle)
+            del cycle
+            kept = [[] for _ in range(100_000)]  # so many objects call it
+            del kept
+        return job.step()
+
+    captured = pfg.capture(step)
+    while not captured.is_recorded:
+        captured()
+    assert gc.isenabled()
 
 
 def test_replays_launch_as_many_pieces_as_there_are(monkeypatch):

@@ -18,11 +18,17 @@ pieces, which may be long ones, and then up to ``ROUNDS - 1`` consecutive ones a
 that run at the same time so read rows that lie close together, as long as there are few pieces per program. They hold
 matrices of weights, and sums over all edges: gradients of parameters, which leave as one row per program.
 
+``SIDE_BY_SIDE`` has a row of lanes for each of BLOCK_E pieces, and each takes its edges one after the other, several on
+their way at a time: programs of short rows, which would mostly wait, wait for several of them at once, and merge
+nothing. Pieces that are whole and those of cut rows differ by masks. What is behind the last piece, and rows of which
+pieces are listed, have no edges and are not written.
+
 ``BLOCKS``, where no rows are reduced, has a fixed number of programs too, which take every ``num_workers``-th block of
 consecutive edges, whatever rows these belong to, so that no lane waits for an edge that its row has not.
 
-``MERGE``: one program takes one cut row and merges its slots in edge order, so results do not depend on timing. The
-number of cut rows may be an upper bound; what is beyond has no slots.
+``MERGE``: one program takes one cut row and merges its slots in edge order, so results do not depend on timing; of pieces
+side by side, which are short, every so many of them, and then these sums. The number of cut rows may be an upper bound;
+what is beyond has no slots.
 
 ``ROWS`` is the body of vertex steps: a block of rows, loaded, computed and stored at their own places.
 
@@ -78,6 +84,25 @@ def {name}({params}):
 {totals}
 '''
 
+SIDE_BY_SIDE = '''
+
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=TABLES)
+def {name}({params}):
+    pid = tl.program_id(0)
+    piece = ({program}).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
+{tiles}
+{once}
+    is_there, piece = piece < num_pieces, tl.minimum(piece, num_pieces - 1)
+    row, start, end, is_done = device.find_piece(piece, piece_row_ptr, piece_start_ptr, piece_end_ptr, row_ptr_ptr,
+                                                 num_listed, max_short)
+    is_there = is_there & ~is_done & (end >= start)
+    slot = tl.load(piece_slot_ptr + tl.minimum(piece, num_listed)).to(tl.int64)
+    is_whole, is_part = (is_there & (slot < 0)){lanes}, (is_there & (slot >= 0)){lanes}
+    end = tl.where(is_there, end, start)
+    row, slot = tl.where(is_there, row, 0){lanes}, slot{lanes}
+{piece}
+'''
+
 BLOCKS = '''
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=TABLES)
@@ -116,6 +141,30 @@ for base in {range}({start}, {end}, {step}{options}):
 {loop}
 '''
 
+TURNS = '''\
+{before}
+for base in range(0, tl.max(end - start), {step}):
+{turns}
+'''
+
+TURN = '''\
+position = start + base + {turn}
+alive = position < end
+live = alive{lanes}
+{lines}
+'''
+
+#: Results of pieces side by side.
+RESULTS = '''\
+{count}
+if ADDS:
+    slot = tl.maximum(slot, -1 - slot)
+{merge}
+{of_all}
+{finish}
+{spill}
+'''
+
 RESULT = '''\
 {after}
 is_whole = slot < 0
@@ -152,10 +201,25 @@ def {name}({params}):
     if first == last:
         return
     count = {count}
-{before}
-    for slot in range(first, last):
-{loop}
+{merge}
 {finish}
+'''
+
+SLOTS = '''\
+{before}
+for slot in range(first, last):
+{loop}
+'''
+
+#: Slots of pieces that lay side by side, which are short: a row has many.
+SLOTS_SIDE_BY_SIDE = '''\
+BLOCK_E: tl.constexpr = {slots}
+{before}
+for base in range(first, last, BLOCK_E):
+    slot = (base + tl.arange(0, BLOCK_E)){lanes}
+    live = slot < last
+{loop}
+{after}
 '''
 
 ROWS = '''

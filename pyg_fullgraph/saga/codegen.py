@@ -11,6 +11,7 @@ import contextlib
 import math
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 
 from pyg_fullgraph.errors import NotFusable
@@ -21,23 +22,36 @@ from pyg_fullgraph.saga.in_flight import Flight
 from pyg_fullgraph.saga.ir import Domain, Node
 from pyg_fullgraph.saga.plans import Sweep, addend, is_local, is_staged
 from pyg_fullgraph.saga.reducers import Carry, Outer, Reducer, Softmax, Sum, reducers_of
-from pyg_fullgraph.saga.tiles import Edges, Lowering, Tile
+from pyg_fullgraph.saga.tiles import WARP, Edges, Lowering, Tile
 from pyg_fullgraph.saga.unrolled import Unrolled, is_narrow_outer
 from triton_kernels import skeletons
 from triton_kernels.skeletons import fill as _fill
 from triton_kernels.skeletons import indent as _indent
 
-__all__ = ["KernelSource", "generate", "pointers", "reduces_rows", "store"]
+__all__ = ["KernelSource", "Pieces", "generate", "pointers", "reduces_rows", "store"]
 
 #: Rows of parameters, and of sums over all edges, that a program reads or writes as often as it starts.
 MIN_HELD_ROWS = 4
-#: Most operations per edge and feature of programs that may go in rounds.
+#: Most operations per edge and feature of programs that may take several pieces.
 LIGHT_WORK = 2
 #: Blocks of edges on their way at a time, where they are read ahead, and bytes from which values of edges are wide.
 STAGES, WIDE_BYTES = 3, 512
+#: Edges of each row on their way at a time where rows lie side by side, most rows of a warp and of a program if a warp has
+#: fewer, most warps of a program, and slots that are merged at a time.
+TURNS, MOST_ROWS, MOST_SIDE_WARPS, SLOTS = 4, (WARP, 8), 2, 16
 #: Parameters of every kernel, and those of the ones that know about edges.
 _CONSTANTS = ["FLOAT: tl.constexpr", "ID: tl.constexpr", "UNSET: tl.constexpr"]
 _EDGE_CONSTANTS = ["BLOCK_E: tl.constexpr", "OFFSET: tl.constexpr", "HAS_EID: tl.constexpr"]
+
+
+class Pieces(Enum):
+    """How programs that hold nothing for many pieces of rows take them: one each, several one after the other, or
+    several side by side, one lane or a few for each.
+    """
+
+    ONE = ""
+    ROUNDS = "rounds_"
+    SIDE_BY_SIDE = "side_"
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,10 +82,11 @@ class KernelSource:
         uses_places: Whether it needs the places of edges among values on their way between sweeps.
         uses_span: Whether it takes a span of edges, and to know their places in what is held of it where they begin, or
             a table of these places.
-        is_light: Whether programs do so little per edge that for short rows they should go in rounds.
-        has_workers: Whether programs take piece after piece, and the kernel their number after that of pieces.
+        work: Operations per edge and feature, beside what adds up rows, rounded up; None where programs hold something
+            for many pieces, or features are summed up.
+        has_workers: Whether programs take several pieces, and the kernel their number after that of pieces.
         holds_weights: Whether programs hold matrices of weights.
-        in_rounds: Whether they do so only as programs would be launched slower than they run.
+        pieces: How they take pieces otherwise; side by side ``block_e`` of them, with one edge of each per turn.
         takes_blocks: Whether programs take blocks of edges, of whatever rows, none of which is reduced: it has workers,
             and takes the row of each edge and where edges end in place of pieces and their number.
     """
@@ -97,11 +112,16 @@ class KernelSource:
     uses_ids: bool
     uses_places: bool
     uses_span: bool
-    is_light: bool
+    work: int | None
     has_workers: bool
     holds_weights: bool
-    in_rounds: bool
+    pieces: Pieces
     takes_blocks: bool
+
+    @property
+    def is_light(self) -> bool:
+        """Whether programs do so little per edge that of short rows each should take several."""
+        return self.work is not None and self.work <= LIGHT_WORK
 
     @property
     def has_merge(self) -> bool:
@@ -127,7 +147,7 @@ class KernelSource:
 
 
 def generate(sweep: Sweep, lanes: int = 4, tile: int | None = None, may_take_blocks: bool = True,
-             in_rounds: bool = False) -> KernelSource:
+             pieces: Pieces = Pieces.ONE) -> KernelSource:
     """Generate the kernels of ``sweep``.
 
     Args:
@@ -136,15 +156,16 @@ def generate(sweep: Sweep, lanes: int = 4, tile: int | None = None, may_take_blo
         tile: Features that one program holds per edge before it splits them over programs; None for the usual number.
         may_take_blocks: Whether programs take blocks of edges where no rows are reduced, no sum over edges is unrolled,
             and values fit.
-        in_rounds: Whether programs that hold nothing take piece after piece all the same.
+        pieces: How programs take pieces that hold nothing for many of them.
 
     Raises:
-        NotFusable: A value does not fit a tile, or an operation has no rule; the sweep then runs in chunks.
+        NotFusable: A value does not fit a tile, or an operation has no rule; the sweep then runs in chunks. Or pieces
+            cannot be taken so.
     """
     if may_take_blocks and not reduces_rows(sweep) and not any(is_narrow_outer(g) for _, g in sweep.gathers):
         with contextlib.suppress(NotFusable):  # weights have half the room in blocks
             return _Generator(sweep, lanes, tile, True).generate()
-    return _Generator(sweep, lanes, tile, False, in_rounds).generate()
+    return _Generator(sweep, lanes, tile, False, pieces).generate()
 
 
 def reduces_rows(sweep: Sweep) -> bool:
@@ -157,7 +178,8 @@ def reduces_rows(sweep: Sweep) -> bool:
 
 class _Generator:
     def __init__(self, sweep: Sweep, lanes: int, max_width: int | None, takes_blocks: bool,
-                 in_rounds: bool = False) -> None:
+                 pieces: Pieces = Pieces.ONE) -> None:
+        side_by_side = pieces == Pieces.SIDE_BY_SIDE
         self.takes_blocks, self.by_heads = takes_blocks, max_width is not None
         unrolled = Unrolled([e for _, e in sweep.edges])
         gathers = unrolled.gathers(sweep.gathers)
@@ -171,12 +193,13 @@ class _Generator:
         for _, g in self.gathers:
             if g.attr("kind") in ("outer", "index_sum") and lanes <= 2:
                 raise NotFusable(["a parameter's gradient is a matrix product in float64"])
-        self.tile = Tile(self.gathers, self.edges, lanes, max_width, True, takes_blocks, self.finish)
+        self.tile = Tile(self.gathers, self.edges, lanes, max_width, not side_by_side, takes_blocks, self.finish)
         held = (*(r for r, _ in sweep.edges), *(n for n in sweep.inputs if n.domain == Domain.EDGE))
         uses_ids = sweep.needs_ids and not all(is_staged(n) or is_local(n) for n in held)
         # Laying values out anew is a launch, so only in programs that were asked for one head at a time.
         by_feature = self.by_heads and not takes_blocks
-        self.emitter = Emitter(lowering, self.tile, sweep.rows, lanes, uses_ids, takes_blocks, by_feature)
+        self.emitter = Emitter(lowering, self.tile, sweep.rows, lanes, uses_ids, takes_blocks, by_feature,
+                               merges_lanes=not side_by_side)
         reducers = reducers_of(self.gathers, self.tile.precision,
                                has_large_blocks=takes_blocks and self.tile.has_products)
         self.reducers = [r for r in reducers if r.stores[0][0].domain != Domain.PARAM]
@@ -196,12 +219,13 @@ class _Generator:
         # Sums over all edges, and weights, are held for many pieces.
         self.holds_weights = self.tile.has_products or self.tile.held >= MIN_HELD_ROWS * self.tile.width
         holds = takes_blocks or bool(self.totals) or self.holds_weights
-        self.in_rounds = in_rounds and not holds
-        self.has_workers = holds or self.in_rounds
+        if pieces != Pieces.ONE and holds:
+            raise NotFusable(["programs that hold weights, or sums over all edges, have a way of their own"])
+        self.pieces, self.side_by_side, self.has_workers = pieces, side_by_side, holds or pieces != Pieces.ONE
         kinds = list(dict.fromkeys(g.attr("kind") for _, g in self.gathers))
         kinds += ["edge"] if self.edges else []
         side = "dst" if sweep.rows == Domain.DST else "src"
-        how = "blocks_" if takes_blocks else "rounds_" if self.in_rounds else ""
+        how = "blocks_" if takes_blocks else pieces.value
         self.name = f"{'_'.join(kinds)}_by_{side}_{how}{sweep.digest[:6]}"
 
     def generate(self) -> KernelSource:
@@ -213,7 +237,7 @@ class _Generator:
             value = self.emitter.number(e)
             place = f"{self.emitter.places(result)}.to(OFFSET)"
             self.emitter.lines += self._store(self.outputs[result], place, value, "live")
-        self.ends, self.end_inputs = self._ends()
+        self.ends, self.end_inputs = self._ends(is_piece=False)
         text = skeletons.HEADER.format(title=f"Sweep {self.sweep.digest}: "
                                              + ", ".join(g.attr("kind") for _, g in self.gathers)
                                              + (" edge values" if self.edges else ""))
@@ -221,22 +245,25 @@ class _Generator:
         if self.carries:
             text += self._merge_kernel()
         flight = Flight(self.tile, self.emitter, self.reducers, self.totals, self.gathers, self.edges, self.is_unrolled)
-        block_e, min_block_e, full_degree = flight.edges(self.by_heads, self.takes_blocks)
+        block_e, min_block_e, full_degree = (self._num_side, 1, 0) if self.side_by_side else \
+            flight.edges(self.by_heads, self.takes_blocks)
+        warps = self.tile.width * block_e // (WARP * self.emitter.lanes)
+        max_warps = min(max(warps, 1), MOST_SIDE_WARPS) if self.side_by_side else self.tile.num_warps(block_e)
         widths = tuple((self._width(c), c.integer) for c in self.carries)
         return KernelSource(text, self.name, tuple(self.emitter.inputs.values()), tuple(self.outputs.values()),
                             tuple(self.added.values()), self.end_inputs, widths, self.apart,
                             self.tile.num_programs, self.tile.width, block_e, min_block_e, full_degree,
-                            self.tile.num_warps(block_e), self.tile.edge_lanes,
+                            max_warps, self.tile.edge_lanes,
                             self._is_sliced_freely, self._head_width, self.emitter.uses_eid, self.emitter.uses_ids,
-                            self.emitter.uses_places, self.emitter.uses_span, self._is_light, self.has_workers,
-                            self.holds_weights, self.in_rounds, self.takes_blocks)
+                            self.emitter.uses_places, self.emitter.uses_span, self._work, self.has_workers,
+                            self.holds_weights, self.pieces, self.takes_blocks)
 
     # --- kernels ----------------------------------------------------------------------------------------------------
 
     def _kernel(self) -> str:
         """The kernel whose programs take pieces of rows, or blocks of edges."""
         emitter, tile = self.emitter, self.tile
-        body = self._blocks() if self.takes_blocks else self._piece()
+        body = self._blocks() if self.takes_blocks else self._pieces() if self.side_by_side else self._piece()
         pieces = ["piece_row_ptr", "piece_start_ptr", "piece_end_ptr", "piece_slot_ptr"]
         tables = ["other_ptr", "eid_ptr", *["ids_ptr"] * emitter.uses_ids]
         if self.takes_blocks:
@@ -265,6 +292,8 @@ class _Generator:
                  "tiles": _indent(tile.lines(programs, is_first) + tile.flat_lines, 1)}
         if self.takes_blocks:
             return _fill(skeletons.BLOCKS, **holes, loop=_indent(body.splitlines(), 1), totals=_indent(totals, 1))
+        if self.side_by_side:
+            return _fill(skeletons.SIDE_BY_SIDE, **holes, lanes=tile.edge_slice, piece=_indent(body.splitlines(), 1))
         if not self.has_workers:
             return _fill(skeletons.ONE_PIECE, **holes, piece=_indent(body.splitlines(), 1))
         return _fill(skeletons.WORKERS, **holes, rounds=str(skeletons.ROUNDS), piece=_indent(body.splitlines(), 3),
@@ -285,6 +314,31 @@ class _Generator:
         how = ("tl.range", f", num_stages={STAGES}") if is_ahead else ("range", "")
         piece += self._loop(how[0], "start", "end", "BLOCK_E", loads + self.emitter.lines, how[1])
         return piece + (self._result() if self.carries else "")
+
+    def _pieces(self) -> str:
+        """What a program does for pieces that lie side by side."""
+        before = self.emitter.row_lines + self._starts(self.reducers, is_merged=False)
+        turns: list[str] = []
+        for turn in range(TURNS):
+            ahead, loads = self._prefetched("start", "end", str(TURNS), turn)
+            before += ahead
+            turns += _fill(skeletons.TURN, turn=str(turn), lanes=self.tile.edge_slice,
+                           lines=_indent(loads + self.emitter.lines, 0)).splitlines()
+        loop = _fill(skeletons.TURNS, before=_indent(before, 0), step=str(TURNS), turns=_indent(turns, 1))
+        if not self.carries:
+            return loop
+        count, of_all = self._counts(self.tile.edge_slice)
+        ends, _ = self._ends(is_piece=True)
+        return loop + _fill(skeletons.RESULTS, count=count, merge=_indent(self._merges(self.apart), 1),
+                            of_all=_indent([of_all], 1), finish=_indent(ends, 0), spill=_indent(self._spills(), 0))
+
+    @property
+    def _num_side(self) -> int:
+        """Pieces that lie side by side: a warp of those that have few features, so that each lane loads 16 bytes of
+        one, or a few. Measured on an H100, arxiv size, 4, 16, 32, 64 features: 32, 8, 8, 4.
+        """
+        of_a_warp, of_few = (warps * WARP * self.emitter.lanes // self.tile.width for warps in (1, MOST_SIDE_WARPS))
+        return max(min(of_a_warp, MOST_ROWS[0]), min(of_few, MOST_ROWS[1]), 1)
 
     def _loop(self, kind: str, start: str, end: str, step: str, lines: Sequence[str], options: str = "") -> str:
         """The loop over blocks of edges."""
@@ -308,11 +362,15 @@ class _Generator:
     def _result(self) -> str:
         """What merges the lanes of a piece, and where the result goes."""
         after = [line for r in self.reducers for line in r.merge_lanes(self.tile)]
-        count, of_all = ("count = (end - start).to(FLOAT)", f"count = {skeletons.COUNT}") if self.reads_count else \
-            ("", "")
+        count, of_all = self._counts()
         add = _fill(skeletons.ADD, merge=_indent(self._merges(self.apart), 2), count=_indent([of_all], 1))
         return _fill(skeletons.RESULT, after=_indent(after, 0), count=count, add=add, finish=_indent(self.ends, 1),
                      spill=_indent(self._spills(), 1))
+
+    def _counts(self, lanes: str = "") -> tuple[str, str]:
+        """Lines that count the edges of a piece, and those of its row, where results depend on them."""
+        return (f"count = (end - start).to(FLOAT){lanes}", f"count = {skeletons.COUNT}") if self.reads_count else \
+            ("", "")
 
     def _merge_kernel(self) -> str:
         """The kernel that merges the pieces of rows that were cut."""
@@ -322,29 +380,42 @@ class _Generator:
         return _fill(skeletons.MERGE, name=f"merge_{self.name}", params=", ".join(params), count=skeletons.COUNT,
                      program=self.tile.program("num_split"),
                      tiles=_indent(self.tile.lines("num_split") + self.tile.flat_lines, 1),
-                     before=_indent(self._starts(self.reducers, is_merged=True), 1), loop=_indent(self._merges(), 2),
-                     finish=_indent(self.ends, 1))
+                     merge=_indent(self._slots().splitlines(), 1), finish=_indent(self.ends, 1))
 
-    def _merges(self, apart: Container[int] = ()) -> list[str]:
-        """Lines that merge what is in a slot into the carries; those ``apart`` are read from a copy."""
+    def _slots(self) -> str:
+        """The loop over the slots of a row."""
+        before = _indent(self._starts(self.reducers, is_merged=not self.side_by_side), 0)
+        if not self.side_by_side:
+            return _fill(skeletons.SLOTS, before=before, loop=_indent(self._merges(), 1))
+        after = [line for r in self.reducers for line in r.merge_lanes(self.tile)]
+        return _fill(skeletons.SLOTS_SIDE_BY_SIDE, before=before, slots=str(SLOTS), lanes=self.tile.edge_slice,
+                     loop=_indent(self._merges((), "live"), 1), after=_indent(after, 0))
+
+    def _merges(self, apart: Container[int] = (), *masks: str) -> list[str]:
+        """Lines that merge what is in a slot into the carries; those ``apart`` are read from a copy, and those without
+        a slot, as ``masks`` say, are as at the start.
+        """
         lines = []
         for k, c in enumerate(self.carries):
-            mask = self.tile.mask(c.node)
+            mask = self.tile.mask(c.node, *masks)
             place = self._workspace(c, "old" if k in apart else "ws")
-            lines.append(f"new_{c.name} = tl.load({place}{f', mask={mask}, other=0' if mask else ''})")
+            value = f"tl.load({place}{f', mask={mask}, other=0' if mask else ''})"
+            lines.append(f"new_{c.name} = {f'tl.where({masks[0]}, {value}, {c.start})' if masks else value}")
         return lines + [line for r in self.reducers for line in r.merge_piece()]
 
-    def _prefetched(self, start: str, end: str, step: str) -> tuple[list[str], list[str]]:
+    def _prefetched(self, start: str, end: str, step: str, turn: int | None = None) -> tuple[list[str], list[str]]:
         """Lines before and in the loop that load indices one block ahead: a row is asked for by an index that is here.
 
-        What they load belongs to edges: what was asked for of the end points, the place and the id.
+        What they load belongs to edges: what was asked for of the end points, the place and the id. Given a ``turn``,
+        to that edge of each piece.
         """
+        of_next = "next" if turn is None else f"next{turn}"
         ahead: list[str] = []
         loads: list[str] = []
         for is_flat in (False, True):
             asked = {what for what, flat in self.emitter.indices if flat == is_flat}
             form, edges, lanes = ("_flat", "tl.arange(0, BLOCK_E)", "") if is_flat else \
-                ("", self.tile.edges, self.tile.edge_slice)
+                ("", self.tile.edges if turn is None else str(turn), self.tile.edge_slice)
             if is_flat and asked:
                 loads += [f"position_flat = base + {edges}", f"alive_flat = position_flat < {end}"]
             if asked:
@@ -359,9 +430,9 @@ class _Generator:
                 if name not in asked and not (name == "eid" and "edge_id" in asked):
                     continue
                 following = f"position{form} + {step}"
-                first = f"next_{what}{form} = tl.load({what}_ptr + ahead{form}, mask=ahead{form} < {end}, other=0)"
-                here = f"{name}{form} = next_{what}{form}{'.to(OFFSET)' if not flag else ''}{lanes}"
-                then = f"next_{what}{form} = tl.load({what}_ptr + {following}, mask={following} < {end}, other=0)"
+                first = f"{of_next}_{what}{form} = tl.load({what}_ptr + ahead{form}, mask=ahead{form} < {end}, other=0)"
+                here = f"{name}{form} = {of_next}_{what}{form}{'.to(OFFSET)' if not flag else ''}{lanes}"
+                then = f"{of_next}_{what}{form} = tl.load({what}_ptr + {following}, mask={following} < {end}, other=0)"
                 if not flag:
                     ahead.append(first)
                     loads += [here, then]
@@ -385,9 +456,11 @@ class _Generator:
 
     # --- results ----------------------------------------------------------------------------------------------------
 
-    def _ends(self) -> tuple[list[str], tuple[Buffer, ...]]:
-        """Lines that write what a row has, once it is merged, and the inputs that they read."""
-        sweep, tile = self.sweep, self.tile
+    def _ends(self, is_piece: bool) -> tuple[list[str], tuple[Buffer, ...]]:
+        """Lines that write what a row has, once it is merged, and the inputs that they read; with ``is_piece`` for rows
+        side by side, those of them that are whole.
+        """
+        sweep, tile, masks = self.sweep, self.tile, ["is_whole"] * is_piece
         terms = [(None if factor is None else self.added[factor], self.added[value])
                  for factor, value in map(addend, sweep.added)]
         end = Emitter(self.emitter.lowering, tile, sweep.rows, self.emitter.lanes, False, prefix="end")
@@ -402,10 +475,10 @@ class _Generator:
             if result in self.outputs:
                 is_total = result is sweep.total
                 rest = self.outputs[sweep.rest] if is_total and sweep.rest is not None else None
-                stores += store(tile, self.outputs[result], "row", end.names.get(result, text),
+                stores += store(tile, self.outputs[result], "row", end.names.get(result, text), *masks,
                                 added=terms if is_total else (), rest=rest)
         for result, e in self.finish:
-            stores += self._store(self.outputs[result], "row", end.number(e))
+            stores += self._store(self.outputs[result], "row", end.number(e), *masks)
         return [*lines, *end.once_lines, *end.row_lines, *stores], \
             tuple(b for n, b in self.emitter.inputs.items() if n in sweep.end_inputs)
 
@@ -450,8 +523,9 @@ class _Generator:
     def _spills(self) -> list[str]:
         lines = []
         for c in self.carries:
-            shape = self.tile.shape(c.node, Edges.ONE)
-            mask = self.tile.mask(c.node, *self.tile.first(self.tile.axes.axes(c.node)))
+            shape = self.tile.shape(c.node, Edges.BLOCK if self.side_by_side else Edges.ONE)
+            of_piece = ["is_part"] * self.side_by_side
+            mask = self.tile.mask(c.node, *of_piece, *self.tile.first(self.tile.axes.axes(c.node)))
             mask = f", mask=tl.broadcast_to({mask}, {shape})" if mask else ""
             lines.append(f"tl.store(tl.broadcast_to({self._workspace(c)}, {shape}), {c.name}{mask})")
         return lines
@@ -504,15 +578,15 @@ class _Generator:
         return tile.padded(inside) if heads and inside and features[:len(heads)] == heads else 0
 
     @property
-    def _is_light(self) -> bool:
-        """Whether there are two operations per edge and feature at most, beside what adds up rows, and no sum of
-        features: registers are then as few in rounds. With more, rounds took up to 1.6 times as long.
+    def _work(self) -> int | None:
+        """See :class:`KernelSource`: with little, registers are as few where programs take several pieces. With more
+        than two operations, rounds took up to 1.6 times as long.
         """
         nodes = self.emitter.names
         if self.has_workers or self.edges or any(n.op == "mm" or ir.OPS[n.op].kind == "reduce" for n in nodes):
-            return False
+            return None
         width = max((c.node.numel for c in self.carries), default=0)
-        return width > 0 and sum(map(ir.arithmetic, nodes)) <= LIGHT_WORK * width
+        return math.ceil(sum(map(ir.arithmetic, nodes)) / width) if width else None
 
 
 # --- text of every kind of kernel -----------------------------------------------------------------------------------

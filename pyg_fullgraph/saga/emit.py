@@ -73,7 +73,8 @@ class Emitter:
     """
 
     def __init__(self, lowering: Lowering, tile: Tile, rows: Domain, lanes: int, uses_ids: bool,
-                 takes_blocks: bool = False, by_feature: bool = False, prefix: str = "v") -> None:
+                 takes_blocks: bool = False, by_feature: bool = False, prefix: str = "v",
+                 merges_lanes: bool = True) -> None:
         """Args:
             lowering, tile: Of the sweep.
             rows: Whose rows the sweep goes along.
@@ -82,8 +83,9 @@ class Emitter:
             takes_blocks: Whether a block has edges of several rows, which are gathered like those of the other side.
             by_feature: Whether values that are read through an index lie feature by feature where a program reads one.
             prefix: Names of tiles start like this.
+            merges_lanes: Whether what lanes have of edges is added up, or each has rows of its own.
         """
-        self._prefix, self._by_feature = prefix, by_feature
+        self._prefix, self._by_feature, self._merges_lanes = prefix, by_feature, merges_lanes
         self.lowering, self.tile, self.rows, self.lanes = lowering, tile, rows, lanes
         self.others = Domain.EDGE & ~rows
         self.fixed = (Domain.PARAM,) if takes_blocks else (Domain.PARAM, rows)
@@ -199,7 +201,7 @@ class Emitter:
     def over_block(self, root: Node) -> str:
         """The sum of ``root`` over what of the edges of a block is carried as one."""
         value = self.masked(root)
-        may_cross_lanes = self._may_be_alone(self.tile.width, WARP) and _is_product(root)
+        may_cross_lanes = self._merges_lanes and self._may_be_alone(self.tile.width, WARP) and _is_product(root)
         count = f"BLOCK_E // {self.tile.edge_lanes}" if self.tile.edge_lanes else "BLOCK_E"
         return self.tile.over_block(f"device.rounded({value}, {count})" if may_cross_lanes else value)
 
