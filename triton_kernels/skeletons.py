@@ -26,9 +26,9 @@ pieces are listed, have no edges and are not written.
 ``BLOCKS``, where no rows are reduced, has a fixed number of programs too, which take every ``num_workers``-th block of
 consecutive edges, whatever rows these belong to, so that no lane waits for an edge that its row has not.
 
-``MERGE``: one program takes one cut row and merges its slots in edge order, so results do not depend on timing; of pieces
-side by side, which are short, every so many of them, and then these sums. The number of cut rows may be an upper bound;
-what is beyond has no slots.
+``MERGE``: one program takes one cut row and merges its slots in edge order, so results do not depend on timing; of
+pieces side by side, which are short, every so many of them, and then these sums. The number of cut rows may be an upper
+bound; what is beyond has no slots.
 
 ``ROWS`` is the body of vertex steps: a block of rows, loaded, computed and stored at their own places.
 

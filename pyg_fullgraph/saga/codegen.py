@@ -36,8 +36,8 @@ MIN_HELD_ROWS = 4
 LIGHT_WORK = 2
 #: Blocks of edges on their way at a time, where they are read ahead, and bytes from which values of edges are wide.
 STAGES, WIDE_BYTES = 3, 512
-#: Edges of each row on their way at a time where rows lie side by side, most rows of a warp and of a program if a warp has
-#: fewer, most warps of a program, and slots that are merged at a time.
+#: Edges of each row on their way at a time where rows lie side by side, most rows of a warp and of a program if a warp
+#: has fewer, most warps of a program, and slots that are merged at a time.
 TURNS, MOST_ROWS, MOST_SIDE_WARPS, SLOTS = 4, (WARP, 8), 2, 16
 #: Parameters of every kernel, and those of the ones that know about edges.
 _CONSTANTS = ["FLOAT: tl.constexpr", "ID: tl.constexpr", "UNSET: tl.constexpr"]
