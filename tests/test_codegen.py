@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.phases import EdgePhase
 from pyg_fullgraph.saga import ir, rows, tiles
-from pyg_fullgraph.saga.codegen import KernelSource
+from pyg_fullgraph.saga.codegen import KernelSource, Pieces
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
 from pyg_fullgraph.saga.passes import split
 from pyg_fullgraph.saga.plans import KERNELS, Sweep
@@ -43,7 +44,7 @@ GOLDEN = Path(__file__).parent / "golden"
 MAX_SPILL_BYTES = 16
 MORE_SPILL_BYTES = {"gatv2": 32, "gatv2-edge-dropout": 96, "gatv2-edge-wide": 160, "pointwise": 112,
                     "gmm-separate": 288, "edge-mlp-256": 9300, "cg-64": 1900, "gat-bias:fp16:i32": 24,
-                    "transformer-edge-32": 96}
+                    "transformer-edge-32": 96, "gat:fp64:i64": 24}
 #: Shared memory of a program on Hopper.
 SHARED_BYTES = 232_448
 
@@ -373,14 +374,40 @@ def test_programs_that_hold_sums_over_edges_are_many_and_those_that_hold_weights
     workers = [k for k in kernels if isinstance(k, KernelSource) and k.has_workers and not k.takes_blocks]
     assert workers and all(k.holds_weights == (name != "gatv2") for k in workers)
     for kernel in workers:
-        assert launches._num_workers(kernel, 100) == 100
-        many = launches._num_workers(kernel, 1 << 22)
+        assert launches._num_workers(kernel, 100, kernel.block_e) == 100
+        many = launches._num_workers(kernel, 1 << 22, kernel.block_e)
         widest = max((b.node.numel for b in kernel.totals), default=1)
         if kernel.holds_weights:
             assert many == min(launches.MAX_WORKERS, launches.WORKER_ELEMENTS // widest)
         else:
             assert many == (1 << 22) // skeletons.ROUNDS > launches.MAX_WORKERS
             assert many * widest <= (1 << 22) * kernel.width // skeletons.ROUNDS
+
+
+@pytest.mark.parametrize("degree, num_rows, light, heavier", [
+    (8, 1 << 15, Pieces.SIDE_BY_SIDE, Pieces.ONE), (24, 1 << 15, Pieces.SIDE_BY_SIDE, Pieces.ONE),
+    (25, 1 << 15, Pieces.ROUNDS, Pieces.ROUNDS), (128, 1 << 15, Pieces.ROUNDS, Pieces.ROUNDS),
+    (129, 1 << 15, Pieces.ONE, Pieces.ONE), (8, (1 << 15) - 1, Pieces.ONE, Pieces.ONE)])
+def test_programs_take_several_pieces_where_rows_are_many_and_short(degree, num_rows, light, heavier):
+    """Side by side where rows are shorter and programs do next to nothing per edge."""
+    for sweep, want in ((summed(16), light), (weighted(1, 16, False), heavier)):
+        assert selection.kernel_on(sweep, 4, num_rows, degree * num_rows).pieces == want
+
+
+@pytest.mark.parametrize("features, rows, warps, piece", [
+    (1, 32, 1, 64), (4, 32, 1, 64), (16, 8, 1, 64), (32, 8, 2, 64), (64, 4, 2, 128), (128, 2, 2, 128), (256, 1, 2, 128)])
+def test_rows_side_by_side_fill_warps(features, rows, warps, piece):
+    """Each lane loads 16 bytes of a row; of narrow rows one warp has as many as lanes at most."""
+    kernel = kernel_of(summed(features), pieces=Pieces.SIDE_BY_SIDE)
+    order = SimpleNamespace(num_rows=1 << 18, num_edges=1 << 21)
+    shape = selection.default_shape(kernel, order)
+    assert (shape.block_e, shape.num_warps, shape.max_piece) == (rows, warps, piece)
+
+
+def summed(features):
+    """A sweep of sums of gathered rows."""
+    result, x = ir.input("%total", DST, (features,)), ir.input("x", SRC, (features,))
+    return Sweep(DST, ((result, ir.gather("sum", DST, x)),), ())
 
 
 def weighted(heads, features, is_softmax):
