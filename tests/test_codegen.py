@@ -395,7 +395,8 @@ def test_programs_take_several_pieces_where_rows_are_many_and_short(degree, num_
 
 
 @pytest.mark.parametrize("features, rows, warps, piece", [
-    (1, 32, 1, 64), (4, 32, 1, 64), (16, 8, 1, 64), (32, 8, 2, 64), (64, 4, 2, 128), (128, 2, 2, 128), (256, 1, 2, 128)])
+    (1, 32, 1, 64), (4, 32, 1, 64), (16, 8, 1, 64), (32, 8, 2, 64), (64, 4, 2, 128), (128, 2, 2, 128),
+    (256, 1, 2, 128)])
 def test_rows_side_by_side_fill_warps(features, rows, warps, piece):
     """Each lane loads 16 bytes of a row; of narrow rows one warp has as many as lanes at most."""
     kernel = kernel_of(summed(features), pieces=Pieces.SIDE_BY_SIDE)
