@@ -94,7 +94,12 @@ def test_conv(name: str, part: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
     plain32, fused = copy.deepcopy(plain).float().cuda(), fused.float().cuda()
     want = step(plain.double().cuda(), layer, exact, edge_index)
-    eager = {k: error(v, want[k]) for k, v in step(plain32, layer, single, edge_index).items()}
+    # Eager PyG adds up by atomics, and so is off by chance: 1e-6 to 2e-5 where a hidden value near 0 is what is left of
+    # large terms. Of a small graph many steps say how far.
+    eager: dict[str, float] = {}
+    for _ in range(1 if part == 1 else 16):
+        for k, v in step(plain32, layer, single, edge_index).items():
+            eager[k] = max(eager.get(k, 0.0), error(v, want[k]))
     del plain, plain32
     torch.cuda.empty_cache()
 
