@@ -436,9 +436,11 @@ def _prepared_tiles(sweep: Sweep, rows: EdgeOrder, tiles: Sequence[EdgeOrder], l
             parts = [launches.Part(tile, kernel, shape) for tile in tiles]
             if kernel.is_light:
                 own = [selection.kernel_for(sweep, like, tile) or kernel for tile in tiles]
-                shapes = [replace(selection.default_shape(k, t), max_piece=shape.max_piece)
-                          for k, t in zip(own, tiles, strict=True)]
-                parts = [*map(launches.Part, tiles, own, shapes)]
+                shapes = [selection.default_shape(k, t) for k, t in zip(own, tiles, strict=True)]
+                bounds = [s.max_piece for t, s in zip(tiles, shapes, strict=True) if t.num_edges > 0]
+                most = min([shape.max_piece, *bounds])
+                parts = [launches.Part(t, k, replace(s, max_piece=most))
+                         for t, k, s in zip(tiles, own, shapes, strict=True)]
             made = launches.Prepared(sweep, rows, parts, like, exact)
         known = keep(rows._cache, key, (list(tiles), made))
     return known[1]

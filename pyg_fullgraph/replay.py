@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import threading
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -181,16 +182,27 @@ class CapturedStep:
         return _Recorded(graph, outputs, taken, self._optimizers, grads_before, _bindings(self.step))
 
 
+_num_recording, _collects, _lock = 0, True, threading.Lock()
+
+
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """No garbage is collected: an earlier graph among it cannot be given back while a step is recorded."""
-    was_enabled = gc.isenabled()
-    gc.disable()
+    """No garbage is collected: an earlier graph among it cannot be given back while a step is recorded, by whatever
+    thread.
+    """
+    global _num_recording, _collects
+    with _lock:
+        if _num_recording == 0:
+            _collects = gc.isenabled()
+            gc.disable()
+        _num_recording += 1
     try:
         yield
     finally:
-        if was_enabled:
-            gc.enable()
+        with _lock:
+            _num_recording -= 1
+            if _num_recording == 0 and _collects:
+                gc.enable()
 
 
 class _Recorded:

@@ -58,9 +58,12 @@ SHORT_FEATURES, MIN_SHORT_ROWS = 3000, 1 << 15
 #: rounds and side by side: a sum of 4 features with 14 edges per row 107, 39 and 29 us, with 50 1.52, 1.06 and 1.42 ms,
 #: with 490 0.48, 0.60 and 1.13 ms.
 SIDE_DEGREE, ROUND_DEGREE = 24, 128
-#: Most operations per edge and feature of rows side by side, whose few lanes do all of them. Measured on an H100, GAT
-#: of 4 x 8 by source, which computes weights again: 135 us, side by side 158, in rounds 141.
-SIDE_WORK = 1
+#: Most operations per edge and feature of rows side by side, whose few lanes do all of them, and the width from which
+#: heavier ones of as few edges do not go in rounds either. Measured on an H100, GAT of 4 x 8 by source, which computes
+#: weights again: 135 us, side by side 158, in rounds 141.
+SIDE_WORK, HEAVY_WIDTH = 1, 32
+#: Most bytes of a row, of which a program of two warps takes two side by side.
+SIDE_BYTES = 512
 #: Most edges of a piece of rows side by side, for which others of their program wait, and from so many features, of
 #: which slots hold more. Measured on an H100, arxiv size, 64, 128 and 256 edges: sums of 32 features 53, 54 and 62 us,
 #: of 64 105, 97 and 97.
@@ -141,16 +144,19 @@ def kernel_on(sweep: Sweep, lanes: int, num_rows: int, num_edges: int) -> codege
     if is_head and degree >= HEAD_DEGREE and kernel.head_width < kernel.width:
         better.append(kernel_of(sweep, lanes, kernel.head_width))
     if kernel.is_light and degree * kernel.width <= SHORT_FEATURES and num_rows >= MIN_SHORT_ROWS:
-        pieces = _pieces_for(kernel, degree)
+        pieces = _pieces_for(kernel, degree, lanes)
         better += [] if pieces == Pieces.ONE else [kernel_of(sweep, lanes, pieces=pieces)]
     return next((k for k in better if isinstance(k, codegen.KernelSource) and k.source not in refused), kernel)
 
 
-def _pieces_for(kernel: codegen.KernelSource, degree: float) -> Pieces:
+def _pieces_for(kernel: codegen.KernelSource, degree: float, lanes: int) -> Pieces:
     """How programs take pieces of many rows of ``degree`` edges."""
     if degree > SIDE_DEGREE:
         return Pieces.ROUNDS if degree <= ROUND_DEGREE else Pieces.ONE
-    return Pieces.SIDE_BY_SIDE if kernel.work is not None and kernel.work <= SIDE_WORK else Pieces.ONE
+    is_wide = kernel.width * 16 // lanes > SIDE_BYTES
+    if kernel.work is not None and kernel.work <= SIDE_WORK and not is_wide:
+        return Pieces.SIDE_BY_SIDE
+    return Pieces.ROUNDS if kernel.width < HEAVY_WIDTH else Pieces.ONE
 
 
 class Piped(NamedTuple):

@@ -390,8 +390,11 @@ def test_programs_that_hold_sums_over_edges_are_many_and_those_that_hold_weights
     (129, 1 << 15, Pieces.ONE, Pieces.ONE), (8, (1 << 15) - 1, Pieces.ONE, Pieces.ONE)])
 def test_programs_take_several_pieces_where_rows_are_many_and_short(degree, num_rows, light, heavier):
     """Side by side where rows are shorter and programs do next to nothing per edge."""
-    for sweep, want in ((summed(16), light), (weighted(1, 16, False), heavier)):
+    for sweep, want in ((summed(16), light), (scaled(16), light), (weighted(1, 32 if degree <= 24 else 16, False), heavier)):
         assert selection.kernel_on(sweep, 4, num_rows, degree * num_rows).pieces == want
+    if num_rows == 1 << 15 and degree <= 24:
+        for sweep, want in ((weighted(1, 16, False), Pieces.ROUNDS), (summed(128 + 1), Pieces.ONE)):
+            assert selection.kernel_on(sweep, 4, num_rows, 8 * num_rows).pieces == want
 
 
 @pytest.mark.parametrize("features, rows, warps, piece", [
@@ -402,7 +405,14 @@ def test_rows_side_by_side_fill_warps(features, rows, warps, piece):
     kernel = kernel_of(summed(features), pieces=Pieces.SIDE_BY_SIDE)
     order = SimpleNamespace(num_rows=1 << 18, num_edges=1 << 21)
     shape = selection.default_shape(kernel, order)
+    assert "& ~is_done" in kernel.source  # rows of which pieces are listed would be walked again
     assert (shape.block_e, shape.num_warps, shape.max_piece) == (rows, warps, piece)
+
+
+def scaled(features):
+    """The same, each row times a number of the edge."""
+    value = ir.pointwise("mul", ir.input("x", SRC, (features,)), ir.input("w", Domain.EDGE, (1,)))
+    return Sweep(DST, ((ir.input("%total", DST, (features,)), ir.gather("sum", DST, value)),), ())
 
 
 def summed(features):

@@ -264,7 +264,7 @@ def test_tiles_have_kernels_of_their_own(name, device, only_kernels, monkeypatch
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
-@pytest.mark.parametrize("name", ["gcn", "sage-mean", "sage-max", "gat"])
+@pytest.mark.parametrize("name", ["gcn", "sage-mean", "sage-max", "gat", "products"])
 @pytest.mark.parametrize("runner, waits", [(run, True), (run, False), (run_in_tiles, True)])
 def test_rows_side_by_side(name, runner, waits, device, only_kernels, monkeypatch):
     """As they lie where they are many and short; here the graph is small, some rows are cut, and the last program has
@@ -585,6 +585,24 @@ def test_lanes_without_an_edge_do_not_make_a_finite_result_nan(kind, device):
     tensors = {k: v.to(device) for k, v in tensors.items()}
     (got,) = run(overflowing(kind), Graph.from_edge_index(edge_index.to(device), (4, 4)), tensors)
     assert torch.isfinite(got).all()
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@pytest.mark.parametrize("kind", ["sum", "mean"])
+@pytest.mark.parametrize("factor", [math.inf, math.nan])
+@pytest.mark.parametrize("is_short, num_tiles", [(True, 0), (True, 2), (False, 0)])
+def test_rows_without_edges_are_zero_whatever_their_factor(kind, factor, is_short, num_tiles, device, only_kernels,
+                                                           monkeypatch):
+    """Degrees ** -0.5 are infinite there; lanes take turns in which only others of their program have edges."""
+    if is_short:
+        lay_side_by_side(monkeypatch)
+    x, a = ir.input("x", SRC, (4,)), ir.input("a", DST, (1,))
+    edge_index = torch.tensor([[0, 1, 2, 3, 1], [0, 0, 0, 2, 2]], device=device)
+    tensors = {"x": torch.ones(4, 4, device=device), "a": torch.tensor([[1.0], [factor], [1.0]], device=device)}
+    graph = Graph.from_edge_index(edge_index, (4, 3))
+    runner = run_in_tiles if num_tiles else run
+    (got,) = runner(EdgeProgram((Output(kind, ir.pointwise("mul", x, a)),)), graph, tensors)
+    assert got.tolist() == [[3.0 if kind == "sum" else 1.0] * 4, [0.0] * 4, [2.0 if kind == "sum" else 1.0] * 4]
 
 
 def check_same_bits(name, num_runs, case):

@@ -8,7 +8,7 @@ Where edges come in tiles, all pieces do, and from the second tile on (``ADDS``)
 all do where the edges of a row are in several spans, with zeros at first; in the last tile a row of one slot is then
 whole and writes the result: its piece has ``-1 - slot`` in place of the slot. These pieces are all listed
 (:class:`segment.RowSchedule`).
-They merge in a loop of one turn: of lines outside a loop Triton 3.6 fails to lay out some in float64.
+They merge in a loop of one turn (``ADD``): of lines outside a loop Triton 3.6 fails to lay out some in float64.
 
 Programs of one part of the features run side by side, as gathered rows of few features stay in cache; where edges have
 wide values of their own, which are read or written once, programs of one piece do.

@@ -83,7 +83,7 @@ class KernelSource:
         uses_span: Whether it takes a span of edges, and to know their places in what is held of it where they begin, or
             a table of these places.
         work: Operations per edge and feature, beside what adds up rows, rounded up; None where programs hold something
-            for many pieces, or features are summed up.
+            for many pieces, features are summed up, or edge values written.
         has_workers: Whether programs take several pieces, and the kernel their number after that of pieces.
         holds_weights: Whether programs hold matrices of weights.
         pieces: How they take pieces otherwise; side by side ``block_e`` of them, with one edge of each per turn.
@@ -221,7 +221,8 @@ class _Generator:
         holds = takes_blocks or bool(self.totals) or self.holds_weights
         if pieces != Pieces.ONE and holds:
             raise NotFusable(["programs that hold weights, or sums over all edges, have a way of their own"])
-        self.pieces, self.side_by_side, self.has_workers = pieces, side_by_side, holds or pieces != Pieces.ONE
+        self.holds, self.has_workers = holds, holds or pieces != Pieces.ONE
+        self.pieces, self.side_by_side = pieces, side_by_side
         kinds = list(dict.fromkeys(g.attr("kind") for _, g in self.gathers))
         kinds += ["edge"] if self.edges else []
         side = "dst" if sweep.rows == Domain.DST else "src"
@@ -327,6 +328,9 @@ class _Generator:
         loop = _fill(skeletons.TURNS, before=_indent(before, 0), step=str(TURNS), turns=_indent(turns, 1))
         if not self.carries:
             return loop
+        # Turns that others need make NaN of a row without edges whose factor is infinite, as degrees ** -0.5 are.
+        has_edges = f"(end > start){self.tile.edge_slice}"
+        loop += "".join(f"{c.name} = tl.where({has_edges}, {c.name}, {c.start})\n" for c in self.carries)
         count, of_all = self._counts(self.tile.edge_slice)
         ends, _ = self._ends(is_piece=True)
         return loop + _fill(skeletons.RESULTS, count=count, merge=_indent(self._merges(self.apart), 1),
@@ -583,7 +587,7 @@ class _Generator:
         than two operations, rounds took up to 1.6 times as long.
         """
         nodes = self.emitter.names
-        if self.has_workers or self.edges or any(n.op == "mm" or ir.OPS[n.op].kind == "reduce" for n in nodes):
+        if self.holds or self.edges or any(n.op == "mm" or ir.OPS[n.op].kind == "reduce" for n in nodes):
             return None
         width = max((c.node.numel for c in self.carries), default=0)
         return math.ceil(sum(map(ir.arithmetic, nodes)) / width) if width else None

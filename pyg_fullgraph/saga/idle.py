@@ -3,7 +3,8 @@
 Tensors with a row per edge, or per vertex at its other end, are loaded as zeros there, so most sums need no mask, or
 one of the narrow factor of a product. What is the same for all edges of a block, rows of the vertex itself, may
 overflow. A product with it is then NaN there, which does no harm as long as everything up to the sum is linear: the
-edges that are there then make the result infinite or NaN as well. What comes out of an operation that could hide it is
+edges that are there then make the result infinite or NaN as well; a row without edges takes no turns, or forgets them.
+What comes out of an operation that could hide it is
 masked. Parameters count as finite. In blocks of edges of several rows those of both ends are loaded per edge.
 """
 
