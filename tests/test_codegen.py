@@ -390,7 +390,8 @@ def test_programs_that_hold_sums_over_edges_are_many_and_those_that_hold_weights
     (129, 1 << 15, Pieces.ONE, Pieces.ONE), (8, (1 << 15) - 1, Pieces.ONE, Pieces.ONE)])
 def test_programs_take_several_pieces_where_rows_are_many_and_short(degree, num_rows, light, heavier):
     """Side by side where rows are shorter and programs do next to nothing per edge."""
-    for sweep, want in ((summed(16), light), (scaled(16), light), (weighted(1, 32 if degree <= 24 else 16, False), heavier)):
+    heavy = weighted(1, 32 if degree <= 24 else 16, False)
+    for sweep, want in ((summed(16), light), (scaled(16), light), (heavy, heavier)):
         assert selection.kernel_on(sweep, 4, num_rows, degree * num_rows).pieces == want
     if num_rows == 1 << 15 and degree <= 24:
         for sweep, want in ((weighted(1, 16, False), Pieces.ROUNDS), (summed(128 + 1), Pieces.ONE)):
