@@ -110,16 +110,28 @@ class EdgeOrder:
         return self._cached(("inv_degree", dtype), lambda: torch.ones((), dtype=dtype, device=self.ptr.device)
                             / self.degree.clamp(min=1).to(dtype))
 
-    def schedule(self, max_piece: int = 1024) -> RowSchedule:
-        """Rows cut into pieces of at most ``max_piece`` edges, see :func:`segment.schedule_rows`; cached per bound."""
+    def schedule(self, max_piece: int = 1024, by_length: bool = False) -> RowSchedule:
+        """Rows cut into pieces of at most ``max_piece`` edges, see :func:`segment.schedule_rows`; cached per bound.
+
+        Where ``by_length`` is asked for, and the graph is used often enough, as :meth:`RowSchedule.by_length` has them.
+        """
+        if by_length and segment.orders_pieces(self.num_edges):
+            device = self.ptr.device
+            waits = device.type != "meta" and segment.may_wait_once(device)
+            return self._cached(("by length", max_piece), lambda: self.schedule(max_piece).by_length(self.ptr, waits))
         return self._cached(("schedule", max_piece, self.counts_pieces), lambda: self._schedule(max_piece))
 
     @property
     def counts_pieces(self) -> bool:
         """Whether schedules have as many pieces as there are, also where a GPU prepares the graph, if the host may wait
-        when they are made; part of the key of what is made from them.
+        when they are made.
         """
         return segment.counts_pieces(self.num_edges)
+
+    @property
+    def care(self) -> tuple[bool, bool]:
+        """What is done for schedules, on which they depend; part of the key of what is made from them."""
+        return self.counts_pieces, segment.orders_pieces(self.num_edges)
 
     def _schedule(self, max_piece: int) -> RowSchedule:
         cut = segment.schedule_rows

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch_geometric import EdgeIndex
 
-__all__ = ["Memo", "Recording", "is_unchanged", "keep", "keep_by", "recording", "state_of", "taken"]
+__all__ = ["Memo", "Recording", "claimed", "is_unchanged", "keep", "keep_by", "recording", "state_of", "taken"]
 
 T = TypeVar("T")
 
@@ -29,11 +29,13 @@ class Recording:
     Attributes:
         taken: What the graph reads and others might drop; alive with this object.
         states: Tensors that something was derived from before, with their state then; by identity.
+        claimed: What the graph has for itself, with the pool that it was taken from; by the identity of that and key.
     """
 
     def __init__(self) -> None:
         self.taken: list[Any] = []
         self.states: dict[int, tuple[Tensor, tuple[Any, ...]]] = {}
+        self.claimed: dict[tuple[int, Any], tuple[Any, MutableMapping[Any, Any]]] = {}
         self._undo: list[Callable[[], object]] = []
 
     @property
@@ -89,10 +91,30 @@ def keep_by(value: T, put: Callable[[], object], drop: Callable[[], object]) -> 
     """As :func:`keep`, by functions that put ``value`` somewhere and take it away again."""
     if _recording is not None:
         _recording._undo.append(drop)
-    elif torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+    elif _is_somebody_capturing():
         return value  # a graph of somebody else's, of whose end nobody tells
     put()
     return value
+
+
+def claimed(pool: MutableMapping[Any, Any], key: Any, make: Callable[[], T]) -> T:
+    """What is in ``pool``, made if there is none, which only one may use at a time: a graph that is recorded has it for
+    itself from then on, and one of somebody else's gets a new one each time.
+    """
+    if _recording is not None:
+        place = id(pool), key
+        if place not in _recording.claimed:
+            value = pool.pop(key, None)
+            _recording.claimed[place] = make() if value is None else value, pool
+        return _recording.claimed[place][0]
+    if _is_somebody_capturing():
+        return make()
+    value = pool.get(key)
+    return pool.setdefault(key, make()) if value is None else value
+
+
+def _is_somebody_capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 

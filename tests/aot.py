@@ -106,7 +106,7 @@ def compile_kernel(kernel: KernelSource, name: str, dtype: str = "fp32", index: 
     stat = "fp64" if dtype == "fp64" else "fp32"
     for arg in function.arg_names:
         buffer = buffers.get(arg.removesuffix("_ptr").removesuffix("_stride"))
-        if arg.endswith(("_stride", "_edge", "_edges", "_short")) or arg.startswith("num_"):
+        if arg.endswith(("_stride", "_edge", "_edges", "_short", "_piece")) or arg.startswith("num_"):
             signature[arg] = "i32"
         elif buffer is not None:
             is_seed = buffer.integer and not buffer.node.is_row
@@ -116,11 +116,11 @@ def compile_kernel(kernel: KernelSource, name: str, dtype: str = "fp32", index: 
         elif arg.startswith(("ws", "old")):
             is_index = kernel.carries[int(arg.removeprefix("ws").removeprefix("old")[:-4])][1]
             signature[arg] = f"*{index}" if is_index else f"*{stat}"
-        elif arg == "piece_slot_ptr" or arg.endswith("_ptr"):
-            signature[arg] = "*i32" if arg == "piece_slot_ptr" else f"*{index}"
+        elif arg.endswith("_ptr"):
+            signature[arg] = "*i32" if arg in ("piece_slot_ptr", "arrived_ptr") else f"*{index}"
     constants: dict[str, Any] = {
         "BLOCK_E": kernel.block_e, "OFFSET": offset, "HAS_EID": True, "HAS_IDS": True, "HAS_PLACES": True,
-        "HAS_LOCALS": adds, "ADDS": adds,
+        "HAS_LOCALS": adds, "ADDS": adds, "MERGES": not adds,
         "FLOAT": tl.float64 if dtype == "fp64" else tl.float32,
         "ID": tl.int32 if index == "i32" else tl.int64, "UNSET": 2**31 - 1 if index == "i32" else 2**63 - 1}
     return (report or _compile)(_source(function, signature, constants), kernel.num_warps(kernel.block_e))

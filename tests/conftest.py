@@ -4,7 +4,7 @@ import functools
 import gc
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch_geometric.nn import SAGEConv, SimpleConv
 
-from pyg_fullgraph import debug
+from pyg_fullgraph import chunks, debug, selection
+from pyg_fullgraph.saga.codegen import KernelSource
 
 # The same examples in every run: a change fails for what it does. New ones are for HYPOTHESIS_PROFILE=thorough and
 # `tests/property_run.py`.
@@ -132,3 +133,35 @@ def fused_first() -> None:
     """
     SAGEConv(1, 1)
     SimpleConv()
+
+
+def _poisoning(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`make`, whose tensors are full of NaN, or of ids that are nowhere valid."""
+    def made(*args: Any, **options: Any) -> torch.Tensor:
+        tensor = make(*args, **options)
+        if tensor.is_floating_point() or tensor.dtype in (torch.int32, torch.int64):
+            tensor.fill_(float("nan") if tensor.is_floating_point() else -77)
+        return tensor
+
+    return made
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every element of every result is written: what is not stays NaN."""
+    monkeypatch.setattr(torch, "empty", _poisoning(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", _poisoning(torch.empty_like))
+    monkeypatch.setattr(torch.Tensor, "new_empty", _poisoning(torch.Tensor.new_empty), raising=False)
+
+
+@pytest.fixture
+def only_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No sweep falls back to chunks, but what is meant to: matrix products in float64."""
+    run_in_chunks = chunks.run_tiles  # which all sweeps in chunks are
+
+    def refuse(sweep: Any, rows: Any, tiles: Any, like: torch.Tensor, *args: Any) -> Any:
+        is_wide = like.dtype == torch.float64 and isinstance(selection.kernel_of(sweep, 4), KernelSource)
+        assert is_wide, f"{sweep} ran in chunks: {selection.kernel_of(sweep)}"
+        return run_in_chunks(sweep, rows, tiles, like, *args)
+
+    monkeypatch.setattr(chunks, "run_tiles", refuse)

@@ -95,7 +95,9 @@ def test_source_is_python_with_the_parameters_that_a_launch_passes(name, lanes):
             continue
         functions = {f.name: [a.arg for a in f.args.args] for f in ast.parse(kernel.source).body
                      if isinstance(f, ast.FunctionDef)}
-        assert set(functions) == ({kernel.name, kernel.merge_name} if kernel.has_merge else {kernel.name})
+        merging = {kernel.merge_name, f"merge_row_of_{kernel.name}"} if kernel.has_merge else set()
+        merging |= {f"arrive_in_{kernel.name}"} if kernel.merges else set()
+        assert set(functions) == {kernel.name, *merging}
         arguments = functions[kernel.name]
         assert len(set(arguments)) == len(arguments)
         for buffer in kernel.inputs:

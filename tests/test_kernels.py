@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +50,7 @@ ON_EVERY_GRAPH = ("gat", "sage-mean", "edge-mlp", "many-outputs")
 GRAPHS = ("no_nodes", "no_edges", "no_destinations", "one_edge", "isolated", "hub", "duplicates", "sorted_by_dst",
           "sorted_by_src", "bipartite_wide")
 NAN, INFINITY = float("nan"), float("inf")
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 @pytest.mark.slow(300)
@@ -65,38 +65,6 @@ def test_interpreted(part):
     done = subprocess.run(command, env=environment, cwd=Path(__file__).parents[1], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout, done.stdout[-2000:]
-
-
-def _poisoning(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`make`, whose tensors are full of NaN, or of ids that are nowhere valid."""
-    def made(*args: Any, **options: Any) -> torch.Tensor:
-        tensor = make(*args, **options)
-        if tensor.is_floating_point() or tensor.dtype in (torch.int32, torch.int64):
-            tensor.fill_(float("nan") if tensor.is_floating_point() else -77)
-        return tensor
-
-    return made
-
-
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch):
-    """Every element of every result is written: what is not stays NaN."""
-    monkeypatch.setattr(torch, "empty", _poisoning(torch.empty))
-    monkeypatch.setattr(torch, "empty_like", _poisoning(torch.empty_like))
-    monkeypatch.setattr(torch.Tensor, "new_empty", _poisoning(torch.Tensor.new_empty), raising=False)
-
-
-@pytest.fixture
-def only_kernels(monkeypatch):
-    """No sweep falls back to chunks, but what is meant to: matrix products in float64."""
-    run_in_chunks = chunks.run_tiles  # which all sweeps in chunks are
-
-    def refuse(sweep, rows, tiles, like, *args):
-        is_wide = like.dtype == torch.float64 and isinstance(selection.kernel_of(sweep, 4), KernelSource)
-        assert is_wide, f"{sweep} ran in chunks: {selection.kernel_of(sweep)}"
-        return run_in_chunks(sweep, rows, tiles, like, *args)
-
-    monkeypatch.setattr(chunks, "run_tiles", refuse)
 
 
 def graph_for(device: str) -> zoo.Case:

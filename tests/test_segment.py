@@ -190,6 +190,38 @@ def test_where_all_rows_are_listed_the_last_come_by_length(device):
     assert lengths == [degree[r] for r in row[-last:]]
 
 
+@settings(max_examples=100, deadline=None)
+@given(degree=st.lists(st.integers(0, 40), min_size=1, max_size=40), max_piece=st.integers(4, 24), waits=st.booleans(),
+       window=st.integers(1, 20))
+def test_pieces_by_length(degree, max_piece, waits, window):
+    """The same pieces: those of cut rows as they were, long rows by length, all others by length in windows, and last
+    what is no piece."""
+    ptr = torch.tensor([0, *torch.tensor(degree).cumsum(0).tolist()], dtype=torch.int32)
+    with mock.patch.object(segment, "may_wait", return_value=waits), mock.patch.object(segment, "WINDOW", window), \
+            mock.patch.object(segment, "may_wait_once", return_value=False):
+        plain = segment.schedule_rows(ptr, max_piece, sum(degree))
+        made = plain.by_length(ptr, waits)
+
+    def pieces(of):
+        names = of.piece_row, of.piece_start, of.piece_end, of.piece_slot
+        return [*zip(*(t.tolist() for t in names), strict=True)]
+
+    def is_piece(row, start, end, slot):
+        return slot < 0 or start < end
+
+    assert made.num_listed == made.num_pieces == len(pieces(made)) and made.max_short == 0
+    assert (made.max_piece, made.num_slots, made.num_split) == (plain.max_piece, plain.num_slots, plain.num_split)
+    kept = [p for p in pieces(made) if is_piece(*p)]
+    assert kept == pieces(made)[:len(kept)] and (len(kept) == made.num_pieces or not waits)
+    assert sorted(kept) == sorted(p for p in pieces(plain.listed(ptr)) if is_piece(*p))
+    cut = [p for p in pieces(plain.listed(ptr)) if p[3] >= 0 and is_piece(*p)]
+    assert kept[:len(cut)] == cut
+    most_short = plain.max_short or max_piece // 2
+    rest = [(0 if end - start > most_short else row // window + 1, start - end)
+            for row, start, end, _ in kept[len(cut):]]
+    assert rest == sorted(rest)
+
+
 def test_whose_pieces_are_counted():
     small, large = 1 << 18, (1 << 18) + 1
     assert segment.counts_pieces(large) and not segment.counts_pieces(small)
@@ -197,9 +229,10 @@ def test_whose_pieces_are_counted():
     first.__enter__()
     second.__enter__()  # of another thread
     first.__exit__(None, None, None)
-    assert segment.counts_pieces(small)
+    assert segment.counts_pieces(small) and segment.orders_pieces(small)
     second.__exit__(None, None, None)
     assert segment.counts_pieces(large) and not segment.counts_pieces(small)
+    assert segment.orders_pieces(segment.ASYNC_EDGES + 1) and not segment.orders_pieces(segment.ASYNC_EDGES)
 
 
 def test_rows_of_larger_graphs_are_short_up_to_a_share_of_the_edges():

@@ -153,3 +153,31 @@ def find_piece(piece, row_ptr, start_ptr, end_ptr, bounds_ptr, num_listed, max_s
     start = tl.load(tl.where(is_listed, start_ptr + piece, bounds_ptr + own))
     end = tl.load(tl.where(is_listed, end_ptr + piece, bounds_ptr + own + 1))
     return row.to(tl.int64), start, end, (piece >= num_listed) & (end - start > max_short)
+
+
+@triton.jit
+def arrive(arrived_ptr, row, start, slot, is_part, bounds_ptr, max_piece, part, PARTS: tl.constexpr):
+    """Count pieces of cut rows, what is left of which this program has written to their slots, as there.
+
+    Args:
+        arrived_ptr: One number per slot and part, all 0 before and after: that of the first slot counts for a row.
+        row, start, slot: Of a piece, or several.
+        is_part: Which of them are pieces of cut rows.
+        bounds_ptr: The row pointer.
+        max_piece: The bound of pieces.
+        part, PARTS: Which of how many parts of the features this program has.
+
+    Returns: of which rows the last piece was among them, whose slots can then be read, and which is the first slot of
+        each row and how many it has, in int32.
+    """
+    low, high = tl.load(bounds_ptr + row).to(tl.int64), tl.load(bounds_ptr + row + 1).to(tl.int64)
+    degree = tl.maximum(high - low, 1)
+    pieces = (degree + max_piece - 1) // max_piece
+    # Piece k of n starts at floor(k * degree / n).
+    first = slot - ((start.to(tl.int64) - low) * pieces + degree - 1) // degree
+    counter = arrived_ptr + first * PARTS + part
+    tl.debug_barrier()  # all threads have written
+    is_last = is_part & (tl.atomic_add(counter, 1, mask=is_part, sem="acq_rel") == pieces - 1)
+    tl.store(counter, 0, mask=is_last)
+    tl.debug_barrier()  # and all read after the last piece was there
+    return is_last, first.to(tl.int32), pieces.to(tl.int32)

@@ -243,6 +243,11 @@ def _kind(arg: Any) -> object:
     return type(arg), arg
 
 
+def stream_of(device: torch.device) -> int:
+    """What tells the current stream of ``device`` from others; 0 where there are none."""
+    return driver.active.get_current_stream(device.index) if device.type == "cuda" else 0
+
+
 # --- ahead of launches ----------------------------------------------------------------------------------------------
 
 

@@ -33,6 +33,8 @@ EDGES_PER_SHORT, MEANS_PER_SHORT, MOST_SHORT = 1 << 14, 8, 64
 ROWS_PER_LONG = 16
 # Where all pieces are listed, one of how many edges are in those that come last, by length.
 EDGES_PER_LAST = 16
+# Rows with nearby ids of which those of about the same length come together, where pieces lie side by side.
+WINDOW = 4096
 _num_counting, _lock = 0, threading.Lock()
 
 
@@ -67,6 +69,11 @@ def counting() -> Iterator[None]:
 def counts_pieces(num_edges: int) -> bool:
     """Whether the host waits for how many pieces a graph of ``num_edges`` edges has, where it may at all."""
     return _num_counting > 0 or num_edges > EXACT_EDGES
+
+
+def orders_pieces(num_edges: int) -> bool:
+    """Whether a graph of ``num_edges`` edges is used often enough that all its pieces may be brought into an order."""
+    return _num_counting > 0 or num_edges > ASYNC_EDGES
 
 
 def index_dtype(*counts: int) -> torch.dtype:
@@ -245,6 +252,32 @@ class RowSchedule:
         last = 2**62 - torch.frexp(length).exponent.long()  # behind all rows
         order = torch.argsort(torch.where(start >= num_edges - num_edges // EDGES_PER_LAST, last, self.piece_row),
                               stable=True)
+        return self._in_order(order)
+
+    def by_length(self, ptr: Tensor, waits: bool) -> RowSchedule:
+        """The same pieces, all of them listed, in an order in which those that follow each other are about as long:
+        first those of cut rows, then other long rows, the longest first, and then windows of ``WINDOW`` rows, in each
+        of which the longest come first. Rows with nearby ids tend to share neighbours, and stay together.
+
+        Args:
+            ptr: [R + 1] the row pointer that was cut.
+            waits: Whether the host may wait, once, so that there are no more pieces than rows have.
+        """
+        short = (degrees(ptr) <= self.max_short).nonzero().view(-1) if waits else None
+        whole, most_short = self.listed(ptr, short), self.max_short or self.max_piece // 2
+        row, length = whole.piece_row.long(), (whole.piece_end - whole.piece_start).long()
+        is_part = whole.piece_slot[:whole.num_listed] >= 0
+        # By window, 0 for rows that come before all, and in it by what is missing from the longest.
+        is_short = (length <= most_short) & ~is_part
+        window = torch.where(is_short, torch.div(row, WINDOW, rounding_mode="floor") + 1, 0)
+        missing = torch.where(is_part, 0, self.max_piece + 1 - length)
+        # What is no piece comes last.
+        is_none = is_part & (length == 0)
+        key = torch.where(is_none, 2**62, window * (self.max_piece + 2) + missing)
+        return whole._in_order(torch.argsort(key, stable=True))
+
+    def _in_order(self, order: Tensor) -> RowSchedule:
+        """The same pieces, all of which are listed, in another order."""
         return listed(self.piece_row[order], self.piece_start[order], self.piece_end[order], self.piece_slot[order],
                       self.split_row, self.split_ptr, self.max_piece, self.num_slots, self.num_split)
 

@@ -26,9 +26,10 @@ pieces are listed, have no edges and are not written.
 ``BLOCKS``, where no rows are reduced, has a fixed number of programs too, which take every ``num_workers``-th block of
 consecutive edges, whatever rows these belong to, so that no lane waits for an edge that its row has not.
 
-``MERGE``: one program takes one cut row and merges its slots in edge order, so results do not depend on timing; of
-pieces side by side, which are short, every so many of them, and then these sums. The number of cut rows may be an upper
-bound; what is beyond has no slots.
+``MERGE_ROW`` merges the slots of a cut row in edge order, so results do not depend on timing; of pieces side by side,
+which are short, every so many of them, and then these sums. Where a graph is taken as a whole, the program that writes
+the last of them does it (``MERGES``), which is one launch less; else ``MERGE`` is launched after all tiles or spans,
+with one program per cut row. Their number may be an upper bound; what is beyond has no slots.
 
 ``ROWS`` is the body of vertex steps: a block of rows, loaded, computed and stored at their own places.
 
@@ -51,9 +52,10 @@ import triton.language as tl
 
 from triton_kernels import device
 
-COUNTS = ("num_pieces", "num_listed", "max_short", "num_workers", "num_split", "num_blocks", "first_edge", "end_edge")
+COUNTS = ("num_pieces", "num_listed", "max_short", "max_piece", "num_workers", "num_split", "num_blocks", "first_edge",
+          "end_edge")
 TABLES = ("piece_row_ptr", "piece_start_ptr", "piece_end_ptr", "piece_slot_ptr", "split_row_ptr", "split_ptr_ptr",
-          "row_ptr_ptr")
+          "row_ptr_ptr", "arrived_ptr")
 '''
 
 ONE_PIECE = '''
@@ -89,18 +91,23 @@ SIDE_BY_SIDE = '''
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=TABLES)
 def {name}({params}):
     pid = tl.program_id(0)
-    piece = ({program}).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
+    first_piece = ({program}).to(tl.int64) * BLOCK_E
 {tiles}
 {once}
-    is_there, piece = piece < num_pieces, tl.minimum(piece, num_pieces - 1)
-    row, start, end, is_done = device.find_piece(piece, piece_row_ptr, piece_start_ptr, piece_end_ptr, row_ptr_ptr,
-                                                 num_listed, max_short)
-    is_there = is_there & ~is_done & (end >= start)
-    slot = tl.load(piece_slot_ptr + tl.minimum(piece, num_listed)).to(tl.int64)
-    is_whole, is_part = (is_there & (slot < 0)){lanes}, (is_there & (slot >= 0)){lanes}
-    end = tl.where(is_there, end, start)
-    row, slot = tl.where(is_there, row, 0){lanes}, slot{lanes}
+{find}
 {piece}
+'''
+
+FIND_SIDE_BY_SIDE = '''\
+piece = first_piece + tl.arange(0, BLOCK_E)
+is_there, piece = piece < num_pieces, tl.minimum(piece, num_pieces - 1)
+row, start, end, is_done = device.find_piece(piece, piece_row_ptr, piece_start_ptr, piece_end_ptr, row_ptr_ptr,
+                                             num_listed, max_short)
+is_there = is_there & ~is_done & (end >= start)
+slot = tl.load(piece_slot_ptr + tl.minimum(piece, num_listed)).to(tl.int64)
+is_whole, is_part = (is_there & (slot < 0)){lanes}, (is_there & (slot >= 0)){lanes}
+end = tl.where(is_there, end, start)
+row, slot = tl.where(is_there, row, 0){lanes}, slot{lanes}
 '''
 
 BLOCKS = '''
@@ -163,6 +170,7 @@ if ADDS:
 {of_all}
 {finish}
 {spill}
+{last}
 '''
 
 RESULT = '''\
@@ -174,6 +182,64 @@ if is_whole:
 {finish}
 else:
 {spill}
+{last}
+'''
+
+#: Where a program has written a piece of a cut row, all of which are listed, or several: the one that writes the last
+#: piece merges the row. What is called finds everything again, so that nothing for it is held while edges are read, and
+#: takes single numbers.
+LAST = '''\
+if MERGES:
+{arrive}
+'''
+
+ARRIVE = '''
+
+@triton.jit(noinline=True)
+def {name}({params}):
+{piece}
+    part = {part}
+    row = tl.load(piece_row_ptr + piece).to(tl.int64)
+    start, end = tl.load(piece_start_ptr + piece), tl.load(piece_end_ptr + piece)
+    slot = tl.load(piece_slot_ptr + piece).to(tl.int64)
+    is_last, first, num_slots = device.arrive(arrived_ptr, row, start, slot, end > start, row_ptr_ptr, max_piece, part,
+                                              {parts})
+    if is_last:
+        {merge_row}(row, first.to(tl.int64), first.to(tl.int64) + num_slots, part, {args})
+'''
+
+#: Of a row of few pieces its lanes merge the slots, of others the whole program.
+ARRIVE_SIDE_BY_SIDE = '''
+
+@triton.jit(noinline=True)
+def {name}({params}):
+    BLOCK_E: tl.constexpr = {pieces}
+    pid = tl.program_id(0)
+    first_piece = ({program}).to(tl.int64) * BLOCK_E
+    part = {part}
+{find}
+    is_part = is_part & (end > start){lanes}
+    is_last, first, num_slots = device.arrive(arrived_ptr, row, start{lanes}, slot, is_part, row_ptr_ptr, max_piece,
+                                              part, {parts})
+    num_slots = tl.where(is_last, num_slots, 0)
+    if tl.max(num_slots) > {few}:
+        for k in range(BLOCK_E):
+            is_chosen = (tl.arange(0, BLOCK_E) == k){lanes}
+            num = tl.max(tl.where(is_chosen, num_slots, 0))
+            if num > {few}:
+                begin = tl.max(tl.where(is_chosen, first, 0)).to(tl.int64)
+                {merge_row}(tl.max(tl.where(is_chosen, row, 0)), begin, begin + num, part, {args})
+    is_whole = is_last & (num_slots <= {few})
+    most = tl.max(tl.where(is_whole, num_slots, 0))
+    if most > 0:
+{tiles}
+{count}
+{before}
+        for k in range(0, most):
+            slot = first.to(tl.int64) + k
+            live = is_whole & (k < num_slots)
+{merge}
+{finish}
 '''
 
 ADD = '''\
@@ -188,21 +254,26 @@ if ADDS:
 #: Edges of a row.
 COUNT = "(tl.load(row_ptr_ptr + row + 1) - tl.load(row_ptr_ptr + row)).to(FLOAT)"
 
+MERGE_ROW = '''
+
+@triton.jit
+def {name}({params}):
+{tiles}
+    count = {count}
+{merge}
+{finish}
+'''
+
 MERGE = '''
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=TABLES)
 def {name}({params}):
     pid = tl.program_id(0)
     split = {program}
-{tiles}
-    row = tl.load(split_row_ptr + split).to(tl.int64)
     first = tl.load(split_ptr_ptr + split).to(tl.int64)
     last = tl.load(split_ptr_ptr + split + 1).to(tl.int64)
-    if first == last:
-        return
-    count = {count}
-{merge}
-{finish}
+    if first < last:
+        {merge_row}(tl.load(split_row_ptr + split).to(tl.int64), first, last, {part}, {args})
 '''
 
 SLOTS = '''\

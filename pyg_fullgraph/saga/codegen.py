@@ -37,9 +37,11 @@ LIGHT_WORK = 2
 #: Blocks of edges on their way at a time, where they are read ahead, and bytes from which values of edges are wide.
 STAGES, WIDE_BYTES = 3, 512
 #: Edges of each row on their way at a time where rows lie side by side, most rows of a warp and of a program if a warp
-#: has fewer, most warps of a program, and slots that are merged at a time.
-TURNS, MOST_ROWS, MOST_SIDE_WARPS, SLOTS = 4, (WARP, 8), 2, 16
-#: Parameters of every kernel, and those of the ones that know about edges.
+#: has fewer, most warps of a program, most slots that a row of lanes merges, and most and fewest numbers and slots of
+#: the other rows that are merged at a time.
+TURNS, MOST_ROWS, MOST_SIDE_WARPS, FEW_SLOTS, SLOTS = 4, (WARP, 8), 2, 8, (256, 4, 16)
+#: Where pieces are listed; parameters of every kernel, and those of the ones that know about edges.
+_PIECES = ["piece_row_ptr", "piece_start_ptr", "piece_end_ptr", "piece_slot_ptr"]
 _CONSTANTS = ["FLOAT: tl.constexpr", "ID: tl.constexpr", "UNSET: tl.constexpr"]
 _EDGE_CONSTANTS = ["BLOCK_E: tl.constexpr", "OFFSET: tl.constexpr", "HAS_EID: tl.constexpr"]
 
@@ -84,6 +86,7 @@ class KernelSource:
             a table of these places.
         work: Operations per edge and feature, beside what adds up rows, rounded up; None where programs hold something
             for many pieces, features are summed up, or edge values written.
+        merges: Whether the programs that take the last pieces of cut rows can merge those themselves.
         has_workers: Whether programs take several pieces, and the kernel their number after that of pieces.
         holds_weights: Whether programs hold matrices of weights.
         pieces: How they take pieces otherwise; side by side ``block_e`` of them, with one edge of each per turn.
@@ -113,6 +116,7 @@ class KernelSource:
     uses_places: bool
     uses_span: bool
     work: int | None
+    merges: bool
     has_workers: bool
     holds_weights: bool
     pieces: Pieces
@@ -244,7 +248,7 @@ class _Generator:
                                              + (" edge values" if self.edges else ""))
         text += self._kernel()
         if self.carries:
-            text += self._merge_kernel()
+            text += self._merge_kernels()
         flight = Flight(self.tile, self.emitter, self.reducers, self.totals, self.gathers, self.edges, self.is_unrolled)
         block_e, min_block_e, full_degree = (self._num_side, 1, 0) if self.side_by_side else \
             flight.edges(self.by_heads, self.takes_blocks)
@@ -256,7 +260,8 @@ class _Generator:
                             self.tile.num_programs, self.tile.width, block_e, min_block_e, full_degree,
                             max_warps, self.tile.edge_lanes,
                             self._is_sliced_freely, self._head_width, self.emitter.uses_eid, self.emitter.uses_ids,
-                            self.emitter.uses_places, self.emitter.uses_span, self._work, self.has_workers,
+                            self.emitter.uses_places, self.emitter.uses_span, self._work, self._merges_rows,
+                            self.has_workers,
                             self.holds_weights, self.pieces, self.takes_blocks)
 
     # --- kernels ----------------------------------------------------------------------------------------------------
@@ -265,36 +270,35 @@ class _Generator:
         """The kernel whose programs take pieces of rows, or blocks of edges."""
         emitter, tile = self.emitter, self.tile
         body = self._blocks() if self.takes_blocks else self._pieces() if self.side_by_side else self._piece()
-        pieces = ["piece_row_ptr", "piece_start_ptr", "piece_end_ptr", "piece_slot_ptr"]
         tables = ["other_ptr", "eid_ptr", *["ids_ptr"] * emitter.uses_ids]
         if self.takes_blocks:
             tables += ["rows_ptr", self._end]
         else:
-            tables += [*pieces, "row_ptr_ptr", "num_listed", "max_short", "num_pieces"]
-        counts = ["num_workers"] * self.has_workers + ["first_edge", "locals_ptr"] * emitter.uses_span
+            tables += [*_PIECES, "row_ptr_ptr", "num_listed", "max_short", "num_pieces"]
+        counts = ["max_piece"] * self._merges_rows + ["num_workers"] * self.has_workers
+        counts += ["first_edge", "locals_ptr"] * emitter.uses_span
         places = ["places_ptr"] * emitter.uses_places
         ins = pointers(emitter.inputs.values())
         outs = [f"{b.name}_ptr" for b in (*self.outputs.values(), *self.added.values())]
         has_ids = ["HAS_IDS: tl.constexpr"] * emitter.uses_ids + ["HAS_PLACES: tl.constexpr"] * emitter.uses_places
         has_ids += ["HAS_LOCALS: tl.constexpr"] * emitter.uses_span
-        adds = ["ADDS: tl.constexpr"] * bool(self.carries)
-        copies = [f"old{k}_ptr" for k in self.apart]
+        adds = ["ADDS: tl.constexpr"] * bool(self.carries) + ["MERGES: tl.constexpr"] * self._merges_rows
+        copies = [f"old{k}_ptr" for k in self.apart] + ["arrived_ptr"] * self._merges_rows
         params = ", ".join([*tables, *counts, *places, *ins, *outs, *self._workspaces(), *copies, *_EDGE_CONSTANTS,
                             *_CONSTANTS, *has_ids, *adds])
         totals = self._totals() if self.has_workers else []
-        programs, once = "num_pieces", emitter.once_lines
+        once = emitter.once_lines
         if self.has_workers:
-            programs, once = "num_workers", once + self._starts(self.totals, is_merged=False)
-        # Side by side the parts of what an edge has are read, or written, as one: attention with edge features of 1024
-        # took 0.83 of the time (float16, 8 edges per vertex, H200).
-        is_first = tile.num_programs > 1 and (self._reads_wide_edges or self._writes_wide_edges)
+            once = once + self._starts(self.totals)
         holes = {"name": self.name, "params": params, "once": _indent(once, 1),
-                 "program": tile.program(programs, is_first),
-                 "tiles": _indent(tile.lines(programs, is_first) + tile.flat_lines, 1)}
+                 "program": tile.program(*self._programs),
+                 "tiles": _indent(tile.lines(tile.part(*self._programs)) + tile.flat_lines, 1)}
         if self.takes_blocks:
             return _fill(skeletons.BLOCKS, **holes, loop=_indent(body.splitlines(), 1), totals=_indent(totals, 1))
         if self.side_by_side:
-            return _fill(skeletons.SIDE_BY_SIDE, **holes, lanes=tile.edge_slice, piece=_indent(body.splitlines(), 1))
+            find = _fill(skeletons.FIND_SIDE_BY_SIDE, lanes=tile.edge_slice)
+            return _fill(skeletons.SIDE_BY_SIDE, **holes, find=_indent(find.splitlines(), 1),
+                         piece=_indent(body.splitlines(), 1))
         if not self.has_workers:
             return _fill(skeletons.ONE_PIECE, **holes, piece=_indent(body.splitlines(), 1))
         return _fill(skeletons.WORKERS, **holes, rounds=str(skeletons.ROUNDS), piece=_indent(body.splitlines(), 3),
@@ -303,7 +307,7 @@ class _Generator:
     def _piece(self) -> str:
         """What a program does for a piece of a row."""
         ahead, loads = self._prefetched("start", "end", "BLOCK_E")
-        starts = self._starts(self.reducers, is_merged=False)
+        starts = self._starts(self.reducers)
         skip, other = (skeletons.SKIP, skeletons.OTHER) if self.has_workers else (skeletons.END, "")
         piece = _fill(skeletons.PIECE, other=other, before=_indent(self.emitter.row_lines + starts, 0), skip=skip,
                       ahead=_indent(ahead, 0))
@@ -318,7 +322,7 @@ class _Generator:
 
     def _pieces(self) -> str:
         """What a program does for pieces that lie side by side."""
-        before = self.emitter.row_lines + self._starts(self.reducers, is_merged=False)
+        before = self.emitter.row_lines + self._starts(self.reducers)
         turns: list[str] = []
         for turn in range(TURNS):
             ahead, loads = self._prefetched("start", "end", str(TURNS), turn)
@@ -334,7 +338,8 @@ class _Generator:
         count, of_all = self._counts(self.tile.edge_slice)
         ends, _ = self._ends(is_piece=True)
         return loop + _fill(skeletons.RESULTS, count=count, merge=_indent(self._merges(self.apart), 1),
-                            of_all=_indent([of_all], 1), finish=_indent(ends, 0), spill=_indent(self._spills(), 0))
+                            of_all=_indent([of_all], 1), finish=_indent(ends, 0), spill=_indent(self._spills(), 0),
+                            last=self._last())
 
     @property
     def _num_side(self) -> int:
@@ -369,30 +374,85 @@ class _Generator:
         count, of_all = self._counts()
         add = _fill(skeletons.ADD, merge=_indent(self._merges(self.apart), 2), count=_indent([of_all], 1))
         return _fill(skeletons.RESULT, after=_indent(after, 0), count=count, add=add, finish=_indent(self.ends, 1),
-                     spill=_indent(self._spills(), 1))
+                     spill=_indent(self._spills(), 1), last=_indent(self._last().splitlines(), 1))
 
     def _counts(self, lanes: str = "") -> tuple[str, str]:
         """Lines that count the edges of a piece, and those of its row, where results depend on them."""
         return (f"count = (end - start).to(FLOAT){lanes}", f"count = {skeletons.COUNT}") if self.reads_count else \
             ("", "")
 
-    def _merge_kernel(self) -> str:
-        """The kernel that merges the pieces of rows that were cut."""
+    def _merge_kernels(self) -> str:
+        """The function that merges the pieces of a row that was cut, and the kernel that does it for all such rows."""
+        tile, name = self.tile, self._merge_name
+        params, args = ", ".join(self._merge_args), ", ".join(map(_bare, self._merge_args))
+        text = _fill(skeletons.MERGE_ROW, name=name, params=f"row, first, last, part, {params}", count=skeletons.COUNT,
+                     tiles=_indent(tile.lines("part") + tile.flat_lines, 1),
+                     merge=_indent(self._slots().splitlines(), 1), finish=_indent(self.ends, 1))
+        text += self._arrive() if self._merges_rows else ""
+        return text + _fill(skeletons.MERGE, name=f"merge_{self.name}", program=tile.program("num_split"),
+                            params=f"split_row_ptr, split_ptr_ptr, num_split, {params}", args=args, merge_row=name,
+                            part=tile.part("num_split"))
+
+    @property
+    def _merge_name(self) -> str:
+        return f"merge_row_of_{self.name}"
+
+    @property
+    def _merge_args(self) -> list[str]:
+        """Parameters of what merges slots, beside which ones."""
         rows = [f"{b.name}_ptr" for r, b in self.outputs.items() if r.domain == self.sweep.rows]
         rows += [f"{b.name}_ptr" for b in self.added.values()] + pointers(self.end_inputs)
-        params = ["split_row_ptr", "split_ptr_ptr", "row_ptr_ptr", "num_split", *rows, *self._workspaces(), *_CONSTANTS]
-        return _fill(skeletons.MERGE, name=f"merge_{self.name}", params=", ".join(params), count=skeletons.COUNT,
-                     program=self.tile.program("num_split"),
-                     tiles=_indent(self.tile.lines("num_split") + self.tile.flat_lines, 1),
-                     merge=_indent(self._slots().splitlines(), 1), finish=_indent(self.ends, 1))
+        return ["row_ptr_ptr", *rows, *self._workspaces(), *_CONSTANTS]
+
+    def _last(self) -> str:
+        """What a program does when it has written pieces of cut rows to their slots."""
+        if not self._merges_rows:
+            return ""
+        lines = [f"{self._arrive_name}({', '.join(map(_bare, self._arrive_args))})"]
+        if self.has_workers:  # programs that take one piece have ended where that is none
+            is_piece = "tl.max(is_part.to(tl.int32)) > 0" if self.side_by_side else "end > start"
+            lines = [f"if {is_piece}:", *(f"    {line}" for line in lines)]
+        return _fill(skeletons.LAST, arrive=_indent(lines, 1))
+
+    @property
+    def _arrive_name(self) -> str:
+        return f"arrive_in_{self.name}"
+
+    @property
+    def _arrive_args(self) -> list[str]:
+        """Parameters of what counts pieces of cut rows."""
+        counts = ["num_listed", "max_short"] if self.side_by_side else ["piece"] if self.has_workers else []
+        counts += ["num_pieces", *["num_workers"] * self.has_workers, "max_piece"]
+        return [*_PIECES, *counts, "arrived_ptr", *self._merge_args]
+
+    def _arrive(self) -> str:
+        """The function that merges the rows of which a program has written the last piece."""
+        tile, lanes = self.tile, self.tile.edge_slice
+        program, part = tile.program(*self._programs), tile.part(*self._programs)
+        holes = {"name": self._arrive_name, "params": ", ".join(self._arrive_args), "merge_row": self._merge_name,
+                 "args": ", ".join(map(_bare, self._merge_args)), "part": part, "parts": str(tile.num_programs)}
+        if not self.side_by_side:
+            lines = ["pid = tl.program_id(0)", *[f"piece = {program}"] * (not self.has_workers)]
+            return _fill(skeletons.ARRIVE, **holes, piece=_indent(lines, 1))
+        ends, _ = self._ends(is_piece=True)
+        count = [f"count = {skeletons.COUNT}"] * self.reads_count
+        starts = self._starts(self.reducers, Edges.BLOCK)
+        return _fill(skeletons.ARRIVE_SIDE_BY_SIDE, **holes, pieces=str(self._num_side), few=str(FEW_SLOTS),
+                     lanes=lanes, program=program,
+                     find=_indent(_fill(skeletons.FIND_SIDE_BY_SIDE, lanes=lanes).splitlines(), 1),
+                     tiles=_indent(tile.lines("part") + tile.flat_lines, 2), count=_indent(count, 2),
+                     before=_indent(starts, 2), merge=_indent(self._merges((), "live"), 3), finish=_indent(ends, 2))
 
     def _slots(self) -> str:
-        """The loop over the slots of a row."""
-        before = _indent(self._starts(self.reducers, is_merged=not self.side_by_side), 0)
+        """The loop over the slots of a row in edge order; of short pieces, of which there may be many, several at once.
+        """
+        before = _indent(self._starts(self.reducers, None if self.side_by_side else Edges.ONE), 0)
         if not self.side_by_side:
             return _fill(skeletons.SLOTS, before=before, loop=_indent(self._merges(), 1))
         after = [line for r in self.reducers for line in r.merge_lanes(self.tile)]
-        return _fill(skeletons.SLOTS_SIDE_BY_SIDE, before=before, slots=str(SLOTS), lanes=self.tile.edge_slice,
+        numbers, fewest, most = SLOTS
+        slots = min(max(numbers // self.tile.width, fewest), most)
+        return _fill(skeletons.SLOTS_SIDE_BY_SIDE, before=before, slots=str(slots), lanes=self.tile.edge_slice,
                      loop=_indent(self._merges((), "live"), 1), after=_indent(after, 0))
 
     def _merges(self, apart: Container[int] = (), *masks: str) -> list[str]:
@@ -445,7 +505,8 @@ class _Generator:
                     loads += [f"if {flag}:", f"    {here}", f"    {then}", "else:", f"    {name}{form} = {otherwise}"]
         return ahead, loads
 
-    def _starts(self, reducers: Iterable[Reducer], is_merged: bool) -> list[str]:
+    def _starts(self, reducers: Iterable[Reducer], edges: Edges | None = None) -> list[str]:
+        """Lines that start carries, which hold ``edges``, or what they hold in the loop."""
         lines = []
         for reducer in reducers:
             if isinstance(reducer, Outer):
@@ -453,8 +514,7 @@ class _Generator:
                 shape = f"[{self.tile.padded(rows)}, {self.tile.padded(columns)}]"
                 lines.append(f"{reducer.name} = tl.full({shape}, 0.0, FLOAT)")
             else:
-                edges = Edges.ONE if is_merged else reducer.held
-                lines += [f"{c.name} = tl.full({self.tile.shape(c.node, edges)}, {c.start}, "
+                lines += [f"{c.name} = tl.full({self.tile.shape(c.node, edges or reducer.held)}, {c.start}, "
                           f"{'ID' if c.integer else 'FLOAT'})" for c in reducer.carries]
         return lines
 
@@ -535,6 +595,26 @@ class _Generator:
         return lines
 
     # --- shape ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _programs(self) -> tuple[str, bool]:
+        """How many programs share a part of the features, and whether those with the same edges run side by side: the
+        parts of what an edge has are then read, or written, as one. Attention with edge features of 1024 took 0.83 of
+        the time (float16, 8 edges per vertex, H200).
+        """
+        is_first = self.tile.num_programs > 1 and (self._reads_wide_edges or self._writes_wide_edges)
+        return "num_workers" if self.has_workers else "num_pieces", is_first
+
+    @property
+    def _merges_rows(self) -> bool:
+        """Whether programs can merge rows.
+
+        Where they do much per edge, or know edges by ids, another end of the kernel can have Triton, or ptxas, allot
+        other registers to the loop, for which a launch is no matter. Measured on an H100, arxiv size, 256 features:
+        by source GATv2 in float16 620 and 800 us, in float32 980 and 981, ResGated 959 and 1076, maxima 824 and 856.
+        """
+        is_light = self._work is not None and self._work <= LIGHT_WORK and not self.emitter.uses_eid
+        return bool(self.carries) and not self.holds and (self.side_by_side or is_light)
 
     @property
     def _reads_wide_edges(self) -> bool:
@@ -636,6 +716,11 @@ def store(tile: Tile, buffer: Buffer, row: str, value: str, *masks: str,
     rounded = f"{name}.to({buffer.name}_ptr.dtype.element_ty).to(FLOAT)"
     return [f"{name} = {value}", f"tl.store({spread(buffer)}, {name}{mask})",
             f"tl.store({spread(rest)}, {name} - {rounded}{mask})"]
+
+
+def _bare(parameter: str) -> str:
+    """The name of a parameter, without its kind."""
+    return parameter.split(":")[0]
 
 
 def pointers(inputs: Iterable[Buffer]) -> list[str]:

@@ -101,7 +101,7 @@ def generate(steps: Sequence[Step]) -> RowsSource:
               "BLOCK_E: tl.constexpr", "FLOAT: tl.constexpr"]
     text = skeletons.HEADER.format(title=f"Vertex steps {digest[:24]}")
     text += fill(skeletons.ROWS, name=name, params=", ".join(params), program=tile.program("num_blocks"),
-                 tiles=indent(tile.lines("num_blocks"), 1), lanes=tile.edge_slice,
+                 tiles=indent(tile.lines(tile.part("num_blocks")), 1), lanes=tile.edge_slice,
                  lines=indent(emitter.once_lines + emitter.lines, 1))
     block_r, num_warps = _block(tile, [n for n in emitter.names if n.op == "input" and n.is_row])
     return RowsSource(text, name, inputs, outputs, tile.num_programs, block_r, num_warps)

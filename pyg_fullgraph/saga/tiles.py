@@ -327,18 +327,22 @@ class Tile:
     # --- text -------------------------------------------------------------------------------------------------------
 
     def program(self, programs: str, is_first: bool = False) -> str:
-        """Which of the ``programs`` that share a part this one is; see :meth:`lines`."""
+        """Which of the ``programs`` that share a part this one is; see :meth:`part`."""
         if self.num_programs == 1:
             return "pid"
         return f"pid // {self.num_programs}" if is_first else f"pid % {programs}"
 
-    def lines(self, programs: str, is_first: bool = False) -> list[str]:
-        """Lines that find this program's part of each axis, where ``programs`` share a part.
-
-        ``is_first`` says that the parts come first, and so run side by side.
+    def part(self, programs: str, is_first: bool = False) -> str:
+        """Which part of the features this program has, where ``programs`` share each; ``is_first`` says that the parts
+        come first, and so run side by side.
         """
-        tile = f"pid % {self.num_programs}" if is_first else f"pid // {programs}"
-        lines = [f"tile = {tile}"] if self.split else []
+        if self.num_programs == 1:
+            return "0"
+        return f"pid % {self.num_programs}" if is_first else f"pid // {programs}"
+
+    def lines(self, part: str) -> list[str]:
+        """Lines that find what ``part`` has of each axis."""
+        lines = [f"tile = {part}"] if self.split else []
         for axis in self.split:
             lines += [f"{self._part(axis)} = tile % {self._num_blocks(axis)}",
                       f"tile = tile // {self._num_blocks(axis)}"]

@@ -5,13 +5,14 @@ import triton.language as tl
 
 from triton_kernels import device
 
-COUNTS = ("num_pieces", "num_listed", "max_short", "num_workers", "num_split", "num_blocks", "first_edge", "end_edge")
+COUNTS = ("num_pieces", "num_listed", "max_short", "max_piece", "num_workers", "num_split", "num_blocks", "first_edge",
+          "end_edge")
 TABLES = ("piece_row_ptr", "piece_start_ptr", "piece_end_ptr", "piece_slot_ptr", "split_row_ptr", "split_ptr_ptr",
-          "row_ptr_ptr")
+          "row_ptr_ptr", "arrived_ptr")
 
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=TABLES)
-def softmax_sum_lse_by_dst_977711(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_end_ptr, piece_slot_ptr, row_ptr_ptr, num_listed, max_short, num_pieces, in0_ptr, in0_stride, in1_ptr, in1_stride, in2_ptr, in2_stride, out0_ptr, out1_ptr, ws0_ptr, ws1_ptr, ws2_ptr, old0_ptr, old1_ptr, BLOCK_E: tl.constexpr, OFFSET: tl.constexpr, HAS_EID: tl.constexpr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr, ADDS: tl.constexpr):
+def softmax_sum_lse_by_dst_977711(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_end_ptr, piece_slot_ptr, row_ptr_ptr, num_listed, max_short, num_pieces, max_piece, in0_ptr, in0_stride, in1_ptr, in1_stride, in2_ptr, in2_stride, out0_ptr, out1_ptr, ws0_ptr, ws1_ptr, ws2_ptr, old0_ptr, old1_ptr, arrived_ptr, BLOCK_E: tl.constexpr, OFFSET: tl.constexpr, HAS_EID: tl.constexpr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr, ADDS: tl.constexpr, MERGES: tl.constexpr):
     pid = tl.program_id(0)
     piece = pid
     f0 = tl.arange(0, 4)[None, None, :, None]
@@ -85,21 +86,16 @@ def softmax_sum_lse_by_dst_977711(other_ptr, eid_ptr, piece_row_ptr, piece_start
         tl.store(tl.broadcast_to(ws0_ptr + slot * 3 + f0, [1, 1, 4, 1]), peak0, mask=tl.broadcast_to((f0 < 3), [1, 1, 4, 1]))
         tl.store(tl.broadcast_to(ws1_ptr + slot * 3 + f0, [1, 1, 4, 1]), total0, mask=tl.broadcast_to((f0 < 3), [1, 1, 4, 1]))
         tl.store(tl.broadcast_to(ws2_ptr + slot * 15 + f0 * 5 + f1, [1, 1, 4, 8]), acc0_0, mask=tl.broadcast_to((f0 < 3) & (f1 < 5), [1, 1, 4, 8]))
+        if MERGES:
+            arrive_in_softmax_sum_lse_by_dst_977711(piece_row_ptr, piece_start_ptr, piece_end_ptr, piece_slot_ptr, num_pieces, max_piece, arrived_ptr, row_ptr_ptr, out0_ptr, out1_ptr, ws0_ptr, ws1_ptr, ws2_ptr, FLOAT, ID, UNSET)
 
 
-@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=TABLES)
-def merge_softmax_sum_lse_by_dst_977711(split_row_ptr, split_ptr_ptr, row_ptr_ptr, num_split, out0_ptr, out1_ptr, ws0_ptr, ws1_ptr, ws2_ptr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr):
-    pid = tl.program_id(0)
-    split = pid
+@triton.jit
+def merge_row_of_softmax_sum_lse_by_dst_977711(row, first, last, part, row_ptr_ptr, out0_ptr, out1_ptr, ws0_ptr, ws1_ptr, ws2_ptr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr):
     f0 = tl.arange(0, 4)[None, None, :, None]
     f1 = tl.arange(0, 8)[None, None, None, :]
     f0_0 = tl.arange(0, 32) // 8
     f1_0 = tl.arange(0, 32) % 8
-    row = tl.load(split_row_ptr + split).to(tl.int64)
-    first = tl.load(split_ptr_ptr + split).to(tl.int64)
-    last = tl.load(split_ptr_ptr + split + 1).to(tl.int64)
-    if first == last:
-        return
     count = (tl.load(row_ptr_ptr + row + 1) - tl.load(row_ptr_ptr + row)).to(FLOAT)
     peak0 = tl.full([1, 1, 4, 1], float("-inf"), FLOAT)
     total0 = tl.full([1, 1, 4, 1], 0.0, FLOAT)
@@ -117,3 +113,27 @@ def merge_softmax_sum_lse_by_dst_977711(split_row_ptr, split_ptr_ptr, row_ptr_pt
         peak0 = top_peak0
     tl.store(out0_ptr + row * 15 + f0_0 * 5 + f1_0, tl.reshape(tl.broadcast_to(acc0_0 / tl.where(total0 == 0, 1.0, total0), [1, 1, 4, 8]), [32]), mask=tl.broadcast_to((f0_0 < 3) & (f1_0 < 5), [32]))
     tl.store(tl.broadcast_to(out1_ptr + row * 3 + f0, [1, 1, 4, 1]), tl.broadcast_to(device.log_sum_exp(peak0, total0), [1, 1, 4, 1]), mask=tl.broadcast_to((f0 < 3), [1, 1, 4, 1]))
+
+
+@triton.jit(noinline=True)
+def arrive_in_softmax_sum_lse_by_dst_977711(piece_row_ptr, piece_start_ptr, piece_end_ptr, piece_slot_ptr, num_pieces, max_piece, arrived_ptr, row_ptr_ptr, out0_ptr, out1_ptr, ws0_ptr, ws1_ptr, ws2_ptr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr):
+    pid = tl.program_id(0)
+    piece = pid
+    part = 0
+    row = tl.load(piece_row_ptr + piece).to(tl.int64)
+    start, end = tl.load(piece_start_ptr + piece), tl.load(piece_end_ptr + piece)
+    slot = tl.load(piece_slot_ptr + piece).to(tl.int64)
+    is_last, first, num_slots = device.arrive(arrived_ptr, row, start, slot, end > start, row_ptr_ptr, max_piece, part,
+                                              1)
+    if is_last:
+        merge_row_of_softmax_sum_lse_by_dst_977711(row, first.to(tl.int64), first.to(tl.int64) + num_slots, part, row_ptr_ptr, out0_ptr, out1_ptr, ws0_ptr, ws1_ptr, ws2_ptr, FLOAT, ID, UNSET)
+
+
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=TABLES)
+def merge_softmax_sum_lse_by_dst_977711(split_row_ptr, split_ptr_ptr, num_split, row_ptr_ptr, out0_ptr, out1_ptr, ws0_ptr, ws1_ptr, ws2_ptr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr):
+    pid = tl.program_id(0)
+    split = pid
+    first = tl.load(split_ptr_ptr + split).to(tl.int64)
+    last = tl.load(split_ptr_ptr + split + 1).to(tl.int64)
+    if first < last:
+        merge_row_of_softmax_sum_lse_by_dst_977711(tl.load(split_row_ptr + split).to(tl.int64), first, last, 0, row_ptr_ptr, out0_ptr, out1_ptr, ws0_ptr, ws1_ptr, ws2_ptr, FLOAT, ID, UNSET)

@@ -5,9 +5,10 @@ import triton.language as tl
 
 from triton_kernels import device
 
-COUNTS = ("num_pieces", "num_listed", "max_short", "num_workers", "num_split", "num_blocks", "first_edge", "end_edge")
+COUNTS = ("num_pieces", "num_listed", "max_short", "max_piece", "num_workers", "num_split", "num_blocks", "first_edge",
+          "end_edge")
 TABLES = ("piece_row_ptr", "piece_start_ptr", "piece_end_ptr", "piece_slot_ptr", "split_row_ptr", "split_ptr_ptr",
-          "row_ptr_ptr")
+          "row_ptr_ptr", "arrived_ptr")
 
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=TABLES)
@@ -75,22 +76,25 @@ def sum_by_src_5ee541(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_
         tl.store(tl.broadcast_to(ws0_ptr + slot * 15 + f0 * 5 + f1, [1, 1, 4, 8]), sum0, mask=tl.broadcast_to((f0 < 3) & (f1 < 5), [1, 1, 4, 8]))
 
 
-@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=TABLES)
-def merge_sum_by_src_5ee541(split_row_ptr, split_ptr_ptr, row_ptr_ptr, num_split, out0_ptr, ws0_ptr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr):
-    pid = tl.program_id(0)
-    split = pid
+@triton.jit
+def merge_row_of_sum_by_src_5ee541(row, first, last, part, row_ptr_ptr, out0_ptr, ws0_ptr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr):
     f0 = tl.arange(0, 4)[None, None, :, None]
     f1 = tl.arange(0, 8)[None, None, None, :]
     f0_0 = tl.arange(0, 32) // 8
     f1_0 = tl.arange(0, 32) % 8
-    row = tl.load(split_row_ptr + split).to(tl.int64)
-    first = tl.load(split_ptr_ptr + split).to(tl.int64)
-    last = tl.load(split_ptr_ptr + split + 1).to(tl.int64)
-    if first == last:
-        return
     count = (tl.load(row_ptr_ptr + row + 1) - tl.load(row_ptr_ptr + row)).to(FLOAT)
     sum0 = tl.full([1, 1, 4, 8], 0.0, FLOAT)
     for slot in range(first, last):
         new_sum0 = tl.load(ws0_ptr + slot * 15 + f0 * 5 + f1, mask=(f0 < 3) & (f1 < 5), other=0)
         sum0 += new_sum0
     tl.store(out0_ptr + row * 15 + f0_0 * 5 + f1_0, tl.reshape(tl.broadcast_to(sum0, [1, 1, 4, 8]), [32]), mask=tl.broadcast_to((f0_0 < 3) & (f1_0 < 5), [32]))
+
+
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=TABLES)
+def merge_sum_by_src_5ee541(split_row_ptr, split_ptr_ptr, num_split, row_ptr_ptr, out0_ptr, ws0_ptr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr):
+    pid = tl.program_id(0)
+    split = pid
+    first = tl.load(split_ptr_ptr + split).to(tl.int64)
+    last = tl.load(split_ptr_ptr + split + 1).to(tl.int64)
+    if first < last:
+        merge_row_of_sum_by_src_5ee541(tl.load(split_row_ptr + split).to(tl.int64), first, last, 0, row_ptr_ptr, out0_ptr, ws0_ptr, FLOAT, ID, UNSET)

@@ -5,9 +5,10 @@ import triton.language as tl
 
 from triton_kernels import device
 
-COUNTS = ("num_pieces", "num_listed", "max_short", "num_workers", "num_split", "num_blocks", "first_edge", "end_edge")
+COUNTS = ("num_pieces", "num_listed", "max_short", "max_piece", "num_workers", "num_split", "num_blocks", "first_edge",
+          "end_edge")
 TABLES = ("piece_row_ptr", "piece_start_ptr", "piece_end_ptr", "piece_slot_ptr", "split_row_ptr", "split_ptr_ptr",
-          "row_ptr_ptr")
+          "row_ptr_ptr", "arrived_ptr")
 
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=TABLES)

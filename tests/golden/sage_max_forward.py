@@ -5,9 +5,10 @@ import triton.language as tl
 
 from triton_kernels import device
 
-COUNTS = ("num_pieces", "num_listed", "max_short", "num_workers", "num_split", "num_blocks", "first_edge", "end_edge")
+COUNTS = ("num_pieces", "num_listed", "max_short", "max_piece", "num_workers", "num_split", "num_blocks", "first_edge",
+          "end_edge")
 TABLES = ("piece_row_ptr", "piece_start_ptr", "piece_end_ptr", "piece_slot_ptr", "split_row_ptr", "split_ptr_ptr",
-          "row_ptr_ptr")
+          "row_ptr_ptr", "arrived_ptr")
 
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=TABLES)
@@ -69,17 +70,10 @@ def max_argmax_by_dst_ef460d(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr,
         tl.store(tl.broadcast_to(ws1_ptr + slot * 5 + f0, [1, 1, 8]), arg0, mask=tl.broadcast_to((f0 < 5), [1, 1, 8]))
 
 
-@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=TABLES)
-def merge_max_argmax_by_dst_ef460d(split_row_ptr, split_ptr_ptr, row_ptr_ptr, num_split, out0_ptr, out1_ptr, ws0_ptr, ws1_ptr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr):
-    pid = tl.program_id(0)
-    split = pid
+@triton.jit
+def merge_row_of_max_argmax_by_dst_ef460d(row, first, last, part, row_ptr_ptr, out0_ptr, out1_ptr, ws0_ptr, ws1_ptr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr):
     f0 = tl.arange(0, 8)[None, None, :]
     f0_0 = tl.arange(0, 8)
-    row = tl.load(split_row_ptr + split).to(tl.int64)
-    first = tl.load(split_ptr_ptr + split).to(tl.int64)
-    last = tl.load(split_ptr_ptr + split + 1).to(tl.int64)
-    if first == last:
-        return
     count = (tl.load(row_ptr_ptr + row + 1) - tl.load(row_ptr_ptr + row)).to(FLOAT)
     max0 = tl.full([1, 1, 8], float("-inf"), FLOAT)
     arg0 = tl.full([1, 1, 8], UNSET, ID)
@@ -92,3 +86,13 @@ def merge_max_argmax_by_dst_ef460d(split_row_ptr, split_ptr_ptr, row_ptr_ptr, nu
         arg0 = tl.where(take_max0, new_arg0, arg0)
     tl.store(out0_ptr + row * 5 + f0_0, tl.reshape(tl.broadcast_to(tl.where(count > 0, max0, 0.0), [1, 1, 8]), [8]), mask=tl.broadcast_to((f0_0 < 5), [8]))
     tl.store(out1_ptr + row * 5 + f0_0, tl.reshape(tl.broadcast_to(tl.where(count > 0, arg0, -1), [1, 1, 8]), [8]), mask=tl.broadcast_to((f0_0 < 5), [8]))
+
+
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=TABLES)
+def merge_max_argmax_by_dst_ef460d(split_row_ptr, split_ptr_ptr, num_split, row_ptr_ptr, out0_ptr, out1_ptr, ws0_ptr, ws1_ptr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr):
+    pid = tl.program_id(0)
+    split = pid
+    first = tl.load(split_ptr_ptr + split).to(tl.int64)
+    last = tl.load(split_ptr_ptr + split + 1).to(tl.int64)
+    if first < last:
+        merge_row_of_max_argmax_by_dst_ef460d(tl.load(split_row_ptr + split).to(tl.int64), first, last, 0, row_ptr_ptr, out0_ptr, out1_ptr, ws0_ptr, ws1_ptr, FLOAT, ID, UNSET)
