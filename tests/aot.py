@@ -39,7 +39,7 @@ from pyg_fullgraph.saga.passes import split
 from pyg_fullgraph.saga.pipeline import Product
 from pyg_fullgraph.saga.plans import KERNELS, Plan, Sweep, is_packed, is_staged
 from pyg_fullgraph.saga.rows import RowsSource, generate
-from pyg_fullgraph.selection import MIN_PIPELINE, Piped, kernel_of, pipeline_on
+from pyg_fullgraph.selection import MIN_PIPELINE, SIDE_WORK, Piped, kernel_of, pipeline_on
 from tests.programs import CASES, MORE_CASES, ROW_CASES, WIDE_CASES
 from triton_kernels import columns, dense, dense_hopper, dots, launch
 
@@ -91,7 +91,7 @@ def pipelines_of(plans: list[Plan], lanes: int) -> list[Piped]:
 
 #: Cases whose kernels are also compiled as they add to what tiles of edges before left, and as programs take several
 #: pieces.
-IN_TILES = ("gat", "many-outputs", "sage-max", "gat-edge")
+IN_TILES = ("gat", "many-outputs", "sage-max", "gat-edge", "gcn")
 
 
 def compile_kernel(kernel: KernelSource, name: str, dtype: str = "fp32", index: str = "i32", adds: bool = False,
@@ -344,7 +344,8 @@ def main(names: list[str]) -> None:
             if not isinstance(kernel, KernelSource):
                 results[f"{name}/{k}"] = {"refused": kernel.reasons}
             if case in IN_TILES and isinstance(kernel, KernelSource) and kernel.is_light:
-                others = [kernel_of(sweep, lanes, pieces=pieces) for pieces in (Pieces.ROUNDS, Pieces.SIDE_BY_SIDE)]
+                ways = [Pieces.ROUNDS, *[Pieces.SIDE_BY_SIDE] * (kernel.work is not None and kernel.work <= SIDE_WORK)]
+                others = [kernel_of(sweep, lanes, pieces=pieces) for pieces in ways]
                 assert all(isinstance(other, KernelSource) for other in others), others
                 kernels += others
             for kernel in kernels:

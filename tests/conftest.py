@@ -4,7 +4,7 @@ import functools
 import gc
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -133,25 +133,6 @@ def fused_first() -> None:
     """
     SAGEConv(1, 1)
     SimpleConv()
-
-
-def _poisoning(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`make`, whose tensors are full of NaN, or of ids that are nowhere valid."""
-    def made(*args: Any, **options: Any) -> torch.Tensor:
-        tensor = make(*args, **options)
-        if tensor.is_floating_point() or tensor.dtype in (torch.int32, torch.int64):
-            tensor.fill_(float("nan") if tensor.is_floating_point() else -77)
-        return tensor
-
-    return made
-
-
-@pytest.fixture
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every element of every result is written: what is not stays NaN."""
-    monkeypatch.setattr(torch, "empty", _poisoning(torch.empty))
-    monkeypatch.setattr(torch, "empty_like", _poisoning(torch.empty_like))
-    monkeypatch.setattr(torch.Tensor, "new_empty", _poisoning(torch.Tensor.new_empty), raising=False)
 
 
 @pytest.fixture
