@@ -127,8 +127,8 @@ other programs: `pyg_fullgraph.explain` says what a layer of yours does.
   that run once per vertex instead; sums over features of node data as well.
 - **passes**: how often the edges are visited on a GPU, forward and backward, and in what: *kernels* are generated for
   the layer, *chunks* of edges run with torch where no kernel holds the work. On a CPU all passes run in chunks. Rows
-  with very many edges are cut, and a second small kernel merges them. A program that a layer runs several times, as for
-  powers of the adjacency, is counted once.
+  with very many edges are cut, and merged by the same kernel or a second small one. A program that a layer runs
+  several times, as for powers of the adjacency, is counted once.
 - **saved**: what backward needs beside the layer's own inputs, all with one row per vertex.
 """
 
