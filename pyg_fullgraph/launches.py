@@ -29,10 +29,12 @@ __all__ = ["Part", "Prepared", "Run", "contiguous_rows", "padded_rows", "unpadde
 MAX_WORKERS, WORKER_ELEMENTS = 8448, 1 << 23
 #: Programs, four times what an H200 holds, above which each takes several pieces in rounds.
 MIN_ROUND_PROGRAMS = 16384
-#: Most pieces of cut rows for the kernel itself to merge rows, times how many lie side by side: it then takes about 1.4
-#: ns longer for each, where one more launch takes 4 to 8 us. Measured on an H100, a sum of 4 features of 114 million
-#: edges: 591 us, by a kernel of their own 476; steps of GATv2, arxiv size, 2.17 and 2.29 ms.
-MOST_MERGED = 2048
+#: Most edges for kernels to merge cut rows themselves, and least edges of a piece in mean degrees, so that few rows are
+#: cut: each piece of one then takes its program some 1.4 ns longer, where one more launch takes 4 to 8 us. How many
+#: pieces there are may not be known, and how rows are merged shall not depend on that. Measured on an H100: a sum of 4
+#: features of 114 million edges, most of whose rows are cut, 475 us, 591 if it merges them itself; of 32 features on
+#: arxiv's size 52.5 and 47.5.
+MOST_MERGED, MEANS_PER_PIECE = 1 << 22, 2
 #: Fewest and most bytes of a row of which pieces that lie side by side come by length. Measured on an H100, arxiv size:
 #: sums of 32 features 47.5 us, by length 43.3, of 64 87 and 83, but of 16 27 and 30, of 128 181 and 185, in bfloat16
 #: 118 and 97.
@@ -62,13 +64,14 @@ class _Site:
         num_workers: Programs per feature tile.
     """
 
-    def __init__(self, part: Part, rows: EdgeOrder, schedule: segment.RowSchedule | None, needs_ids: bool,
+    def __init__(self, part: Part, rows: EdgeOrder, schedule: segment.RowSchedule | None, needs_ids: bool, merges: bool,
                  constants: Mapping[str, Any], made: Sequence[torch.dtype]) -> None:
         """Args:
             part: What is launched, on which edges.
             rows: The edges of all parts.
             schedule: Pieces of their rows; None where no rows are reduced.
             needs_ids: Whether results depend on edge ids.
+            merges: Whether the kernel merges cut rows, if it can.
             constants: Of the kernel, beside those that follow from the edges.
             made: Dtypes of what it writes.
         """
@@ -93,6 +96,7 @@ class _Site:
         if kernel.merges:
             assert schedule is not None
             fixed.append(schedule.max_piece)
+            self._constants["MERGES"] = merges
         fixed += [self.num_workers] * kernel.has_workers
         if kernel.uses_span:
             locals_ = None if span is None else span.places
@@ -257,8 +261,8 @@ class Prepared:
         # What makes the rows that a run takes, and their shape.
         self.workspace: list[tuple[Callable[..., Tensor], tuple[int, int]]] = []
         space: list[torch.dtype] = []
-        # Who merges cut rows: the kernel itself, which is told what of them is there, or one of its own.
-        self.arrivals: _Arrivals | None = None
+        # Who merges cut rows: the kernel itself, which counts their pieces, or a launch after it.
+        self.arrivals, merges = _Arrivals(like.device, 0), False
         self.merge: launch.Launch | None = None
         dtypes = {**{made.node: made.like.dtype for made in self.results}, **dict(self.totals)}
         schedule = schedules[0]
@@ -268,20 +272,17 @@ class Prepared:
             self.workspace = [(_workspace(dtype, like.device, schedule.num_slots, features),
                                (schedule.num_slots, features))
                               for dtype, (features, _) in zip(space, kernel.carries, strict=True)]
-            is_cut = schedule.num_split > 0
-            together = shape.block_e if kernel.pieces == codegen.Pieces.SIDE_BY_SIDE else 1
-            merges = is_cut and kernel.merges and span is None and len(parts) == 1 and \
-                schedule.num_slots <= MOST_MERGED * together
-            if is_cut and not merges:
+            merges = kernel.merges and span is None and len(parts) == 1 and rows.num_edges <= MOST_MERGED and \
+                MEANS_PER_PIECE * rows.num_edges <= schedule.max_piece * max(rows.num_rows, 1)
+            if merges and schedule.num_split > 0:
+                self.arrivals = _Arrivals(like.device, schedule.num_slots * kernel.num_tiles)
+            elif schedule.num_split > 0:
                 self.merge = launch.Launch.of(
                     kernel.source, kernel.merge_name, schedule.num_split * kernel.num_tiles, constants, shape.num_warps,
                     like.device, [schedule.split_row, schedule.split_ptr, schedule.num_split, rows.ptr],
                     [*(dtypes[node] for node in self.merged), *space])
-            if kernel.merges:
-                constants = {**constants, "MERGES": merges}
-                self.arrivals = _Arrivals(like.device, schedule.num_slots * kernel.num_tiles if merges else 0)
         made = [*(dtypes[node] for node in self.written), *space]
-        self.sites = [_Site(part, rows, schedule, sweep.needs_ids, constants, made)
+        self.sites = [_Site(part, rows, schedule, sweep.needs_ids, merges, constants, made)
                       for part, schedule in zip(parts, schedules, strict=True)]
 
     def run(self, order: EdgeOrder, leaf: chunks.Leaf, staging: EdgeOrder | None) -> dict[Node, Tensor]:
@@ -305,7 +306,7 @@ class _Arrivals:
     def __init__(self, device: torch.device, count: int) -> None:
         self._device, self._count = device, count
         self._of_stream: dict[int, Tensor] = {}
-        self._none = self._make() if count == 0 else None
+        self._none = chunks.scalar_of(torch.int32, device) if count == 0 else None
 
     def take(self) -> Tensor:
         """Those for a launch on the current stream."""
@@ -400,7 +401,7 @@ class Run:
         args += self.workspace
         adds = prepared.adds_to_zeros or (k > 0 and prepared.adds)
         args += [self.workspace[n].clone() if adds else self.workspace[n] for n in kernel.apart]
-        args += [] if prepared.arrivals is None else [prepared.arrivals.take()]
+        args += [prepared.arrivals.take()] if kernel.merges else []
         site.launch(has_places, adds, reach >= _FAR or prepared.reach >= _FAR).run(args, tensors, strides)
         self.is_begun = True
         # A parameter's gradient leaves the kernel as one row per program.

@@ -68,17 +68,18 @@ def recording() -> Iterator[Recording]:
 
 def taken(value: T) -> T:
     """``value``, which was found in a memo; a graph that is recorded keeps it alive."""
-    if _recording is not None:
-        _recording.taken.append(value)
+    current = _recording  # of whatever thread, which may end it
+    if current is not None:
+        current.taken.append(value)
     return value
 
 
 def is_unchanged(tensor: Tensor, state: tuple[Any, ...]) -> bool:
     """Whether what was derived from ``tensor`` when :func:`state_of` gave ``state`` holds; a recorded graph relies on
     it from then on."""
-    is_same = state_of(tensor) == state
-    if is_same and _recording is not None:
-        _recording.states[id(tensor)] = tensor, state
+    is_same, current = state_of(tensor) == state, _recording
+    if is_same and current is not None:
+        current.states[id(tensor)] = tensor, state
     return is_same
 
 
@@ -89,8 +90,9 @@ def keep(memo: MutableMapping[Any, Any], key: Any, value: T) -> T:
 
 def keep_by(value: T, put: Callable[[], object], drop: Callable[[], object]) -> T:
     """As :func:`keep`, by functions that put ``value`` somewhere and take it away again."""
-    if _recording is not None:
-        _recording._undo.append(drop)
+    current = _recording
+    if current is not None:
+        current._undo.append(drop)
     elif _is_somebody_capturing():
         return value  # a graph of somebody else's, of whose end nobody tells
     put()
@@ -101,12 +103,13 @@ def claimed(pool: MutableMapping[Any, Any], key: Any, make: Callable[[], T]) -> 
     """What is in ``pool``, made if there is none, which only one may use at a time: a graph that is recorded has it for
     itself from then on, and one of somebody else's gets a new one each time.
     """
-    if _recording is not None:
+    current = _recording
+    if current is not None:
         place = id(pool), key
-        if place not in _recording.claimed:
+        if place not in current.claimed:
             value = pool.pop(key, None)
-            _recording.claimed[place] = make() if value is None else value, pool
-        return _recording.claimed[place][0]
+            current.claimed[place] = make() if value is None else value, pool
+        return current.claimed[place][0]
     if _is_somebody_capturing():
         return make()
     value = pool.get(key)
@@ -115,7 +118,6 @@ def claimed(pool: MutableMapping[Any, Any], key: Any, make: Callable[[], T]) -> 
 
 def _is_somebody_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
 
 
 class Memo:

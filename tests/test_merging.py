@@ -1,20 +1,25 @@
 """Rows of which the pieces are merged by the kernel itself: by the program that writes the last of them."""
 
+import dataclasses
 import itertools
 
 import pytest
+import tiled
 import torch
+import triton
+import triton.language as tl
 from test_kernels import GPU, INTERPRETER, lay_side_by_side, poisoned  # noqa: F401
 
 import pyg_fullgraph as pfg
 import zoo
-from oracle import check, program_of
+from oracle import check, program_of, random_case
 from pyg_fullgraph import launches, memo, selection
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn import SimpleConv
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.codegen import FEW_SLOTS, Pieces
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
+from pyg_fullgraph.saga.plans import Sweep
 from triton_kernels import device as helpers
 from triton_kernels import launch, segment
 
@@ -25,6 +30,14 @@ def prepared(monkeypatch):
     made, init = [], launches.Prepared.__init__
     monkeypatch.setattr(launches.Prepared, "__init__", lambda self, *args: made.append(self) or init(self, *args))
     return made
+
+
+@pytest.fixture(autouse=True)
+def few_edges_per_piece(monkeypatch):
+    """Pieces have few edges here, so that graphs can be small."""
+    monkeypatch.setattr(launches, "MEANS_PER_PIECE", 0)
+    for limit in ("MAX_PIECE", "MIN_PIECE"):
+        monkeypatch.setattr(selection, limit, 4)
 
 
 def merging(prepared):
@@ -49,13 +62,10 @@ def test_the_last_piece_merges_its_row(name, pieces, device, only_kernels, monke
         lay_side_by_side(monkeypatch)
         monkeypatch.setattr(selection, "SIDE_DEGREE", 24 if pieces == Pieces.SIDE_BY_SIDE else 0)
     monkeypatch.setattr(launches, "MIN_ROUND_PROGRAMS", 3)
-    for limit in ("MAX_PIECE", "MIN_PIECE"):
-        monkeypatch.setattr(selection, limit, 4)
-    assert 4 * FEW_SLOTS < 150
     program = EdgeProgram((Output("sum", ir.input("x", Domain.SRC, (1100,))),)) if name == "features" else \
         program_of(name)
     for dtype in (torch.float64, torch.float32):
-        check(program, zoo.hub(), dtype, device)
+        check(program, rows_of_pieces(), dtype, device)
     # Kernels that know edges by ids leave it to a launch but where rows lie side by side, and as many features do not.
     if pieces == Pieces.SIDE_BY_SIDE and name == "features":
         assert kinds(prepared) == {Pieces.ONE}
@@ -77,31 +87,99 @@ def test_the_last_piece_merges_its_row_where_some_are_none(waits, sorts, device,
     monkeypatch.setattr(launches, "SORTED_BYTES", (1, 512))
     monkeypatch.setattr(segment, "WINDOW", 16)
     lay_side_by_side(monkeypatch)
-    for limit in ("MAX_PIECE", "MIN_PIECE"):
-        monkeypatch.setattr(selection, limit, 4)
     for name in ("sage-mean", "sage-max"):
         check(program_of(name), zoo.hub(), torch.float64, device)
     assert Pieces.SIDE_BY_SIDE in kinds(prepared)
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
-def test_many_pieces_are_left_to_a_launch(device, only_kernels, monkeypatch, prepared):
-    """As merging them takes the kernel longer."""
-    for limit in ("MAX_PIECE", "MIN_PIECE"):
-        monkeypatch.setattr(selection, limit, 4)
-    monkeypatch.setattr(launches, "MOST_MERGED", 16)
-    check(program_of("sage-sum"), zoo.hub(), torch.float64, device)
+@pytest.mark.parametrize("rows", [0.5, 2])
+def test_programs_of_another_size(rows, device, only_kernels, monkeypatch, prepared):
+    """As tuning tries, of half or twice as many rows side by side."""
+    lay_side_by_side(monkeypatch)
+    known = selection.default_shape
+
+    def shape(kernel, order):
+        default = known(kernel, order)
+        return default if kernel.pieces != Pieces.SIDE_BY_SIDE else \
+            dataclasses.replace(default, block_e=int(default.block_e * rows))
+
+    monkeypatch.setattr(selection, "default_shape", shape)
+    check(program_of("sage-mean"), rows_of_pieces(), torch.float64, device)
+    assert Pieces.SIDE_BY_SIDE in kinds(prepared)
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@pytest.mark.parametrize("limit, value", [("MOST_MERGED", 10), ("MEANS_PER_PIECE", 100)])
+def test_large_and_dense_graphs_are_left_to_a_launch(limit, value, device, only_kernels, monkeypatch, prepared):
+    """As merging many pieces takes the kernel longer."""
+    monkeypatch.setattr(launches, limit, value)
+    check(program_of("sage-sum"), rows_of_pieces(), torch.float64, device)
     assert not kinds(prepared) and any(p.merge is not None for p in prepared)
 
 
-@pytest.mark.parametrize("degree, max_piece", [(1, 1), (2, 1), (7, 3), (150, 4), (12900, 64), (2**31 - 2, 512)])
-def test_pieces_know_the_first_slot_of_their_row(degree, max_piece):
-    """By where they start; see :func:`device.arrive`, which computes the same."""
-    num = -(-degree // max_piece)
-    numbers = [*range(min(num, 300)), *range(max(num - 300, 0), num)]
-    starts = [k * degree // num for k in numbers]
-    assert [(start * num + degree - 1) // degree for start in starts] == numbers
-    assert "(start.to(tl.int64) - low) * pieces + degree - 1) // degree" in helpers.arrive.src
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@pytest.mark.parametrize("name", ["gcn", "sage-max"])
+@pytest.mark.parametrize("shares", [(0.0, 0.1, 0.2, 0.3, 1.0), (0.0, 0.7, 0.8, 0.9, 1.0)], ids=["dense", "sparse"])
+def test_kernels_of_tiles_merge_or_not(name, shares, device, only_kernels, monkeypatch, prepared):
+    """Those of a dense tile know edges by ids and leave it to a launch; rows side by side of others could merge."""
+    for limit, value in (("MIN_SHORT_ROWS", 3), ("SHORT_FEATURES", 1000), ("SIDE_DEGREE", 3), ("ROUND_DEGREE", 1)):
+        monkeypatch.setattr(selection, limit, value)
+    monkeypatch.setattr(tiled, "SHARES", shares)
+    check(program_of(name), random_case(40, 30, 300), torch.float64, device, runner=tiled.run_in_tiles)
+    found = [[site.kernel.merges for site in p.sites] for p in prepared if len(p.sites) > 1 and p.device.type != "meta"]
+    assert (shares[1] < 0.5) in {merges[0] is False for merges in found if len({*merges}) > 1}
+    assert not merging(prepared)
+
+
+def rows_of_pieces() -> zoo.Case:
+    """Rows of pieces of 4 edges: of none, of one, of as many as lanes merge and one more, and of many."""
+    counts = [1, FEW_SLOTS, 3, 2, FEW_SLOTS + 1, FEW_SLOTS - 1, 40, 2 * FEW_SLOTS + 1]
+    degrees = torch.tensor([4 * n - k for k in (0, 3) for n in counts] + [0, 1, 2, 3, 1] * 5)
+    dst = torch.arange(len(degrees)).repeat_interleave(degrees)
+    generator = torch.Generator().manual_seed(0)
+    edges = torch.stack([torch.randint(30, dst.shape, generator=generator), dst])
+    return zoo.Case("pieces", edges[:, torch.randperm(len(dst), generator=generator)], 30, len(degrees))
+
+
+@triton.jit
+def arrive_kernel(arrived_ptr, row_ptr, start_ptr, slot_ptr, bounds_ptr, out_ptr, num_pieces, max_piece,
+                  PARTS: tl.constexpr):
+    piece, part = tl.program_id(0) % num_pieces, tl.program_id(0) // num_pieces
+    row, slot = tl.load(row_ptr + piece).to(tl.int64), tl.load(slot_ptr + piece).to(tl.int64)
+    is_last, first, num_slots = helpers.arrive(arrived_ptr, row, tl.load(start_ptr + piece), slot, slot >= 0,
+                                               bounds_ptr, max_piece, part, PARTS)
+    out_ptr += tl.program_id(0) * 3
+    tl.store(out_ptr, is_last.to(tl.int32))
+    tl.store(out_ptr + 1, first)
+    tl.store(out_ptr + 2, num_slots)
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@pytest.mark.parametrize("max_piece", [1, 3, 64])
+def test_one_piece_of_each_row_and_part_is_the_last(max_piece, device):
+    """Whatever comes between; under the interpreter, where programs take turns, that which comes last."""
+    degree, parts = torch.tensor([7, 0, 150, 3, 64, 65, 2]), 3
+    ptr = torch.cat([degree.new_zeros(1), degree.cumsum(0)]).to(torch.int32)
+    made = segment.schedule_rows(ptr, max_piece, int(ptr[-1])).listed(ptr)
+    order = torch.randperm(made.num_pieces, generator=torch.Generator().manual_seed(0))
+    row, slot = made.piece_row[order], made.piece_slot[order]
+    # Listed rows as a whole are no pieces.
+    slot = torch.where(made.piece_end[order] > made.piece_start[order], slot, -1)
+    count, out = torch.zeros(made.num_slots * parts, dtype=torch.int32), torch.empty(parts, len(order), 3,
+                                                                                   dtype=torch.int32)
+    given = [t.to(device) for t in (count, row, made.piece_start[order], slot, ptr, out)]
+    for _ in range(2):
+        arrive_kernel[(parts * len(order),)](*given, len(order), max_piece, PARTS=parts)
+        assert not given[0].any()
+        is_last, first, num_slots = given[-1].cpu().unbind(-1)
+        for part, r in itertools.product(range(parts), range(len(degree))):
+            mine = (row == r) & (slot >= 0)
+            assert is_last[part, mine].sum() == mine.any().int()
+            assert device == "cuda" or not mine.any() or is_last[part, mine][-1]
+            assert (first[part, mine] == slot[mine].min()).all() if mine.any() else True
+            assert (num_slots[part, mine] == mine.sum()).all()
+        assert not is_last[:, slot < 0].any()
 
 
 # --- who counts where -------------------------------------------------------------------------------------------
@@ -121,6 +199,43 @@ def test_a_graph_that_is_recorded_counts_for_itself(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert [take("a"), take("a")] == [4, 5] and pool == {"b": 1, "a": 3}
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+def test_recorded_steps_are_prepared_anew(device, monkeypatch, prepared):
+    """With rows by length, whatever ran before on the same graph; results are the same to the bit."""
+    lay_side_by_side(monkeypatch)
+    monkeypatch.setattr(launches, "SORTED_BYTES", (1, 512))
+    case = rows_of_pieces()
+    graph = Graph.from_edge_index(case.edge_index.to(device), case.size)
+    x, conv = torch.randn(case.num_src, 32, device=device), SimpleConv(aggr="sum")
+    first = conv((x, None), graph)
+    with segment.counting():
+        again = conv((x.clone(), None), graph)
+    assert torch.equal(first, again)
+    before, after = merging(prepared)
+    assert len([key for key in graph.incoming._cache if key[0] == "by length"]) == 1
+    assert before.sites[0].num_workers != after.sites[0].num_workers or not torch.equal(
+        before.sites[0]._fixed[2], after.sites[0]._fixed[2])
+
+
+@pytest.mark.parametrize("most", [1, 1 << 22])
+def test_kernels_are_foreseen_as_they_are_launched(most, monkeypatch):
+    """Whether the kernel merges rows does not depend on how many pieces there are, which is not known beforehand."""
+    monkeypatch.setattr(launches, "MOST_MERGED", most)
+    case = rows_of_pieces()
+    graph = Graph.from_edge_index(case.edge_index, case.size)
+    x = ir.input("x", Domain.SRC, (32,))
+    sweep = Sweep(Domain.DST, ((ir.input("%total", Domain.DST, (32,)), ir.gather("sum", Domain.DST, x)),), ())
+    monkeypatch.setattr(selection, "has_kernels", lambda device: True)
+    found = []
+    for order in (graph.incoming, graph.to("meta").incoming):
+        like = torch.empty((), device=order.ptr.device)
+        kernel = selection.kernel_for(sweep, like, order)
+        part = launches.Part(order, kernel, selection.default_shape(kernel, order))
+        (site,) = launches.Prepared(sweep, order, [part], like, frozenset()).sites
+        found.append((kernel, site._constants["MERGES"]))
+    assert found[0] == found[1] == (kernel, most > 1)
 
 
 def hub_job(width: int) -> tuple[torch.Tensor, Graph, SimpleConv]:

@@ -216,8 +216,7 @@ def test_pieces_by_length(degree, max_piece, waits, window):
     assert sorted(kept) == sorted(p for p in pieces(plain.listed(ptr)) if is_piece(*p))
     cut = [p for p in pieces(plain.listed(ptr)) if p[3] >= 0 and is_piece(*p)]
     assert kept[:len(cut)] == cut
-    most_short = plain.max_short or max_piece // 2
-    rest = [(0 if end - start > most_short else row // window + 1, start - end)
+    rest = [(0 if end - start > plain.max_short else row // window + 1, start - end)
             for row, start, end, _ in kept[len(cut):]]
     assert rest == sorted(rest)
 
@@ -229,10 +228,11 @@ def test_whose_pieces_are_counted():
     first.__enter__()
     second.__enter__()  # of another thread
     first.__exit__(None, None, None)
-    assert segment.counts_pieces(small) and segment.orders_pieces(small)
+    assert segment.counts_pieces(small) and segment.orders_pieces(small) and segment.orders_pieces(large)
+    assert segment.orders_pieces(segment.ASYNC_EDGES) and not segment.orders_pieces(segment.ASYNC_EDGES + 1)
     second.__exit__(None, None, None)
     assert segment.counts_pieces(large) and not segment.counts_pieces(small)
-    assert segment.orders_pieces(segment.ASYNC_EDGES + 1) and not segment.orders_pieces(segment.ASYNC_EDGES)
+    assert not segment.orders_pieces(large)
 
 
 def test_rows_of_larger_graphs_are_short_up_to_a_share_of_the_edges():

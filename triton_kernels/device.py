@@ -157,7 +157,7 @@ def find_piece(piece, row_ptr, start_ptr, end_ptr, bounds_ptr, num_listed, max_s
 
 @triton.jit
 def arrive(arrived_ptr, row, start, slot, is_part, bounds_ptr, max_piece, part, PARTS: tl.constexpr):
-    """Count pieces of cut rows, what is left of which this program has written to their slots, as there.
+    """Count the pieces of cut rows that this program has written to their slots.
 
     Args:
         arrived_ptr: One number per slot and part, all 0 before and after: that of the first slot counts for a row.

@@ -72,8 +72,10 @@ def counts_pieces(num_edges: int) -> bool:
 
 
 def orders_pieces(num_edges: int) -> bool:
-    """Whether a graph of ``num_edges`` edges is used often enough that all its pieces may be brought into an order."""
-    return _num_counting > 0 or num_edges > ASYNC_EDGES
+    """Whether all pieces of a graph of ``num_edges`` edges may be brought into an order: where steps are recorded, each
+    of whose replays gains; and of graphs that are not so large that a table of their rows is a matter of memory.
+    """
+    return _num_counting > 0 and num_edges <= ASYNC_EDGES
 
 
 def index_dtype(*counts: int) -> torch.dtype:
@@ -262,13 +264,15 @@ class RowSchedule:
         Args:
             ptr: [R + 1] the row pointer that was cut.
             waits: Whether the host may wait, once, so that there are no more pieces than rows have.
+
+        Cost: a sort of the R rows, about 90 bytes each for a while, of which 16 are left.
         """
         short = (degrees(ptr) <= self.max_short).nonzero().view(-1) if waits else None
-        whole, most_short = self.listed(ptr, short), self.max_short or self.max_piece // 2
+        whole = self.listed(ptr, short)
         row, length = whole.piece_row.long(), (whole.piece_end - whole.piece_start).long()
         is_part = whole.piece_slot[:whole.num_listed] >= 0
         # By window, 0 for rows that come before all, and in it by what is missing from the longest.
-        is_short = (length <= most_short) & ~is_part
+        is_short = (length <= self.max_short) & ~is_part
         window = torch.where(is_short, torch.div(row, WINDOW, rounding_mode="floor") + 1, 0)
         missing = torch.where(is_part, 0, self.max_piece + 1 - length)
         # What is no piece comes last.

@@ -26,10 +26,11 @@ pieces are listed, have no edges and are not written.
 ``BLOCKS``, where no rows are reduced, has a fixed number of programs too, which take every ``num_workers``-th block of
 consecutive edges, whatever rows these belong to, so that no lane waits for an edge that its row has not.
 
-``MERGE_ROW`` merges the slots of a cut row in edge order, so results do not depend on timing; of pieces side by side,
-which are short, every so many of them, and then these sums. Where a graph is taken as a whole, the program that writes
-the last of them does it (``MERGES``), which is one launch less; else ``MERGE`` is launched after all tiles or spans,
-with one program per cut row. Their number may be an upper bound; what is beyond has no slots.
+``MERGE_ROW`` merges the slots of a cut row in a fixed order, so results do not depend on timing: that of edges, but of
+pieces side by side, which are short, every so many of them, and then these sums. Of small graphs the program that
+writes the last of a row's slots does it, if the kernel can (``MERGES``), which is one launch less; else ``MERGE`` is
+launched after all tiles or spans, with one program per cut row. The number of these may be an upper bound; what is
+beyond has no slots.
 
 ``ROWS`` is the body of vertex steps: a block of rows, loaded, computed and stored at their own places.
 
@@ -213,7 +214,6 @@ ARRIVE_SIDE_BY_SIDE = '''
 
 @triton.jit(noinline=True)
 def {name}({params}):
-    BLOCK_E: tl.constexpr = {pieces}
     pid = tl.program_id(0)
     first_piece = ({program}).to(tl.int64) * BLOCK_E
     part = {part}

@@ -37,9 +37,11 @@ LIGHT_WORK = 2
 #: Blocks of edges on their way at a time, where they are read ahead, and bytes from which values of edges are wide.
 STAGES, WIDE_BYTES = 3, 512
 #: Edges of each row on their way at a time where rows lie side by side, most rows of a warp and of a program if a warp
-#: has fewer, most warps of a program, most slots that a row of lanes merges, and most and fewest numbers and slots of
-#: the other rows that are merged at a time.
-TURNS, MOST_ROWS, MOST_SIDE_WARPS, FEW_SLOTS, SLOTS = 4, (WARP, 8), 2, 8, (256, 4, 16)
+#: has fewer, and most warps of a program.
+TURNS, MOST_ROWS, MOST_SIDE_WARPS = 4, (WARP, 8), 2
+#: Most slots of a row that its lanes merge there; of rows of more, numbers that are merged at a time by all lanes, and
+#: fewest and most slots.
+FEW_SLOTS, SLOTS = 8, (256, 4, 16)
 #: Where pieces are listed; parameters of every kernel, and those of the ones that know about edges.
 _PIECES = ["piece_row_ptr", "piece_start_ptr", "piece_end_ptr", "piece_slot_ptr"]
 _CONSTANTS = ["FLOAT: tl.constexpr", "ID: tl.constexpr", "UNSET: tl.constexpr"]
@@ -125,7 +127,7 @@ class KernelSource:
     @property
     def is_light(self) -> bool:
         """Whether programs do so little per edge that of short rows each should take several."""
-        return self.work is not None and self.work <= LIGHT_WORK
+        return _is_light(self.work)
 
     @property
     def has_merge(self) -> bool:
@@ -423,7 +425,8 @@ class _Generator:
         """Parameters of what counts pieces of cut rows."""
         counts = ["num_listed", "max_short"] if self.side_by_side else ["piece"] if self.has_workers else []
         counts += ["num_pieces", *["num_workers"] * self.has_workers, "max_piece"]
-        return [*_PIECES, *counts, "arrived_ptr", *self._merge_args]
+        sizes = ["BLOCK_E: tl.constexpr"] * self.side_by_side
+        return [*_PIECES, *counts, "arrived_ptr", *self._merge_args, *sizes]
 
     def _arrive(self) -> str:
         """The function that merges the rows of which a program has written the last piece."""
@@ -437,8 +440,7 @@ class _Generator:
         ends, _ = self._ends(is_piece=True)
         count = [f"count = {skeletons.COUNT}"] * self.reads_count
         starts = self._starts(self.reducers, Edges.BLOCK)
-        return _fill(skeletons.ARRIVE_SIDE_BY_SIDE, **holes, pieces=str(self._num_side), few=str(FEW_SLOTS),
-                     lanes=lanes, program=program,
+        return _fill(skeletons.ARRIVE_SIDE_BY_SIDE, **holes, few=str(FEW_SLOTS), lanes=lanes, program=program,
                      find=_indent(_fill(skeletons.FIND_SIDE_BY_SIDE, lanes=lanes).splitlines(), 1),
                      tiles=_indent(tile.lines("part") + tile.flat_lines, 2), count=_indent(count, 2),
                      before=_indent(starts, 2), merge=_indent(self._merges((), "live"), 3), finish=_indent(ends, 2))
@@ -607,14 +609,13 @@ class _Generator:
 
     @property
     def _merges_rows(self) -> bool:
-        """Whether programs can merge rows.
+        """Whether programs can merge rows: not those that do much per edge, or know edges by ids, as more code at the
+        end of a kernel can change how registers are allotted to its loop.
 
-        Where they do much per edge, or know edges by ids, another end of the kernel can have Triton, or ptxas, allot
-        other registers to the loop, for which a launch is no matter. Measured on an H100, arxiv size, 256 features:
-        by source GATv2 in float16 620 and 800 us, in float32 980 and 981, ResGated 959 and 1076, maxima 824 and 856.
+        Measured on an H100, arxiv size, 256 features, kernels by source without it and with it: GATv2 in float16 620
+        and 800 us, in float32 980 and 981, ResGated 959 and 1076, maxima 824 and 856.
         """
-        is_light = self._work is not None and self._work <= LIGHT_WORK and not self.emitter.uses_eid
-        return bool(self.carries) and not self.holds and (self.side_by_side or is_light)
+        return bool(self.carries) and (self.side_by_side or (_is_light(self._work) and not self.emitter.uses_eid))
 
     @property
     def _reads_wide_edges(self) -> bool:
@@ -716,6 +717,10 @@ def store(tile: Tile, buffer: Buffer, row: str, value: str, *masks: str,
     rounded = f"{name}.to({buffer.name}_ptr.dtype.element_ty).to(FLOAT)"
     return [f"{name} = {value}", f"tl.store({spread(buffer)}, {name}{mask})",
             f"tl.store({spread(rest)}, {name} - {rounded}{mask})"]
+
+
+def _is_light(work: int | None) -> bool:
+    return work is not None and work <= LIGHT_WORK
 
 
 def _bare(parameter: str) -> str:
