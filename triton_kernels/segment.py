@@ -73,7 +73,7 @@ def counts_pieces(num_edges: int) -> bool:
 
 def orders_pieces(num_edges: int) -> bool:
     """Whether all pieces of a graph of ``num_edges`` edges may be brought into an order: where steps are recorded, each
-    of whose replays gains; and of graphs that are not so large that a table of their rows is a matter of memory.
+    of whose replays gains, and the graph is not so large that a table of its rows is a matter of memory.
     """
     return _num_counting > 0 and num_edges <= ASYNC_EDGES
 
