@@ -113,7 +113,7 @@ class EdgeOrder:
     def schedule(self, max_piece: int = 1024, by_length: bool = False) -> RowSchedule:
         """Rows cut into pieces of at most ``max_piece`` edges, see :func:`segment.schedule_rows`; cached per bound.
 
-        Where ``by_length`` is asked for, and the graph is used often enough, as :meth:`RowSchedule.by_length` has them.
+        Where ``by_length`` is asked for, and :func:`segment.orders_pieces`, as :meth:`RowSchedule.by_length` has them.
         """
         if by_length and segment.orders_pieces(self.num_edges):
             device = self.ptr.device

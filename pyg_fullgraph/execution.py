@@ -18,8 +18,9 @@ from pyg_fullgraph import chunks, events, launches, pipelines, selection
 from pyg_fullgraph.edge_order import EdgeOrder
 from pyg_fullgraph.errors import NotFusable, TileRefusedError
 from pyg_fullgraph.memo import keep
-from pyg_fullgraph.saga import codegen, interpret, ir
+from pyg_fullgraph.saga import interpret, ir
 from pyg_fullgraph.saga.ir import Domain, Node
+from pyg_fullgraph.saga.kernel_source import KernelSource
 from pyg_fullgraph.saga.plans import Plan, Step, Sweep, addend, is_staged
 from pyg_fullgraph.saga.rows import RowsSource, num_passes
 from pyg_fullgraph.saga.rows import generate as generate_rows
@@ -471,7 +472,7 @@ def _prepared_pipeline(sweep: Sweep, order: EdgeOrder, like: Tensor, exact: froz
 _MOST_VALUES, _MOST_VALUES_PER_THREAD = 16384, 128
 
 
-def _launch_sweep(sweep: Sweep, kernel: codegen.KernelSource, order: EdgeOrder, leaf: chunks.Leaf, like: Tensor,
+def _launch_sweep(sweep: Sweep, kernel: KernelSource, order: EdgeOrder, leaf: chunks.Leaf, like: Tensor,
                   exact: frozenset[Node], staging: EdgeOrder | None) -> dict[Node, Tensor]:
     """Run ``kernel``, or the same sweep in another shape where that was found to be faster."""
     lanes = 16 // like.element_size()
@@ -479,7 +480,7 @@ def _launch_sweep(sweep: Sweep, kernel: codegen.KernelSource, order: EdgeOrder, 
         return _launch_in(None, sweep, kernel, order, leaf, like, exact, staging)
     default = selection.default_shape(kernel, order)
 
-    def kernel_in(shape: tune.Shape) -> codegen.KernelSource | NotFusable:
+    def kernel_in(shape: tune.Shape) -> KernelSource | NotFusable:
         return kernel if shape.tile == kernel.width else \
             selection.kernel_of(sweep, lanes, shape.tile, kernel.takes_blocks, kernel.pieces)
 
@@ -492,12 +493,12 @@ def _launch_sweep(sweep: Sweep, kernel: codegen.KernelSource, order: EdgeOrder, 
         if kernel.takes_blocks and shape.max_piece != default.max_piece:
             return False
         chosen = kernel_in(shape)
-        return (isinstance(chosen, codegen.KernelSource) and chosen.width == shape.tile
+        return (isinstance(chosen, KernelSource) and chosen.width == shape.tile
                 and chosen.source not in selection.refused and chosen.min_block_e <= shape.block_e <= 128)
 
     def run(shape: tune.Shape) -> dict[Node, Tensor]:
         chosen = kernel_in(shape)
-        assert isinstance(chosen, codegen.KernelSource)
+        assert isinstance(chosen, KernelSource)
         return _launch_in(shape, sweep, chosen, order, leaf, like, exact, staging)
 
     key = tune.key_of(kernel.source, like.dtype, order.num_rows, order.num_edges, like.device)
@@ -510,7 +511,7 @@ def _launch_sweep(sweep: Sweep, kernel: codegen.KernelSource, order: EdgeOrder, 
         return run(default)
 
 
-def _launch_in(shape: tune.Shape | None, sweep: Sweep, kernel: codegen.KernelSource, order: EdgeOrder,
+def _launch_in(shape: tune.Shape | None, sweep: Sweep, kernel: KernelSource, order: EdgeOrder,
                leaf: chunks.Leaf, like: Tensor, exact: frozenset[Node],
                staging: EdgeOrder | None) -> dict[Node, Tensor]:
     """Run ``kernel`` in ``shape``, the default one if it is None."""

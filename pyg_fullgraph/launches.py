@@ -16,9 +16,9 @@ from torch import Tensor
 from pyg_fullgraph import chunks
 from pyg_fullgraph.edge_order import EdgeOrder, Span, schedule_tiles
 from pyg_fullgraph.memo import claimed
-from pyg_fullgraph.saga import codegen
 from pyg_fullgraph.saga.emit import Buffer
 from pyg_fullgraph.saga.ir import Domain, Node
+from pyg_fullgraph.saga.kernel_source import KernelSource, Pieces
 from pyg_fullgraph.saga.plans import Sweep, is_local, is_staged
 from triton_kernels import launch, segment, skeletons, tune
 from triton_kernels.columns import fold
@@ -49,7 +49,7 @@ class Part(NamedTuple):
     """
 
     edges: EdgeOrder
-    kernel: codegen.KernelSource
+    kernel: KernelSource
     shape: tune.Shape
     span: Span | None = None
 
@@ -335,7 +335,7 @@ def _schedules(parts: Sequence[Part], rows: EdgeOrder, like: Tensor) -> Sequence
     if span is None and len(parts) > 1:
         return schedule_tiles(rows, [part.edges for part in parts], shape.max_piece)
     least, most = SORTED_BYTES
-    by_length = kernel.pieces == codegen.Pieces.SIDE_BY_SIDE and least <= kernel.width * like.element_size() <= most
+    by_length = kernel.pieces == Pieces.SIDE_BY_SIDE and least <= kernel.width * like.element_size() <= most
     made = [rows.schedule(shape.max_piece, by_length)] if span is None else [p.span and p.span.schedule for p in parts]
     # Programs add up gradients of parameters over the rows that they take.
     return [one and one.padded() for one in made] if kernel.totals else made
@@ -445,7 +445,7 @@ def _constants(dtype: torch.dtype, id_dtype: torch.dtype) -> Mapping[str, Any]:
             "ID": tl.int32 if id_dtype == torch.int32 else tl.int64, "UNSET": torch.iinfo(id_dtype).max}
 
 
-def _num_workers(kernel: codegen.KernelSource, num_pieces: int, block_e: int) -> int:
+def _num_workers(kernel: KernelSource, num_pieces: int, block_e: int) -> int:
     """Programs per feature tile: one per piece, or fewer that take several, ``block_e`` side by side.
 
     For each parameter whose gradient they add up they leave ``WORKER_ELEMENTS`` numbers, or an eighth of what the rows
@@ -453,10 +453,10 @@ def _num_workers(kernel: codegen.KernelSource, num_pieces: int, block_e: int) ->
     """
     if not kernel.has_workers:
         return num_pieces
-    if kernel.pieces == codegen.Pieces.SIDE_BY_SIDE:
+    if kernel.pieces == Pieces.SIDE_BY_SIDE:
         return -(-num_pieces // block_e)
     rounds = -(-num_pieces // skeletons.ROUNDS)
-    if kernel.pieces == codegen.Pieces.ROUNDS:
+    if kernel.pieces == Pieces.ROUNDS:
         return min(num_pieces, max(rounds, MIN_ROUND_PROGRAMS))
     widest = max((1, *(b.node.numel for b in kernel.totals)))  # of a table without rows there are none
     if kernel.holds_weights or kernel.takes_blocks:

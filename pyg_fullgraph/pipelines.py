@@ -9,8 +9,9 @@ from torch import Tensor
 
 from pyg_fullgraph import chunks, dense, launches
 from pyg_fullgraph.edge_order import EdgeOrder, Span
-from pyg_fullgraph.saga import codegen, interpret
+from pyg_fullgraph.saga import interpret
 from pyg_fullgraph.saga.ir import Node
+from pyg_fullgraph.saga.kernel_source import KernelSource
 from pyg_fullgraph.saga.pipeline import Outer, Pipeline, Product, Values
 from pyg_fullgraph.saga.plans import Sweep, is_local
 from triton_kernels import tune
@@ -48,7 +49,7 @@ class PreparedPipeline:
     """
 
     def __init__(self, pipeline: Pipeline, order: EdgeOrder, size: int,
-                 kernels: Mapping[Sweep, tuple[codegen.KernelSource, tune.Shape]], like: Tensor,
+                 kernels: Mapping[Sweep, tuple[KernelSource, tune.Shape]], like: Tensor,
                  exact: frozenset[Node], others: EdgeOrder | None = None) -> None:
         self.pipeline, self.dtype, self.device = pipeline, like.dtype, like.device
         last, max_piece = pipeline.last, None
@@ -60,7 +61,7 @@ class PreparedPipeline:
         # Of half precision is what is multiplied, as torch has it; results of products are not rounded.
         self.values = {s.result: self._prepare(s.sweep, order, kernels, like, frozenset())
                        for s in pipeline.steps if isinstance(s, Values)}
-        self.running: codegen.KernelSource | None = None
+        self.running: KernelSource | None = None
         self.across, across = None, pipeline.across
         if across is not None and others is not None:
             kernel, shape = kernels[across]
@@ -68,7 +69,7 @@ class PreparedPipeline:
             parts = [launches.Part(edges, kernel, shape, span) for span in spans]
             self.across = launches.Prepared(across, others, parts, like, exact)
 
-    def _prepare(self, sweep: Sweep, order: EdgeOrder, kernels: Mapping[Sweep, tuple[codegen.KernelSource, tune.Shape]],
+    def _prepare(self, sweep: Sweep, order: EdgeOrder, kernels: Mapping[Sweep, tuple[KernelSource, tune.Shape]],
                  like: Tensor, exact: frozenset[Node]) -> launches.Prepared:
         return launches.Prepared(sweep, order, [launches.Part(order, *kernels[sweep], span) for span in self.spans],
                                  like, exact)

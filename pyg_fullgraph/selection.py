@@ -16,7 +16,7 @@ from triton.runtime.errors import OutOfResources
 from pyg_fullgraph.edge_order import EdgeOrder
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.saga import codegen, tiles
-from pyg_fullgraph.saga.codegen import Pieces
+from pyg_fullgraph.saga.kernel_source import KernelSource, Pieces
 from pyg_fullgraph.saga.pipeline import Pipeline, pipeline_of
 from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, Sweep, Target
 from pyg_fullgraph.saga.rows import RowsSource
@@ -65,8 +65,8 @@ SIDE_WORK, HEAVY_WIDTH = 1, 32
 #: Most bytes of a row, of which a program of two warps takes two side by side.
 SIDE_BYTES = 512
 #: Most edges of a piece of rows side by side, for which others of their program wait, and from so many features, of
-#: which slots hold more. Measured on an H100, arxiv size, 64, 128 and 256 edges: sums of 32 features 53, 54 and 62 us,
-#: of 64 105, 97 and 97.
+#: which slots hold more. Measured on an H100, arxiv size, 64, 96 and 128 edges, by hand: sums of 32 features 43.8, 43.9
+#: and 44.7 us, of 64 86.1, 83.4 and 83.9.
 SIDE_PIECES = ((64, 128), (0, 64))
 
 
@@ -90,21 +90,21 @@ def interpreted() -> bool:
 refused: set[str] = set()
 
 
-def refuse(kernel: codegen.KernelSource | RowsSource, error: Exception, otherwise: str = "in chunks") -> None:
+def refuse(kernel: KernelSource | RowsSource, error: Exception, otherwise: str = "in chunks") -> None:
     """Never choose ``kernel`` again, which raised one of :data:`launch.REFUSALS`, and warn of it."""
     refused.add(kernel.source)
     reason = "does not fit the device" if isinstance(error, OutOfResources) else "is not compiled by Triton"
     warnings.warn(f"Kernel {kernel.name} {reason} ({error}); runs {otherwise}", stacklevel=3)
 
 
-def kernel_for(sweep: Sweep, like: Tensor, order: EdgeOrder) -> codegen.KernelSource | None:
+def kernel_for(sweep: Sweep, like: Tensor, order: EdgeOrder) -> KernelSource | None:
     """The kernel that runs ``sweep`` over ``order``, which may be a tile; None without one."""
     if not has_kernels(like.device):
         return None
 
-    def choose() -> codegen.KernelSource | None:
+    def choose() -> KernelSource | None:
         kernel = kernel_on(sweep, 16 // like.element_size(), order.num_rows, order.num_edges)
-        return kernel if isinstance(kernel, codegen.KernelSource) and kernel.source not in refused else None
+        return kernel if isinstance(kernel, KernelSource) and kernel.source not in refused else None
 
     return order._cached(("kernel", sweep, like.element_size(), len(refused)), choose)
 
@@ -125,7 +125,7 @@ def takes_spans(sweep: Sweep, order: EdgeOrder, like: Tensor) -> bool:
     return any(pipeline_for(known, like, order) is not None for known in (sweep, sweep.bare))
 
 
-def kernel_on(sweep: Sweep, lanes: int, num_rows: int, num_edges: int) -> codegen.KernelSource | NotFusable:
+def kernel_on(sweep: Sweep, lanes: int, num_rows: int, num_edges: int) -> KernelSource | NotFusable:
     """The generated kernel that is best for as many rows and edges, or why there is none.
 
     Args:
@@ -134,9 +134,9 @@ def kernel_on(sweep: Sweep, lanes: int, num_rows: int, num_edges: int) -> codege
         num_rows, num_edges: Of the order, or of the tile.
     """
     kernel, degree = _fitting(sweep, lanes), num_edges / max(num_rows, 1)
-    if not isinstance(kernel, codegen.KernelSource):
+    if not isinstance(kernel, KernelSource):
         return kernel
-    better: list[codegen.KernelSource | NotFusable] = []
+    better: list[KernelSource | NotFusable] = []
     features = next((size * lanes // 16 for least, size in SLICES if degree >= least), kernel.width)
     if kernel.is_sliced_freely and 2 * features < kernel.width:
         better.append(kernel_of(sweep, lanes, features))
@@ -146,10 +146,10 @@ def kernel_on(sweep: Sweep, lanes: int, num_rows: int, num_edges: int) -> codege
     if kernel.is_light and degree * kernel.width <= SHORT_FEATURES and num_rows >= MIN_SHORT_ROWS:
         pieces = _pieces_for(kernel, degree, lanes)
         better += [] if pieces == Pieces.ONE else [kernel_of(sweep, lanes, pieces=pieces)]
-    return next((k for k in better if isinstance(k, codegen.KernelSource) and k.source not in refused), kernel)
+    return next((k for k in better if isinstance(k, KernelSource) and k.source not in refused), kernel)
 
 
-def _pieces_for(kernel: codegen.KernelSource, degree: float, lanes: int) -> Pieces:
+def _pieces_for(kernel: KernelSource, degree: float, lanes: int) -> Pieces:
     """How programs take pieces of many rows of ``degree`` edges."""
     if degree > SIDE_DEGREE:
         return Pieces.ROUNDS if degree <= ROUND_DEGREE else Pieces.ONE
@@ -163,7 +163,7 @@ class Piped(NamedTuple):
     """A pipeline, and the kernels of its sweeps."""
 
     pipeline: Pipeline
-    kernels: Mapping[Sweep, codegen.KernelSource]
+    kernels: Mapping[Sweep, KernelSource]
 
 
 def pipeline_on(sweep: Sweep, lanes: int, num_rows: int, num_edges: int, across: Sweep | None = None) -> Piped | None:
@@ -172,7 +172,7 @@ def pipeline_on(sweep: Sweep, lanes: int, num_rows: int, num_edges: int, across:
     Args: as for :func:`kernel_on`, and as for :func:`pipeline_of`.
     """
     kernels = [_fitting(s, lanes) for s in (sweep, across) if s is not None]
-    has_kernel = all(isinstance(k, codegen.KernelSource) and k.source not in refused for k in kernels)
+    has_kernel = all(isinstance(k, KernelSource) and k.source not in refused for k in kernels)
     pipeline = pipeline_of(sweep, MIN_PIPELINE_WIDTH if has_kernel else 1, across)
     if pipeline is None:
         return None
@@ -186,10 +186,10 @@ def pipeline_on(sweep: Sweep, lanes: int, num_rows: int, num_edges: int, across:
     if pipeline.across is not None:
         # Pieces have few edges. What is apart in memory would be copied for each span.
         end = known[pipeline.across] = _fitting(pipeline.across, lanes)
-        if num_edges > MAX_ACROSS or (isinstance(end, codegen.KernelSource) and end.apart):
+        if num_edges > MAX_ACROSS or (isinstance(end, KernelSource) and end.apart):
             return None
     # Values of a span are those of all its edges: a piece that begins before it has some of them.
-    fitting = {s: k for s, k in known.items() if isinstance(k, codegen.KernelSource) and k.source not in refused
+    fitting = {s: k for s, k in known.items() if isinstance(k, KernelSource) and k.source not in refused
                and (s in pipeline.ends or k.takes_blocks)}
     return Piped(pipeline, fitting) if len(fitting) == len(known) else None
 
@@ -202,7 +202,7 @@ def _has_softmax(sweep: Sweep) -> bool:
 
 @lru_cache(maxsize=4096)
 def kernel_of(sweep: Sweep, lanes: int = 4, tile: int | None = None, may_take_blocks: bool = True,
-              pieces: Pieces = Pieces.ONE) -> codegen.KernelSource | NotFusable:
+              pieces: Pieces = Pieces.ONE) -> KernelSource | NotFusable:
     """The generated kernel of ``sweep`` (see :func:`codegen.generate`), or why there is none."""
     try:
         return codegen.generate(sweep, lanes, tile, may_take_blocks, pieces)
@@ -210,23 +210,23 @@ def kernel_of(sweep: Sweep, lanes: int = 4, tile: int | None = None, may_take_bl
         return NotFusable(error.reasons)  # without the traceback, which holds what all callers hold
 
 
-def _fitting(sweep: Sweep, lanes: int) -> codegen.KernelSource | NotFusable:
+def _fitting(sweep: Sweep, lanes: int) -> KernelSource | NotFusable:
     """The generated kernel, the one by rows where that by blocks was refused."""
     kernel = kernel_of(sweep, lanes)
-    is_refused = isinstance(kernel, codegen.KernelSource) and kernel.takes_blocks and kernel.source in refused
+    is_refused = isinstance(kernel, KernelSource) and kernel.takes_blocks and kernel.source in refused
     return kernel_of(sweep, lanes, may_take_blocks=False) if is_refused else kernel
 
 
 def chunk_reasons(sweep: Sweep, lanes: int = 4) -> tuple[str, ...]:
     """Why ``sweep`` runs in chunks on a GPU; empty if it has kernels that, as far as was tried, fit the device."""
     kernel = _fitting(sweep, lanes)
-    is_fitting = isinstance(kernel, codegen.KernelSource) and kernel.source not in refused
+    is_fitting = isinstance(kernel, KernelSource) and kernel.source not in refused
     if is_fitting or pipeline_on(sweep, lanes, 1, 1) is not None:
         return ()
     return kernel.reasons if isinstance(kernel, NotFusable) else ("its kernel does not fit the device",)
 
 
-def default_shape(kernel: codegen.KernelSource, order: EdgeOrder) -> tune.Shape:
+def default_shape(kernel: KernelSource, order: EdgeOrder) -> tune.Shape:
     """Measured on an H200 for each kind of loop; rows of few edges leave no lanes idle."""
     mean_degree = order.num_edges / max(order.num_rows, 1)
     if kernel.pieces == Pieces.SIDE_BY_SIDE:

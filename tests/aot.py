@@ -33,8 +33,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from pyg_fullgraph.execution import row_kernels
 from pyg_fullgraph.phases import EdgePhase
-from pyg_fullgraph.saga.codegen import KernelSource, Pieces
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node
+from pyg_fullgraph.saga.kernel_source import KernelSource, Pieces
 from pyg_fullgraph.saga.passes import split
 from pyg_fullgraph.saga.pipeline import Product
 from pyg_fullgraph.saga.plans import KERNELS, Plan, Sweep, is_packed, is_staged

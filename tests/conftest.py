@@ -15,7 +15,7 @@ import torch
 from torch_geometric.nn import SAGEConv, SimpleConv
 
 from pyg_fullgraph import chunks, debug, selection
-from pyg_fullgraph.saga.codegen import KernelSource
+from pyg_fullgraph.saga.kernel_source import KernelSource
 
 # The same examples in every run: a change fails for what it does. New ones are for HYPOTHESIS_PROFILE=thorough and
 # `tests/property_run.py`.

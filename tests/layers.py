@@ -20,7 +20,7 @@ from pyg_fullgraph import debug
 from pyg_fullgraph.autograd import observing
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.phases import EdgePhase
-from pyg_fullgraph.saga.codegen import KernelSource
+from pyg_fullgraph.saga.kernel_source import KernelSource
 from pyg_fullgraph.saga.passes import split
 from pyg_fullgraph.saga.plans import KERNELS
 from pyg_fullgraph.selection import kernel_of

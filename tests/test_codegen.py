@@ -27,8 +27,8 @@ from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.phases import EdgePhase
 from pyg_fullgraph.saga import ir, rows, tiles
-from pyg_fullgraph.saga.codegen import KernelSource, Pieces
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
+from pyg_fullgraph.saga.kernel_source import KernelSource, Pieces
 from pyg_fullgraph.saga.passes import split
 from pyg_fullgraph.saga.plans import KERNELS, Sweep
 from pyg_fullgraph.selection import kernel_of

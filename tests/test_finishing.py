@@ -15,9 +15,9 @@ from pyg_fullgraph.autograd import run
 from pyg_fullgraph.estimate import Sizes, saved_by
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.saga import ir
-from pyg_fullgraph.saga.codegen import KernelSource
 from pyg_fullgraph.saga.finishing import finish
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
+from pyg_fullgraph.saga.kernel_source import KernelSource
 from pyg_fullgraph.saga.passes import is_one_sum, plan, split
 from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, Sweep
 from pyg_fullgraph.selection import kernel_of

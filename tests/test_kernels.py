@@ -31,8 +31,8 @@ from pyg_fullgraph.edge_order import schedule_tiles
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.phases import compile_program
 from pyg_fullgraph.saga import interpret, ir
-from pyg_fullgraph.saga.codegen import KernelSource, Pieces
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
+from pyg_fullgraph.saga.kernel_source import KernelSource, Pieces
 from pyg_fullgraph.saga.plans import KERNELS, STAGED, Sweep
 from pyg_fullgraph.selection import interpreted
 from triton_kernels import launch, reference, segment

@@ -64,6 +64,8 @@ LAYERS = (
     "pyg_fullgraph.saga.emit",
     "pyg_fullgraph.saga.reducers",
     "pyg_fullgraph.saga.in_flight",
+    "pyg_fullgraph.saga.stores",
+    "pyg_fullgraph.saga.kernel_source",
     "pyg_fullgraph.saga.codegen",
     "pyg_fullgraph.saga.rows",
     "pyg_fullgraph.saga",

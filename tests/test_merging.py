@@ -1,5 +1,6 @@
 """Rows of which the pieces are merged by the kernel itself: by the program that writes the last of them."""
 
+import contextlib
 import dataclasses
 import itertools
 
@@ -17,8 +18,9 @@ from pyg_fullgraph import launches, memo, selection
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn import SimpleConv
 from pyg_fullgraph.saga import ir
-from pyg_fullgraph.saga.codegen import FEW_SLOTS, Pieces
+from pyg_fullgraph.saga.codegen import FEW_SLOTS
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
+from pyg_fullgraph.saga.kernel_source import Pieces
 from pyg_fullgraph.saga.plans import Sweep
 from triton_kernels import device as helpers
 from triton_kernels import launch, segment
@@ -42,7 +44,7 @@ def few_edges_per_piece(monkeypatch):
 
 def merging(prepared):
     """Those that merge cut rows themselves; none of tensors without data, with which kernels are foreseen."""
-    found = [p for p in prepared if p.arrivals is not None and p.arrivals._count and p.device.type != "meta"]
+    found = [p for p in prepared if p.arrivals._count and p.device.type != "meta"]
     assert all(p.merge is None for p in found)
     return found
 
@@ -220,23 +222,42 @@ def test_recorded_steps_are_prepared_anew(device, monkeypatch, prepared):
         before.sites[0]._fixed[2], after.sites[0]._fixed[2])
 
 
+def sum_over(order, features, dtype):
+    """What is prepared for a sum of gathered rows."""
+    result, x = ir.input("%total", Domain.DST, (features,)), ir.input("x", Domain.SRC, (features,))
+    sweep = Sweep(Domain.DST, ((result, ir.gather("sum", Domain.DST, x)),), ())
+    like = torch.empty((), dtype=dtype, device=order.ptr.device)
+    kernel = selection.kernel_for(sweep, like, order)
+    part = launches.Part(order, kernel, selection.default_shape(kernel, order))
+    (site,) = launches.Prepared(sweep, order, [part], like, frozenset()).sites
+    return site
+
+
+@pytest.mark.parametrize("features, dtype, is_sorted", [
+    (16, torch.float32, False), (32, torch.float32, True), (64, torch.float32, True), (128, torch.float32, False),
+    (32, torch.bfloat16, False), (128, torch.bfloat16, True)], ids=str)
+def test_rows_of_some_width_come_by_length(features, dtype, is_sorted, monkeypatch):
+    """Side by side, in steps that are recorded; narrower ones gain nothing, of wider ones tables leave the L2 cache."""
+    lay_side_by_side(monkeypatch)
+    monkeypatch.setattr(selection, "has_kernels", lambda device: True)
+    order = Graph.from_edge_index(rows_of_pieces().edge_index).incoming
+    for counts in (False, True):
+        with segment.counting() if counts else contextlib.nullcontext():
+            site = sum_over(order, features, dtype)
+        assert site.kernel.pieces == Pieces.SIDE_BY_SIDE
+        assert any(key[0] == "by length" for key in order._cache) == (is_sorted and counts)
+
+
 @pytest.mark.parametrize("most", [1, 1 << 22])
 def test_kernels_are_foreseen_as_they_are_launched(most, monkeypatch):
     """Whether the kernel merges rows does not depend on how many pieces there are, which is not known beforehand."""
     monkeypatch.setattr(launches, "MOST_MERGED", most)
     case = rows_of_pieces()
     graph = Graph.from_edge_index(case.edge_index, case.size)
-    x = ir.input("x", Domain.SRC, (32,))
-    sweep = Sweep(Domain.DST, ((ir.input("%total", Domain.DST, (32,)), ir.gather("sum", Domain.DST, x)),), ())
     monkeypatch.setattr(selection, "has_kernels", lambda device: True)
-    found = []
-    for order in (graph.incoming, graph.to("meta").incoming):
-        like = torch.empty((), device=order.ptr.device)
-        kernel = selection.kernel_for(sweep, like, order)
-        part = launches.Part(order, kernel, selection.default_shape(kernel, order))
-        (site,) = launches.Prepared(sweep, order, [part], like, frozenset()).sites
-        found.append((kernel, site._constants["MERGES"]))
-    assert found[0] == found[1] == (kernel, most > 1)
+    here, foreseen = (sum_over(order, 32, torch.float32) for order in (graph.incoming, graph.to("meta").incoming))
+    assert here.kernel is foreseen.kernel
+    assert here._constants["MERGES"] == foreseen._constants["MERGES"] == (most > 1)
 
 
 def hub_job(width: int) -> tuple[torch.Tensor, Graph, SimpleConv]:

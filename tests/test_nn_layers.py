@@ -11,7 +11,7 @@ import pyg_fullgraph.nn as fused_nn
 import zoo
 from pyg_fullgraph import debug
 from pyg_fullgraph.graph import Graph
-from pyg_fullgraph.saga.codegen import KernelSource
+from pyg_fullgraph.saga.kernel_source import KernelSource
 
 # One graph with all difficulties for the tests that do not need the zoo.
 PRIME = zoo.prime()

@@ -22,7 +22,7 @@ import zoo
 from pyg_fullgraph import convert, debug
 from pyg_fullgraph.errors import ForwardModeError, FunctionTransformError, InputError
 from pyg_fullgraph.nn import tracing
-from pyg_fullgraph.saga.codegen import KernelSource
+from pyg_fullgraph.saga.kernel_source import KernelSource
 
 CASE = zoo.self_loops()
 FACTOR = 2.0

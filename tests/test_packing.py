@@ -8,8 +8,8 @@ from oracle import check, program_of, random_case
 from pyg_fullgraph import autograd, chunks, execution, phases, selection
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.saga import ir
-from pyg_fullgraph.saga.codegen import KernelSource
 from pyg_fullgraph.saga.ir import Domain
+from pyg_fullgraph.saga.kernel_source import KernelSource
 from pyg_fullgraph.saga.packing import columns_of, pack
 from pyg_fullgraph.saga.passes import split
 from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, PACKED, Plan, Sweep, is_packed

@@ -25,8 +25,8 @@ from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn import EdgeConv
 from pyg_fullgraph.phases import EdgePhase
 from pyg_fullgraph.saga import ir
-from pyg_fullgraph.saga.codegen import KernelSource
 from pyg_fullgraph.saga.ir import EdgeProgram, Output
+from pyg_fullgraph.saga.kernel_source import KernelSource
 from pyg_fullgraph.saga.passes import split
 from pyg_fullgraph.saga.pipeline import Outer, Product, Values, pipeline_of
 from pyg_fullgraph.saga.plans import KERNELS, Sweep, can_join, is_local, joined, made_by, read_by

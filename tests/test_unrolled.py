@@ -12,8 +12,8 @@ from pyg_fullgraph.autograd import run
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.phases import EdgePhase
 from pyg_fullgraph.saga import ir
-from pyg_fullgraph.saga.codegen import KernelSource
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
+from pyg_fullgraph.saga.kernel_source import KernelSource
 from pyg_fullgraph.saga.passes import split
 from pyg_fullgraph.saga.plans import KERNELS
 from pyg_fullgraph.saga.unrolled import MAX_SUMS, MAX_UNROLLED, is_narrow_outer

@@ -10,30 +10,26 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
-from enum import Enum
-from functools import cached_property
 
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.emit import Buffer, Emitter
-from pyg_fullgraph.saga.features import Place
 from pyg_fullgraph.saga.in_flight import Flight
 from pyg_fullgraph.saga.ir import Domain, Node
+from pyg_fullgraph.saga.kernel_source import KernelSource, Pieces, is_light
 from pyg_fullgraph.saga.plans import Sweep, addend, is_local, is_staged
 from pyg_fullgraph.saga.reducers import Carry, Outer, Reducer, Softmax, Sum, reducers_of
+from pyg_fullgraph.saga.stores import pointers, store
 from pyg_fullgraph.saga.tiles import WARP, Edges, Lowering, Tile
 from pyg_fullgraph.saga.unrolled import Unrolled, is_narrow_outer
 from triton_kernels import skeletons
 from triton_kernels.skeletons import fill as _fill
 from triton_kernels.skeletons import indent as _indent
 
-__all__ = ["KernelSource", "Pieces", "generate", "pointers", "reduces_rows", "store"]
+__all__ = ["generate", "reduces_rows"]
 
 #: Rows of parameters, and of sums over all edges, that a program reads or writes as often as it starts.
 MIN_HELD_ROWS = 4
-#: Most operations per edge and feature of programs that may take several pieces.
-LIGHT_WORK = 2
 #: Blocks of edges on their way at a time, where they are read ahead, and bytes from which values of edges are wide.
 STAGES, WIDE_BYTES = 3, 512
 #: Edges of each row on their way at a time where rows lie side by side, most rows of a warp and of a program if a warp
@@ -46,110 +42,6 @@ FEW_SLOTS, SLOTS = 8, (256, 4, 16)
 _PIECES = ["piece_row_ptr", "piece_start_ptr", "piece_end_ptr", "piece_slot_ptr"]
 _CONSTANTS = ["FLOAT: tl.constexpr", "ID: tl.constexpr", "UNSET: tl.constexpr"]
 _EDGE_CONSTANTS = ["BLOCK_E: tl.constexpr", "OFFSET: tl.constexpr", "HAS_EID: tl.constexpr"]
-
-
-class Pieces(Enum):
-    """How programs that hold nothing for many pieces of rows take them: one each, several one after the other, or
-    several side by side, one lane or a few for each.
-    """
-
-    ONE = ""
-    ROUNDS = "rounds_"
-    SIDE_BY_SIDE = "side_"
-
-
-@dataclass(frozen=True, eq=False)
-class KernelSource:
-    """Generated source with what a launch has to know.
-
-    Attributes:
-        source: The text of the module.
-        name: Of the kernel in it; the kernel that merges cut rows, where there is one, is ``merge_name``.
-        inputs: Input buffers; those with a row dimension are followed by a row stride parameter.
-        outputs: Results, in the order of the sweep's. Those in domain ``PARAM`` get one row per program.
-        added: Inputs of what is added to the first result with rows where it is written; contiguous, after ``outputs``.
-        ends: Those of ``inputs`` that are read where a row is done, also by the kernel that merges cut rows.
-        carries: Features and integer-ness of each workspace buffer, ``[num_slots, features]``.
-        apart: Which of these, counted from 0, a kernel that takes tiles reads from a copy, because one thread writes
-            what others read.
-        num_tiles: Feature tiles per piece.
-        width: Features of the widest tile.
-        block_e: Most edges in flight per program.
-        min_block_e: Fewest.
-        full_degree: Mean degree from which there are most of them, and below fewest; 0 if rows fill what they can.
-        max_warps: Warps of a program with ``block_e`` edges.
-        edge_lanes: See :class:`Tile`.
-        is_sliced_freely: Whether programs that share the features of a row repeat next to nothing.
-        head_width: Features of a head, if programs that share a row by its heads repeat little; 0 if they do not.
-        uses_eid: Whether the kernel needs edge ids, or the places of edges in edge tensors.
-        uses_ids: Whether it needs both, so that a part of a graph gives it ids of the whole graph beside the places.
-        uses_places: Whether it needs the places of edges among values on their way between sweeps.
-        uses_span: Whether it takes a span of edges, and to know their places in what is held of it where they begin, or
-            a table of these places.
-        work: Operations per edge and feature, beside what adds up rows, rounded up; None where programs hold something
-            for many pieces, features are summed up, or edge values written.
-        merges: Whether the programs that take the last pieces of cut rows can merge those themselves.
-        has_workers: Whether programs take several pieces, and the kernel their number after that of pieces.
-        holds_weights: Whether programs hold matrices of weights.
-        pieces: How they take pieces otherwise; side by side ``block_e`` of them, with one edge of each per turn.
-        takes_blocks: Whether programs take blocks of edges, of whatever rows, none of which is reduced: it has workers,
-            and takes the row of each edge and where edges end in place of pieces and their number.
-    """
-
-    source: str
-    name: str
-    inputs: tuple[Buffer, ...]
-    outputs: tuple[Buffer, ...]
-    added: tuple[Buffer, ...]
-    ends: tuple[Buffer, ...]
-    carries: tuple[tuple[int, bool], ...]
-    apart: tuple[int, ...]
-    num_tiles: int
-    width: int
-    block_e: int
-    min_block_e: int
-    full_degree: int
-    max_warps: int
-    edge_lanes: int
-    is_sliced_freely: bool
-    head_width: int
-    uses_eid: bool
-    uses_ids: bool
-    uses_places: bool
-    uses_span: bool
-    work: int | None
-    merges: bool
-    has_workers: bool
-    holds_weights: bool
-    pieces: Pieces
-    takes_blocks: bool
-
-    @property
-    def is_light(self) -> bool:
-        """Whether programs do so little per edge that of short rows each should take several."""
-        return _is_light(self.work)
-
-    @property
-    def has_merge(self) -> bool:
-        return bool(self.carries)
-
-    @property
-    def merge_name(self) -> str:
-        return f"merge_{self.name}"
-
-    @cached_property
-    def rows(self) -> tuple[Buffer, ...]:
-        """Results with one row per vertex."""
-        return tuple(b for b in self.outputs if b.node.domain in (Domain.SRC, Domain.DST))
-
-    @cached_property
-    def totals(self) -> tuple[Buffer, ...]:
-        """Results with one row per program, still to be added up."""
-        return tuple(b for b in self.outputs if b.node.domain == Domain.PARAM)
-
-    def num_warps(self, block_e: int) -> int:
-        """Warps of a program with ``block_e`` edges in flight."""
-        return self.max_warps if self.edge_lanes else max(self.max_warps * block_e // self.block_e, 1)
 
 
 def generate(sweep: Sweep, lanes: int = 4, tile: int | None = None, may_take_blocks: bool = True,
@@ -615,7 +507,7 @@ class _Generator:
         Measured on an H100, arxiv size, 256 features, kernels by source without it and with it: GATv2 in float16 620
         and 800 us, in float32 980 and 981, ResGated 959 and 1076, maxima 824 and 856.
         """
-        return bool(self.carries) and (self.side_by_side or (_is_light(self._work) and not self.emitter.uses_eid))
+        return bool(self.carries) and (self.side_by_side or (is_light(self._work) and not self.emitter.uses_eid))
 
     @property
     def _reads_wide_edges(self) -> bool:
@@ -674,60 +566,6 @@ class _Generator:
         return math.ceil(sum(map(ir.arithmetic, nodes)) / width) if width else None
 
 
-# --- text of every kind of kernel -----------------------------------------------------------------------------------
-
-
-def store(tile: Tile, buffer: Buffer, row: str, value: str, *masks: str,
-          added: Sequence[tuple[Buffer | None, Buffer]] = (), rest: Buffer | None = None, part: Node | None = None,
-          place: Place | None = None) -> list[str]:
-    """Lines that write ``value`` to ``row`` of ``buffer``; given ``masks``, to a row per edge of a block.
-
-    Args:
-        added: Rows, or parameters, that are added to it, of the same features, each with its factor or None.
-        rest: Takes what ``value`` is rounded by in ``buffer``.
-        part, place: A part of the row that is written in place of all of it, and where it lies.
-    """
-    node = part or buffer.node
-    shape = tile.shape(node, Edges.BLOCK if masks else Edges.ONE)
-
-    def at(where: Buffer, offset: str) -> str:
-        has_rows = where is buffer or where.node.is_row
-        return f"{where.name}_ptr + {f'{row} * {max(where.node.numel, 1)} + ' * has_rows}{offset}"
-
-    def plus(factor: Buffer | None) -> str:
-        return " + " if factor is None else f" + tl.load({factor.name}_ptr).to(FLOAT) * "
-
-    is_flat = not masks and tile.is_flat(node)
-    index, rank = (tile.flat(node), 1) if is_flat else (tile.index, tile.rank)
-    mask = tile.mask(node, *masks, *tile.first(tile.axes.axes(node), rank), index=index)
-    offset = tile.offset(node, place=place, index=index)
-    value = f"tl.broadcast_to({value}, {shape})"
-    if is_flat:
-        run = f"[{tile.padded(tile.axes.axes(node))}]"
-        value = f"tl.reshape({value}, {run})"
-    mask = f", mask=tl.broadcast_to({mask}, {run if is_flat else shape})" if mask else ""
-
-    def spread(where: Buffer) -> str:
-        return at(where, offset) if is_flat else f"tl.broadcast_to({at(where, offset)}, {shape})"
-
-    value += "".join(f"{plus(f)}tl.load({spread(b)}{mask}).to(FLOAT)" for f, b in added)
-    if rest is None:
-        return [f"tl.store({spread(buffer)}, {value}{mask})"]
-    name = f"{buffer.name}_value"
-    rounded = f"{name}.to({buffer.name}_ptr.dtype.element_ty).to(FLOAT)"
-    return [f"{name} = {value}", f"tl.store({spread(buffer)}, {name}{mask})",
-            f"tl.store({spread(rest)}, {name} - {rounded}{mask})"]
-
-
-def _is_light(work: int | None) -> bool:
-    return work is not None and work <= LIGHT_WORK
-
-
 def _bare(parameter: str) -> str:
     """The name of a parameter, without its kind."""
     return parameter.split(":")[0]
-
-
-def pointers(inputs: Iterable[Buffer]) -> list[str]:
-    """The parameters of input buffers: a pointer each, and the stride of rows."""
-    return [p for b in inputs for p in [f"{b.name}_ptr"] + [f"{b.name}_stride"] * b.has_stride]

@@ -13,12 +13,12 @@ from functools import cached_property
 
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.saga import ir
-from pyg_fullgraph.saga.codegen import pointers, store
 from pyg_fullgraph.saga.emit import Buffer, Emitter
 from pyg_fullgraph.saga.features import Place, contiguous_strides
 from pyg_fullgraph.saga.ir import Domain, Node
 from pyg_fullgraph.saga.packing import columns_of
 from pyg_fullgraph.saga.plans import Step
+from pyg_fullgraph.saga.stores import pointers, store
 from pyg_fullgraph.saga.tiles import Lowering, Tile
 from triton_kernels import skeletons
 from triton_kernels.skeletons import fill, indent
