@@ -47,6 +47,8 @@ TOOLS = {
 #: Parts of the names of kernels that are left out: PyTorch's, and cuBLAS's but for those ("nvjet") that racecheck
 #: cannot do without: it ends a process that launches one of these unseen ("failed to handle a hardware exception").
 OTHERS = ("_Z", "cutlass", "gemm")
+#: About what a launch takes longer under racecheck, seconds: tests of few edges that train for long are the slowest.
+LAUNCH_SECONDS = 0.02
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (.*)")
 #: The name of a kernel in a line of a report, with its place in it: ``at name+0x1f0`` or ``at 0x1f0 in name``.
 _KERNEL = re.compile(r"\bat (?:void )?([A-Za-z_][\w:]*).*?\+0x[0-9a-f]|\bat 0x[0-9a-f]+ in (?:void )?([A-Za-z_][\w:]*)")
@@ -80,14 +82,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Record the hashes of the kernels that a test launches, how long it took and what came of it."""
-    kernels: set[str] = set()
+    """Record the hashes of the kernels that a test launches, how many times it launches any, how long it took and what
+    came of it.
+    """
+    kernels: Counter[str] = Counter()
     plain = launch.Launch._launch
 
     def recorded(self: launch.Launch, known: Any, args: Any, kinds: Any) -> None:
         plain(self, known, args, kinds)
         if kinds in known:
-            kernels.add(known[kinds]._compiled.hash)
+            kernels[known[kinds]._compiled.hash] += 1
 
     into, process = _where()
     if process:
@@ -107,7 +111,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         what_failed = error
     passed = "failed" not in item.outcomes and what_failed is None  # type: ignore[attr-defined]
     _tell(into, test=item.nodeid, seconds=round(time.perf_counter() - start, 2), passed=passed, kernels=sorted(kernels),
-          **process)
+          launches=kernels.total(), **process)
     if what_failed is not None:  # the process can use the GPU no more
         pytest.exit(f"the GPU after {item.nodeid}: {what_failed}", returncode=3)
 
@@ -130,13 +134,13 @@ def read(name: str) -> list[dict[str, Any]]:
 
 def covering(launched: Sequence[dict[str, Any]], seen: AbstractSet[str] = frozenset()) -> list[str]:
     """Tests that launch all kernels which any of ``launched`` does, less those of ``seen``: of the tests left, always
-    the one that launches the most new ones for its time.
+    the one that launches the most new ones for the time that it takes under a tool, about.
     """
     left = {one["test"]: new for one in launched if one["passed"] and (new := set(one["kernels"]) - seen)}
-    seconds = {one["test"]: one["seconds"] for one in launched}
+    seconds = {one["test"]: 1 + one["seconds"] + LAUNCH_SECONDS * one["launches"] for one in launched}
     chosen = []
     while left:
-        best = max(left, key=lambda test: (len(left[test]) / (seconds[test] + 1), test))
+        best = max(left, key=lambda test: (len(left[test]) / seconds[test], test))
         new = left.pop(best)
         chosen.append(best)
         left = {test: rest for test, kernels in left.items() if (rest := kernels - new)}

@@ -83,6 +83,18 @@ def check_golden(name, source):
     assert source == path.read_text(), f"{path} differs; PFG_ACCEPT=1 records what is generated now"
 
 
+AHEAD, ONE_BY_ONE = "for slot in tl.range(first, last, num_stages=4):", "for slot in range(first, last):"
+
+
+@pytest.mark.parametrize(("name", "lanes", "loops"), [
+    ("gatv2", 4, {AHEAD}), ("sage-sum", 4, {ONE_BY_ONE}), ("wide", 4, {AHEAD}), ("wide", 2, {AHEAD, ONE_BY_ONE}),
+], ids=["launched", "in-the-kernel", "wide", "too-wide"])
+def test_slots_are_on_their_way_where_shared_memory_is_to_spare(name, lanes, loops):
+    """Not in kernels that merge their own rows, nor of 2048 numbers of 8 bytes."""
+    lines = {line.strip() for s in sweeps_of(program_of(name)) for line in kernel_of(s, lanes).source.splitlines()}
+    assert {AHEAD, ONE_BY_ONE} & lines == loops
+
+
 @pytest.mark.parametrize("lanes", [2, 4, 8])
 @pytest.mark.parametrize("name", [*CASES, *MORE_CASES])
 def test_source_is_python_with_the_parameters_that_a_launch_passes(name, lanes):

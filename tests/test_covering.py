@@ -11,8 +11,8 @@ import typer
 from covering import covering as chosen_of
 
 
-def ran(test, kernels, seconds=0.0, passed=True):
-    return {"test": test, "seconds": seconds, "passed": passed, "kernels": kernels}
+def ran(test, kernels, seconds=0.0, passed=True, launches=1):
+    return {"test": test, "seconds": seconds, "passed": passed, "kernels": kernels, "launches": launches}
 
 
 def test_all_kernels_of_tests_that_passed():
@@ -26,6 +26,7 @@ def test_all_kernels_of_tests_that_passed():
 
 def test_the_quicker_of_two_alike():
     assert chosen_of([ran("slow", ["a"], 9), ran("quick", ["a"], 1)]) == ["quick"]
+    assert chosen_of([ran("often", ["a"], 1, launches=10_000), ran("once", ["a"], 9)]) == ["once"]
 
 
 def test_what_was_seen_is_not_chosen():

@@ -38,6 +38,8 @@ TURNS, MOST_ROWS, MOST_SIDE_WARPS = 4, (WARP, 8), 2
 #: Most slots of a row that its lanes merge there; of rows of more, numbers that are merged at a time by all lanes, and
 #: fewest and most slots.
 FEW_SLOTS, SLOTS = 8, (256, 4, 16)
+#: Slots of a row on their way at a time in kernels that only merge, and most bytes of shared memory that they may take.
+SLOT_STAGES, MAX_STAGED_BYTES = 4, 1 << 15
 #: Where pieces are listed; parameters of every kernel, and those of the ones that know about edges.
 _PIECES = ["piece_row_ptr", "piece_start_ptr", "piece_end_ptr", "piece_slot_ptr"]
 _CONSTANTS = ["FLOAT: tl.constexpr", "ID: tl.constexpr", "UNSET: tl.constexpr"]
@@ -210,8 +212,7 @@ class _Generator:
         # where edges have wide values to read, which come from memory and no cache, it takes 0.92 to 0.95 of the time.
         for_totals = bool(self.totals) and not self.edges
         is_ahead = not self.tile.has_products and (for_totals or self._reads_wide_edges)
-        how = ("tl.range", f", num_stages={STAGES}") if is_ahead else ("range", "")
-        piece += self._loop(how[0], "start", "end", "BLOCK_E", loads + self.emitter.lines, how[1])
+        piece += self._loop(STAGES if is_ahead else 0, "start", "end", "BLOCK_E", loads + self.emitter.lines)
         return piece + (self._result() if self.carries else "")
 
     def _pieces(self) -> str:
@@ -243,8 +244,9 @@ class _Generator:
         of_a_warp, of_few = (warps * WARP * self.emitter.lanes // self.tile.width for warps in (1, MOST_SIDE_WARPS))
         return max(min(of_a_warp, MOST_ROWS[0]), min(of_few, MOST_ROWS[1]), 1)
 
-    def _loop(self, kind: str, start: str, end: str, step: str, lines: Sequence[str], options: str = "") -> str:
+    def _loop(self, stages: int, start: str, end: str, step: str, lines: Sequence[str]) -> str:
         """The loop over blocks of edges."""
+        kind, options = _range(stages)
         return _fill(skeletons.LOOP, range=kind, start=start, end=end, step=step, options=options,
                      edges=self.tile.edges, lanes=self.tile.edge_slice, loop=_indent(lines, 1))
 
@@ -255,7 +257,7 @@ class _Generator:
         ahead, loads = self._prefetched(*span)
         # Stages would hold several blocks of rows in shared memory, more than there is.
         return "".join(f"{line}\n" for line in ahead) + \
-            self._loop("tl.range", *span, loads + self.emitter.lines, ", num_stages=1")
+            self._loop(1, *span, loads + self.emitter.lines)
 
     @property
     def _end(self) -> str:
@@ -339,10 +341,16 @@ class _Generator:
 
     def _slots(self) -> str:
         """The loop over the slots of a row in edge order; of short pieces, of which there may be many, several at once.
+
+        Stages take shared memory, of which kernels that merge rows themselves leave all they can to the cache.
         """
         before = _indent(self._starts(self.reducers, None if self.side_by_side else Edges.ONE), 0)
         if not self.side_by_side:
-            return _fill(skeletons.SLOTS, before=before, loop=_indent(self._merges(), 1))
+            numbers = sum(self.tile.padded(self.tile.axes.axes(c.node)) for c in self.carries)
+            num_bytes = SLOT_STAGES * numbers * max(16 // self.emitter.lanes, 4)
+            is_ahead = not self._merges_rows and num_bytes <= MAX_STAGED_BYTES
+            kind, options = _range(SLOT_STAGES if is_ahead else 0)
+            return _fill(skeletons.SLOTS, before=before, range=kind, options=options, loop=_indent(self._merges(), 1))
         after = [line for r in self.reducers for line in r.merge_lanes(self.tile)]
         numbers, fewest, most = SLOTS
         slots = min(max(numbers // self.tile.width, fewest), most)
@@ -564,6 +572,11 @@ class _Generator:
             return None
         width = max((c.node.numel for c in self.carries), default=0)
         return math.ceil(sum(map(ir.arithmetic, nodes)) / width) if width else None
+
+
+def _range(stages: int) -> tuple[str, str]:
+    """What a loop goes over, and its options: with so many stages, 0 for those that Triton takes."""
+    return ("tl.range", f", num_stages={stages}") if stages else ("range", "")
 
 
 def _bare(parameter: str) -> str:

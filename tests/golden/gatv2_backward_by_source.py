@@ -84,7 +84,7 @@ def merge_row_of_sum_by_src_5ee541(row, first, last, part, row_ptr_ptr, out0_ptr
     f1_0 = tl.arange(0, 32) % 8
     count = (tl.load(row_ptr_ptr + row + 1) - tl.load(row_ptr_ptr + row)).to(FLOAT)
     sum0 = tl.full([1, 1, 4, 8], 0.0, FLOAT)
-    for slot in range(first, last):
+    for slot in tl.range(first, last, num_stages=4):
         new_sum0 = tl.load(ws0_ptr + slot * 15 + f0 * 5 + f1, mask=(f0 < 3) & (f1 < 5), other=0)
         sum0 += new_sum0
     tl.store(out0_ptr + row * 15 + f0_0 * 5 + f1_0, tl.reshape(tl.broadcast_to(sum0, [1, 1, 4, 8]), [32]), mask=tl.broadcast_to((f0_0 < 3) & (f1_0 < 5), [32]))

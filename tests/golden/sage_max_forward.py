@@ -77,7 +77,7 @@ def merge_row_of_max_argmax_by_dst_ef460d(row, first, last, part, row_ptr_ptr, o
     count = (tl.load(row_ptr_ptr + row + 1) - tl.load(row_ptr_ptr + row)).to(FLOAT)
     max0 = tl.full([1, 1, 8], float("-inf"), FLOAT)
     arg0 = tl.full([1, 1, 8], UNSET, ID)
-    for slot in range(first, last):
+    for slot in tl.range(first, last, num_stages=4):
         new_max0 = tl.load(ws0_ptr + slot * 5 + f0, mask=(f0 < 5), other=0)
         new_arg0 = tl.load(ws1_ptr + slot * 5 + f0, mask=(f0 < 5), other=0)
         new_max0 = new_max0 + tl.zeros_like(max0)
