@@ -44,6 +44,8 @@ TOOLS = {
     "memcheck": ("--tool", "memcheck"),
     "racecheck": ("--tool", "racecheck", "--racecheck-report", "analysis"),
 }
+#: The part of a record that lists kernels in which a tool can find something: racecheck looks at shared memory alone.
+KERNELS = {"memcheck": "kernels", "racecheck": "sharing"}
 #: Parts of the names of kernels that are left out: PyTorch's, and cuBLAS's but for those ("nvjet") that racecheck
 #: cannot do without: it ends a process that launches one of these unseen ("failed to handle a hardware exception").
 OTHERS = ("_Z", "cutlass", "gemm")
@@ -82,16 +84,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Record the hashes of the kernels that a test launches, how many times it launches any, how long it took and what
-    came of it.
+    """Record the hashes of the kernels that a test launches, of all and of those with shared memory, how many times it
+    launches any, how long it took and what came of it.
     """
     kernels: Counter[str] = Counter()
+    sharing: set[str] = set()
     plain = launch.Launch._launch
 
     def recorded(self: launch.Launch, known: Any, args: Any, kinds: Any) -> None:
         plain(self, known, args, kinds)
         if kinds in known:
-            kernels[known[kinds]._compiled.hash] += 1
+            compiled = known[kinds]._compiled
+            kernels[compiled.hash] += 1
+            if compiled.metadata.shared > 0:
+                sharing.add(compiled.hash)
 
     into, process = _where()
     if process:
@@ -111,7 +117,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         what_failed = error
     passed = "failed" not in item.outcomes and what_failed is None  # type: ignore[attr-defined]
     _tell(into, test=item.nodeid, seconds=round(time.perf_counter() - start, 2), passed=passed, kernels=sorted(kernels),
-          launches=kernels.total(), **process)
+          sharing=sorted(sharing), launches=kernels.total(), **process)
     if what_failed is not None:  # the process can use the GPU no more
         pytest.exit(f"the GPU after {item.nodeid}: {what_failed}", returncode=3)
 
@@ -125,11 +131,14 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 # --- what runs them ------------------------------------------------------------------------------------------------
 
 
-def read(name: str) -> list[dict[str, Any]]:
-    """The lines of a file in :data:`FOLDER`, less one that is being written; none where it is missing."""
+def read(name: str, tool: str) -> list[dict[str, Any]]:
+    """The lines of a file in :data:`FOLDER`, with the kernels in which ``tool`` can find something, less one that is
+    being written; none where it is missing.
+    """
     path = FOLDER / name
     text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text[:text.rfind("\n") + 1].splitlines()]
+    lines = [json.loads(line) for line in text[:text.rfind("\n") + 1].splitlines()]
+    return [{**one, "kernels": one.get(KERNELS[tool], [])} for one in lines]
 
 
 def covering(launched: Sequence[dict[str, Any]], seen: AbstractSet[str] = frozenset()) -> list[str]:
@@ -196,7 +205,7 @@ class _Process:
         """What is to be run after it has ended, by itself or by the GPU or the tool, tests with whether PyTorch's cache
         is on.
         """
-        lines = [one for one in read(f"{self.tool}.jsonl") if one["log"] == self.log]
+        lines = [one for one in read(f"{self.tool}.jsonl", self.tool) if one["log"] == self.log]
         begun = {one["began"] for one in lines if "began" in one} & set(self.tests)
         if not begun and len(self.tests) > 1:  # one that is no test any more keeps all from being begun
             half = len(self.tests) // 2
@@ -204,7 +213,7 @@ class _Process:
         ended = {one["test"]: one["passed"] for one in lines if "test" in one}
         for test in (begun or set(self.tests)) - ended.keys():
             ended[test] = False
-            _tell(f"{self.tool}.jsonl", test=test, seconds=0, passed=False, kernels=[], cached=self.cached,
+            _tell(f"{self.tool}.jsonl", test=test, seconds=0, passed=False, kernels=[], sharing=[], cached=self.cached,
                   log=self.log, died=test in begun)
         again = [([test], True) for test in self.tests if begun and not ended.get(test, True) and not self.cached]
         rest = [test for test in self.tests if test not in ended]
@@ -222,7 +231,7 @@ def main(tool: Annotated[str, typer.Argument(help=f"One of {', '.join(TOOLS)}.")
         raise typer.BadParameter(f"Expected one of {', '.join(TOOLS)} (got {tool!r})")
     if shutil.which("compute-sanitizer") is None:
         raise typer.BadParameter("Expected compute-sanitizer among the programs of $PATH (found none)")
-    launched = [one for one in read("launched.jsonl")
+    launched = [one for one in read("launched.jsonl", tool)
                 if only in one["test"] and not (without and without in one["test"])]
     if not launched:
         raise typer.BadParameter(f"Expected what tests launch in {FOLDER / 'launched.jsonl'} (found nothing asked for)")
@@ -252,7 +261,7 @@ def _to_run(tool: str, launched: list[dict[str, Any]], processes: int, cached: b
     """Tests by process, with whether PyTorch's cache is on: those that failed without it, by themselves, after what
     launches the rest; last what time once cut off.
     """
-    lines = read(f"{tool}.jsonl")
+    lines = read(f"{tool}.jsonl", tool)
     last = {one["test"]: one for one in lines if "test" in one}
     again = [one["test"] for one in launched
              if (of := last.get(one["test"])) is not None and not of["passed"] and not of["cached"]]
@@ -276,7 +285,7 @@ def _kernels(lines: Iterable[dict[str, Any]]) -> set[str]:
 
 def _report(tool: str) -> None:
     """What all runs since the record saw."""
-    launched, lines = read("launched.jsonl"), read(f"{tool}.jsonl")
+    launched, lines = read("launched.jsonl", tool), read(f"{tool}.jsonl", tool)
     everything, kernels = _kernels(launched), _kernels(lines)
     alone = kernels - _kernels(one for one in lines if not one["cached"])
     done = {one["test"]: one for one in lines if "test" in one}

@@ -11,8 +11,9 @@ import typer
 from covering import covering as chosen_of
 
 
-def ran(test, kernels, seconds=0.0, passed=True, launches=1):
-    return {"test": test, "seconds": seconds, "passed": passed, "kernels": kernels, "launches": launches}
+def ran(test, kernels, seconds=0.0, passed=True, launches=1, sharing=None):
+    return {"test": test, "seconds": seconds, "passed": passed, "kernels": kernels, "launches": launches,
+            "sharing": kernels if sharing is None else sharing}
 
 
 def test_all_kernels_of_tests_that_passed():
@@ -59,7 +60,8 @@ from types import SimpleNamespace
 from triton_kernels.launch import Launch
 
 def launched(name):
-    Launch._launch(None, {0: SimpleNamespace(launch=print, _compiled=SimpleNamespace(hash=name))}, (), 0)
+    compiled = SimpleNamespace(hash=name, metadata=SimpleNamespace(shared=16 * (name == "good")))
+    Launch._launch(None, {0: SimpleNamespace(launch=print, _compiled=compiled)}, (), 0)
 
 def test_good():
     launched("good")
@@ -110,7 +112,7 @@ def record(*names):
 def ended(tool="memcheck"):
     """Of each test how it ended, and whether PyTorch's cache was on, of all times."""
     found = {}
-    for one in covering.read(f"{tool}.jsonl"):
+    for one in covering.read(f"{tool}.jsonl", tool):
         if "test" in one:
             found.setdefault(one["test"].partition("::test_")[2], []).append((one["passed"], one["cached"]))
     return found
@@ -134,7 +136,8 @@ def test_what_fails_or_ends_its_process_runs_again_by_itself(folder, capsys):
 
 def test_time_cuts_off_and_the_next_run_goes_on(folder, capsys, monkeypatch):
     def clock():  # time is up when the test that sleeps has begun
-        return float(any(one.get("began", "").endswith("sleeps") for one in covering.read("racecheck.jsonl")))
+        lines = covering.read("racecheck.jsonl", "racecheck")
+        return float(any(one.get("began", "").endswith("sleeps") for one in lines))
 
     monkeypatch.setattr(covering, "time", SimpleNamespace(monotonic=clock, time=time.time, sleep=time.sleep))
     record("good", "sleeps", "after")
@@ -143,10 +146,21 @@ def test_time_cuts_off_and_the_next_run_goes_on(folder, capsys, monkeypatch):
     assert "cut off by the time, for the next run: test_some.py::test_sleeps" in capsys.readouterr().out
     record("cached")
     covering._tell("racecheck.jsonl", test="test_some.py::test_cached", seconds=0, passed=False, kernels=[],
-                   cached=False, log="racecheck-0-0")
-    launched = [one for one in covering.read("launched.jsonl") if one["passed"]]
+                   sharing=[], cached=False, log="racecheck-0-0")
+    launched = [one for one in covering.read("launched.jsonl", "racecheck") if one["passed"]]
     assert covering._to_run("racecheck", launched, 1, False) == [
         (["test_some.py::test_after", "test_some.py::test_sleeps"], False), (["test_some.py::test_cached"], True)]
+
+
+def test_racecheck_is_for_kernels_with_shared_memory(folder, capsys):
+    covering._tell("launched.jsonl", **ran("test_some.py::test_good", ["good"]))
+    covering._tell("launched.jsonl", **ran("test_some.py::test_after", ["after"], sharing=[]))
+    covering.main("racecheck", seconds=100, processes=1)
+    assert ended("racecheck") == {"good": [(True, False)]}
+    assert "which launched 1 of 1 kernels, 0 of them with" in capsys.readouterr().out
+    covering.main("memcheck", seconds=100, processes=1)
+    assert ended() == {"good": [(True, False)], "after": [(True, False)]}
+    assert [one["sharing"] for one in covering.read("memcheck.jsonl", "memcheck") if "test" in one] == [["good"], []]
 
 
 def test_tests_that_are_no_more_keep_none_from_running(folder, capsys, monkeypatch):
