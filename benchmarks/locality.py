@@ -19,7 +19,7 @@ from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.locality import locality
 from pyg_fullgraph.order import ORDERS, Permutation, order_vertices
 
-#: Bytes of a gathered row, and the megabytes of L2 up to which an H200 gathers at full speed (docs/performance.md).
+#: Bytes of a gathered row, and the megabytes of L2 up to which an H200 gathers at full speed (docs/results.md).
 ROW_BYTES = (128, 512, 1024)
 CACHE_MB = 32
 #: Caches that hold these shares of all rows, for graphs whose rows all fit in L2.

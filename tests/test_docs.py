@@ -49,6 +49,24 @@ def test_snippets_run(path, width, capsys):
     assert capsys.readouterr().out
 
 
+def anchors(path: Path) -> set[str]:
+    """What headings of a page are called in links, as GitHub does."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL),
+                          re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")], ids=lambda path: path.name)
+def test_links_lead_somewhere(path):
+    for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        file = path.parent / name if name else path
+        assert file.exists(), f"{path.name} links to {target}"
+        assert not anchor or anchor in anchors(file), f"{path.name} links to {target}"
+
+
 def test_the_number_of_layers():
     for path in ("README.md", "CHANGELOG.md"):
         assert f"{len(coverage.FUSED)} layers of" in (ROOT / path).read_text()

@@ -24,7 +24,7 @@ MAX_HELD, MAX_HELD_TO_FILL, MAX_HELD_FILLED = 72, 96, 160
 #: same. Numbers between leave lanes idle, and few edges leave room for more programs.
 FEW_EDGES, FEWEST_EDGES, FULL_DEGREE, FULL_FEATURES = 4, 2, 12, 128
 #: The most where features are summed up per edge and the gradient of a parameter rides along, and features of all edges
-#: in flight without. All measured on an H200, see docs/performance.md.
+#: in flight without. All measured on an H200, see docs/kernels.md.
 MAX_RIDING_EDGES, SUMMED_FEATURES = 8, 512
 #: Values of the widest tile in flight per program, where there are matrix products.
 PRODUCT_VALUES = 1024
