@@ -58,7 +58,7 @@ def test_tensors_and_numbers_are_told_apart_as_before(given_tensors, numbers):
 class Compiled:
     """Stands for what Triton compiled."""
 
-    function, packed_metadata = "function", "metadata"
+    function, packed_metadata, src = "function", "metadata", SimpleNamespace(signature={})
 
     def __init__(self, log):
         self.log = log

@@ -167,12 +167,14 @@ class Launch:
         given = (*self.fixed, *args, *self.last)
         _prepare(self.kernel)
         try:
-            compiled = self.kernel[self.programs,](*given, **self.constants, num_warps=self.num_warps, **OPTIONS)
+            with _loading:  # see _make_launcher
+                compiled = self.kernel[self.programs,](*given, **self.constants, num_warps=self.num_warps, **OPTIONS)
         except (RuntimeError, PTXASError) as error:
             if isinstance(error, PTXASError) or "PassManager::run failed" in str(error):
                 raise NotCompiledError(f"{type(error).__name__}: {error}") from error
             raise
         if type(compiled) is CompiledKernel:  # nothing comes back from Triton's interpreter
+            _launchers.setdefault(_signature(compiled), None)
             rest = self.kernel.arg_names[len(given):]
             known[kinds] = _Known(compiled, tuple(self.constants[name] for name in rest),
                                   driver.active.get_current_stream)
@@ -281,7 +283,9 @@ _begun: dict[tuple[object, ...], Any] = {}
 _pending: dict[tuple[object, ...], threading.Thread] = {}
 # Which all others and all launches wait for.
 _first: threading.Thread | None = None
-_lock, _preparing = threading.RLock(), threading.RLock()
+_lock, _preparing, _loading = threading.RLock(), threading.RLock(), threading.RLock()
+# The signatures of kernels that Triton has made functions for that launch them -> the thread that had it do so.
+_launchers: dict[tuple[str, ...], threading.Thread | None] = {}
 _slots: threading.Semaphore | None = None
 _is_ending = False
 
@@ -387,14 +391,35 @@ def _compile(variant: tuple[object, ...], first: threading.Thread | None, slots:
                 with torch.cuda.device(device):
                     _prepare(kernel)
                     made = kernel.warmup(*args, grid=(programs,), **constants, num_warps=num_warps, **OPTIONS)
-                    # Triton 3.6 has a C compiler make a function that launches it, which is kept on disk as well.
-                    driver.active.launcher_cls(made.src, made.metadata)
+                    _make_launcher(made)
     except Exception:
         _logger.debug("Kernel %s was not compiled ahead", getattr(kernel, "__name__", kernel), exc_info=True)
     finally:
         with _lock:
             if _pending.get(variant) is threading.current_thread():
                 del _pending[variant]
+
+
+def _make_launcher(made: Any) -> None:
+    """Have Triton 3.6 make the function that launches ``made``, for which it asks a C compiler, and keeps it on disk.
+
+    Kernels of one signature share it, in a module; all of these modules have one name. When a file is loaded again,
+    Python puts what is in it into the module that had the name last, whichever file that is of: a launch that is about
+    to take its function from there would get that of another kernel. So threads load each once, and launches, which
+    load them again, do so one at a time.
+    """
+    signature, this = _signature(made), threading.current_thread()
+    with _lock:
+        maker = _launchers.setdefault(signature, this)
+    if maker is this:
+        driver.active.launcher_cls(made.src, made.metadata)
+    elif maker is not None:
+        maker.join()  # a thread of _compile, which does nothing more
+
+
+def _signature(made: Any) -> tuple[str, ...]:
+    """The kinds of what a kernel is launched with, as the function that launches it tells them apart."""
+    return tuple("*" if str(kind).startswith("*") else str(kind) for kind in made.src.signature.values())
 
 
 def _prepare(kernel: Any) -> None:
@@ -427,8 +452,9 @@ def _end() -> None:
 
 def _after_fork() -> None:
     """A child process has none of the threads."""
-    global _first, _lock, _preparing, _slots
-    _first, _lock, _preparing, _slots = None, threading.RLock(), threading.RLock(), None
+    global _first, _lock, _preparing, _loading, _slots
+    _first, _slots = None, None
+    _lock, _preparing, _loading = threading.RLock(), threading.RLock(), threading.RLock()
     _pending.clear()
     _begun.clear()
 
