@@ -134,11 +134,20 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 def read(name: str, tool: str) -> list[dict[str, Any]]:
     """The lines of a file in :data:`FOLDER`, with the kernels in which ``tool`` can find something, less one that is
     being written; none where it is missing.
+
+    Raises:
+        typer.BadParameter: Something else wrote the file, as an earlier version of this.
     """
     path = FOLDER / name
     text = path.read_text() if path.exists() else ""
     lines = [json.loads(line) for line in text[:text.rfind("\n") + 1].splitlines()]
-    return [{**one, "kernels": one.get(KERNELS[tool], [])} for one in lines]
+    for one in lines:
+        if "test" in one:
+            if missing := {"kernels", "sharing", "launches"} - one.keys():
+                raise typer.BadParameter(f"Expected a record of this version in {path} (got a test without "
+                                         f"{', '.join(sorted(missing))})")
+            one["kernels"] = one[KERNELS[tool]]
+    return lines
 
 
 def covering(launched: Sequence[dict[str, Any]], seen: AbstractSet[str] = frozenset()) -> list[str]:
@@ -213,8 +222,8 @@ class _Process:
         ended = {one["test"]: one["passed"] for one in lines if "test" in one}
         for test in (begun or set(self.tests)) - ended.keys():
             ended[test] = False
-            _tell(f"{self.tool}.jsonl", test=test, seconds=0, passed=False, kernels=[], sharing=[], cached=self.cached,
-                  log=self.log, died=test in begun)
+            _tell(f"{self.tool}.jsonl", test=test, seconds=0, passed=False, kernels=[], sharing=[], launches=0,
+                  cached=self.cached, log=self.log, died=test in begun)
         again = [([test], True) for test in self.tests if begun and not ended.get(test, True) and not self.cached]
         rest = [test for test in self.tests if test not in ended]
         return [*again, (rest, self.cached)] if rest else again

@@ -314,40 +314,24 @@ def specialized(ptr, count):
 
 
 class Kernel:
-    """Stands for one of Triton's, with the kinds of its arguments."""
+    """Stands for one of Triton's."""
 
-    def __init__(self, log: list[str], name: str, compile: Any = lambda: None, kinds: tuple[str, ...] = ()) -> None:
-        self.log, self.__name__, self.compile, self.arg_names = log, name, compile, ()
-        self.made = Compiled(SimpleNamespace(signature=dict(enumerate(kinds)), name=name))
+    def __init__(self, log: list[str], name: str, compile: Any = lambda: None) -> None:
+        self.log, self.__name__, self.compile = log, name, compile
 
     def warmup(self, *args: Any, **options: Any) -> Any:
         self.compile()
         self.log.append(f"{self.__name__} compiled")
-        return self.made
+        return SimpleNamespace(src=None, metadata=None)
 
     def __getitem__(self, grid: Any) -> Any:
-        def first(*args: Any, **options: Any) -> Any:
-            self.log.append(f"{self.__name__} launched")
-            return self.made
-
-        return first
-
-
-class Compiled:
-    """Stands for what Triton compiled."""
-
-    metadata = run = function = packed_metadata = None
-
-    def __init__(self, src: Any) -> None:
-        self.src = src
+        return lambda *args, **options: self.log.append(f"{self.__name__} launched")
 
 
 @pytest.fixture
 def threads(monkeypatch):
-    active = SimpleNamespace(get_current_device=lambda: 0, launcher_cls=lambda src, metadata: None,
-                             get_current_stream=lambda device: 0)
+    active = SimpleNamespace(get_current_device=lambda: 0, launcher_cls=lambda src, metadata: None)
     monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
-    monkeypatch.setattr(launch, "_launchers", {})
     monkeypatch.setattr(launch, "num_threads", lambda: 4)
     monkeypatch.setattr(launch, "_slots", None)
     monkeypatch.setattr(launch, "_first", None)
@@ -404,61 +388,6 @@ def test_variants_of_a_kernel_are_compiled_at_the_same_time_each_once(threads):
     assert log == ["kernel compiled"] * 3
     launch.compile_ahead(kernel, 1, [], {"BLOCK": 1}, 4, torch.device("cuda", 0))
     assert launch._pending == {}
-
-
-POINTER, HALF, LONG = ("*fp32", "i32", "constexpr"), ("*fp16", "i32", "constexpr"), ("*fp32", "i64", "constexpr")
-
-
-def test_what_launches_a_signature_is_made_once(threads, monkeypatch):
-    """As Python mixes up modules of one name when it loads one of them again; who needs the same waits for it."""
-    log: list[str] = []
-    begun, gate = threading.Event(), threading.Event()
-
-    def launcher_cls(src, metadata):
-        begun.set()
-        gate.wait(60)
-        log.append(f"{src.name} made")
-
-    monkeypatch.setattr(launch.driver.active, "launcher_cls", launcher_cls)
-    first, second = Kernel(log, "float", kinds=POINTER), Kernel(log, "half", kinds=HALF)
-    begin(first)
-    assert begun.wait(60)
-    begin(second, Kernel(log, "long", kinds=LONG))
-    time.sleep(0.05)
-    assert sorted(log) == ["float compiled", "half compiled", "long compiled"]
-    assert len(launch._pending) == 3
-    gate.set()
-    settle()
-    assert sorted(log[3:]) == ["float made", "long made"]
-
-
-def test_what_was_launched_is_not_loaded_again_by_threads(threads, monkeypatch):
-    log: list[str] = []
-    monkeypatch.setattr(launch, "CompiledKernel", Compiled)
-    monkeypatch.setattr(launch.driver.active, "launcher_cls", lambda src, metadata: log.append(f"{src.name} made"))
-    launch_all(Kernel(log, "launched", kinds=POINTER))
-    begin(Kernel(log, "half", kinds=HALF), Kernel(log, "long", kinds=LONG))
-    settle()
-    assert sorted(log) == ["half compiled", "launched launched", "long compiled", "long made"]
-
-
-def test_first_launches_come_one_at_a_time(threads):
-    class Slow(Kernel):
-        def __getitem__(self, grid: Any) -> Any:
-            def first(*args: Any, **options: Any) -> None:
-                self.log.append("begins")
-                time.sleep(0.05)
-                self.log.append("ends")
-
-            return first
-
-    log: list[str] = []
-    waiting = [threading.Thread(target=launch_all, args=(Slow(log, str(k)),)) for k in range(3)]
-    for thread in waiting:
-        thread.start()
-    for thread in waiting:
-        thread.join(60)
-    assert log == ["begins", "ends"] * 3
 
 
 def test_a_launch_waits_for_its_variant_only(threads):

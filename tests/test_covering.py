@@ -146,7 +146,7 @@ def test_time_cuts_off_and_the_next_run_goes_on(folder, capsys, monkeypatch):
     assert "cut off by the time, for the next run: test_some.py::test_sleeps" in capsys.readouterr().out
     record("cached")
     covering._tell("racecheck.jsonl", test="test_some.py::test_cached", seconds=0, passed=False, kernels=[],
-                   sharing=[], cached=False, log="racecheck-0-0")
+                   sharing=[], launches=0, cached=False, log="racecheck-0-0")
     launched = [one for one in covering.read("launched.jsonl", "racecheck") if one["passed"]]
     assert covering._to_run("racecheck", launched, 1, False) == [
         (["test_some.py::test_after", "test_some.py::test_sleeps"], False), (["test_some.py::test_cached"], True)]
@@ -179,3 +179,6 @@ def test_what_is_not_there_is_said(folder, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(typer.BadParameter, match="compute-sanitizer"):
         covering.main("memcheck")
+    covering._tell("launched.jsonl", test="test_some.py::test_after", seconds=0, passed=True, kernels=["after"])
+    with pytest.raises(typer.BadParameter, match="got a test without launches, sharing"):
+        covering.read("launched.jsonl", "racecheck")

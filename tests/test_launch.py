@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from triton import knobs
 from triton._C.libtriton import native_specialize_impl
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import CompiledKernel
+from triton.runtime import build
 from triton.runtime.driver import driver
 
 import pyg_fullgraph as pfg
@@ -58,7 +62,7 @@ def test_tensors_and_numbers_are_told_apart_as_before(given_tensors, numbers):
 class Compiled:
     """Stands for what Triton compiled."""
 
-    function, packed_metadata, src = "function", "metadata", SimpleNamespace(signature={})
+    function, packed_metadata = "function", "metadata"
 
     def __init__(self, log):
         self.log = log
@@ -212,3 +216,35 @@ def test_prepared_launches_take_inputs_at_any_address():
             tuple(graph.to_edge_index().flip(0)), torch.ones(900, device=device), accumulate=True)
         torch.testing.assert_close(out, dense @ x, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(grad, dense.T @ (dense @ x), rtol=1e-4, atol=1e-4)
+
+
+# --- modules of Triton ----------------------------------------------------------------------------------------------
+
+MODULE = """
+#include <Python.h>
+static PyObject* number(PyObject* self, PyObject* args) { return PyLong_FromLong(%d); }
+static PyMethodDef methods[] = {{"number", number, METH_NOARGS, ""}, {NULL, NULL, 0, NULL}};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "pfg_same_name", NULL, -1, methods};
+PyMODINIT_FUNC PyInit_pfg_same_name(void) { return PyModule_Create(&definition); }
+"""
+
+
+@pytest.mark.skipif(not (shutil.which("gcc") or shutil.which("clang")), reason="no C compiler")
+def test_modules_of_one_name_keep_their_functions():
+    """By Triton's loader as it is without ours, the second is the first one after that is loaded again."""
+    first, second = (build.compile_module_from_src(MODULE % k, "pfg_same_name") for k in (1, 2))
+    again = build.compile_module_from_src(MODULE % 1, "pfg_same_name")
+    assert [module.number() for module in (first, second, again)] == [1, 2, 1]
+
+
+def test_threads_load_one_at_a_time():
+    shared = ModuleType("shared")
+
+    def load(name, path):
+        shared.path = path
+        time.sleep(0.01)
+        return shared
+
+    with ThreadPoolExecutor(4) as pool:
+        modules = list(pool.map(launch.apart(load), ["name"] * 8, map(str, range(8))))
+    assert [module.path for module in modules] == list(map(str, range(8)))

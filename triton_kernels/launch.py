@@ -9,6 +9,8 @@ device ``meta``, within :func:`without_data`) runs nothing, but tells Triton all
 compiler's, which leave Python alone. What Triton does once per process before its first kernel (it hashes its own
 files, half a gigabyte, and imports its dialects) is done by :func:`start`, also in a thread.
 
+What Triton loads, threads load apart from each other (see :func:`apart`).
+
 A launch like one before goes straight to what Triton compiled then: its hooks around launches are called, but it is not
 asked again whether one of its settings has changed. What many launches have in common is prepared once, as a
 :class:`Launch`.
@@ -39,6 +41,7 @@ import triton
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.compiler import CompiledKernel
 from triton.knobs import HookChain
+from triton.runtime import build
 from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources, PTXASError
 from triton.runtime.interpreter import InterpretedFunction
@@ -167,14 +170,12 @@ class Launch:
         given = (*self.fixed, *args, *self.last)
         _prepare(self.kernel)
         try:
-            with _loading:  # see _make_launcher
-                compiled = self.kernel[self.programs,](*given, **self.constants, num_warps=self.num_warps, **OPTIONS)
+            compiled = self.kernel[self.programs,](*given, **self.constants, num_warps=self.num_warps, **OPTIONS)
         except (RuntimeError, PTXASError) as error:
             if isinstance(error, PTXASError) or "PassManager::run failed" in str(error):
                 raise NotCompiledError(f"{type(error).__name__}: {error}") from error
             raise
         if type(compiled) is CompiledKernel:  # nothing comes back from Triton's interpreter
-            _launchers.setdefault(_signature(compiled), None)
             rest = self.kernel.arg_names[len(given):]
             known[kinds] = _Known(compiled, tuple(self.constants[name] for name in rest),
                                   driver.active.get_current_stream)
@@ -250,6 +251,31 @@ def stream_of(device: torch.device) -> int:
     return driver.active.get_current_stream(device.index) if device.type == "cuda" else 0
 
 
+# --- modules of Triton ----------------------------------------------------------------------------------------------
+
+
+def apart(load: Callable[[str, str], ModuleType]) -> Callable[[str, str], ModuleType]:
+    """A loader of extension modules by name and path that gives a module of its own each time.
+
+    Triton 3.6 loads the function that launches a kernel from a module, and all of these have one name. When such a file
+    is loaded again, as by the next kernel of the same signature, Python puts what is in it into the module that had the
+    name last, whichever file that is of, and gives that one: who is about to take a function from there, in another
+    thread, would take the one of another kernel.
+    """
+    @functools.wraps(load)
+    def loaded(name: str, path: str) -> ModuleType:
+        own = ModuleType(name)
+        with _loading:
+            own.__dict__.update(vars(load(name, path)))
+        return own
+
+    return loaded
+
+
+if hasattr(build, "_load_module_from_path"):
+    build._load_module_from_path = apart(build._load_module_from_path)
+
+
 # --- ahead of launches ----------------------------------------------------------------------------------------------
 
 
@@ -284,8 +310,6 @@ _pending: dict[tuple[object, ...], threading.Thread] = {}
 # Which all others and all launches wait for.
 _first: threading.Thread | None = None
 _lock, _preparing, _loading = threading.RLock(), threading.RLock(), threading.RLock()
-# The signatures of kernels that Triton has made functions for that launch them -> the thread that had it do so.
-_launchers: dict[tuple[str, ...], threading.Thread | None] = {}
 _slots: threading.Semaphore | None = None
 _is_ending = False
 
@@ -391,35 +415,14 @@ def _compile(variant: tuple[object, ...], first: threading.Thread | None, slots:
                 with torch.cuda.device(device):
                     _prepare(kernel)
                     made = kernel.warmup(*args, grid=(programs,), **constants, num_warps=num_warps, **OPTIONS)
-                    _make_launcher(made)
+                    # Triton 3.6 has a C compiler make a function that launches it, which is kept on disk as well.
+                    driver.active.launcher_cls(made.src, made.metadata)
     except Exception:
         _logger.debug("Kernel %s was not compiled ahead", getattr(kernel, "__name__", kernel), exc_info=True)
     finally:
         with _lock:
             if _pending.get(variant) is threading.current_thread():
                 del _pending[variant]
-
-
-def _make_launcher(made: Any) -> None:
-    """Have Triton 3.6 make the function that launches ``made``, for which it asks a C compiler, and keeps it on disk.
-
-    Kernels of one signature share it, in a module; all of these modules have one name. When a file is loaded again,
-    Python puts what is in it into the module that had the name last, whichever file that is of: a launch that is about
-    to take its function from there would get that of another kernel. So threads load each once, and launches, which
-    load them again, do so one at a time.
-    """
-    signature, this = _signature(made), threading.current_thread()
-    with _lock:
-        maker = _launchers.setdefault(signature, this)
-    if maker is this:
-        driver.active.launcher_cls(made.src, made.metadata)
-    elif maker is not None:
-        maker.join()  # a thread of _compile, which does nothing more
-
-
-def _signature(made: Any) -> tuple[str, ...]:
-    """The kinds of what a kernel is launched with, as the function that launches it tells them apart."""
-    return tuple("*" if str(kind).startswith("*") else str(kind) for kind in made.src.signature.values())
 
 
 def _prepare(kernel: Any) -> None:

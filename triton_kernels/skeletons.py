@@ -29,8 +29,8 @@ consecutive edges, whatever rows these belong to, so that no lane waits for an e
 ``MERGE_ROW`` merges the slots of a cut row in a fixed order, so results do not depend on timing: that of edges, but of
 pieces side by side, which are short, every so many of them, and then these sums. Of small graphs the program that
 writes the last of a row's slots does it, if the kernel can (``MERGES``), which is one launch less; else ``MERGE`` is
-launched after all tiles or spans, with one program per cut row, which has several slots on their way. The number of
-rows may be an upper bound; what is beyond has no slots.
+launched after all tiles or spans, with one program per cut row. The number of these may be an upper bound; what is
+beyond has no slots. Several slots are on their way where kernels cannot merge their own rows.
 
 ``ROWS`` is the body of vertex steps: a block of rows, loaded, computed and stored at their own places.
 

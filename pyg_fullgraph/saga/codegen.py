@@ -38,7 +38,8 @@ TURNS, MOST_ROWS, MOST_SIDE_WARPS = 4, (WARP, 8), 2
 #: Most slots of a row that its lanes merge there; of rows of more, numbers that are merged at a time by all lanes, and
 #: fewest and most slots.
 FEW_SLOTS, SLOTS = 8, (256, 4, 16)
-#: Slots of a row on their way at a time in kernels that only merge, and most bytes of shared memory that they may take.
+#: Slots of a row on their way at a time where kernels cannot merge their own rows, and most bytes of shared memory for
+#: them.
 SLOT_STAGES, MAX_STAGED_BYTES = 4, 1 << 15
 #: Where pieces are listed; parameters of every kernel, and those of the ones that know about edges.
 _PIECES = ["piece_row_ptr", "piece_start_ptr", "piece_end_ptr", "piece_slot_ptr"]
@@ -342,13 +343,14 @@ class _Generator:
     def _slots(self) -> str:
         """The loop over the slots of a row in edge order; of short pieces, of which there may be many, several at once.
 
-        Stages take shared memory, of which kernels that merge rows themselves leave all they can to the cache.
+        Stages take shared memory, of which kernels that can merge rows themselves leave all they can to the cache.
         """
         before = _indent(self._starts(self.reducers, None if self.side_by_side else Edges.ONE), 0)
         if not self.side_by_side:
-            numbers = sum(self.tile.padded(self.tile.axes.axes(c.node)) for c in self.carries)
-            num_bytes = SLOT_STAGES * numbers * max(16 // self.emitter.lanes, 4)
-            is_ahead = not self._merges_rows and num_bytes <= MAX_STAGED_BYTES
+            size = max(16 // self.emitter.lanes, 4)
+            slot_bytes = sum(self.tile.padded(self.tile.axes.axes(c.node)) * (8 if c.integer else size)
+                             for c in self.carries)
+            is_ahead = not self._merges_rows and SLOT_STAGES * slot_bytes <= MAX_STAGED_BYTES
             kind, options = _range(SLOT_STAGES if is_ahead else 0)
             return _fill(skeletons.SLOTS, before=before, range=kind, options=options, loop=_indent(self._merges(), 1))
         after = [line for r in self.reducers for line in r.merge_lanes(self.tile)]
