@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+import sysconfig
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -230,6 +232,7 @@ PyMODINIT_FUNC PyInit_pfg_same_name(void) { return PyModule_Create(&definition);
 
 
 @pytest.mark.skipif(not (shutil.which("gcc") or shutil.which("clang")), reason="no C compiler")
+@pytest.mark.skipif(not Path(sysconfig.get_path("include"), "Python.h").exists(), reason="no headers of Python")
 def test_modules_of_one_name_keep_their_functions():
     """By Triton's loader as it is without ours, the second is the first one after that is loaded again."""
     first, second = (build.compile_module_from_src(MODULE % k, "pfg_same_name") for k in (1, 2))
