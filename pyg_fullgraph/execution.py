@@ -487,6 +487,7 @@ def _launch_sweep(sweep: Sweep, kernel: KernelSource, order: EdgeOrder, leaf: ch
     def fits(shape: tune.Shape) -> bool:
         values = shape.tile * shape.block_e
         if not (shape.tile >= min(32, kernel.width) and 1 <= shape.num_warps <= 16
+                and shape.max_registers in tune.REGISTERS
                 and selection.MIN_PIECE <= shape.max_piece <= 8192
                 and values <= min(_MOST_VALUES, 32 * shape.num_warps * _MOST_VALUES_PER_THREAD)):
             return shape == default

@@ -231,12 +231,14 @@ def default_shape(kernel: KernelSource, order: EdgeOrder) -> tune.Shape:
     mean_degree = order.num_edges / max(order.num_rows, 1)
     if kernel.pieces == Pieces.SIDE_BY_SIDE:
         most = next(most for least, most in SIDE_PIECES if kernel.width >= least)
-        return tune.Shape(kernel.width, kernel.block_e, kernel.max_warps, min(most, max_piece_of(order.num_edges)))
+        return tune.Shape(kernel.width, kernel.block_e, kernel.max_warps, min(most, max_piece_of(order.num_edges)),
+                          kernel.max_registers)
     filled = kernel.block_e if kernel.takes_blocks else tiles.next_power_of_2(max(math.ceil(mean_degree), 4))
     block_e = max(min(kernel.block_e, filled), kernel.min_block_e)
     if kernel.full_degree:
         block_e = kernel.block_e if mean_degree >= kernel.full_degree else kernel.min_block_e
-    return tune.Shape(kernel.width, block_e, kernel.num_warps(block_e), max_piece_of(order.num_edges))
+    return tune.Shape(kernel.width, block_e, kernel.num_warps(block_e), max_piece_of(order.num_edges),
+                      kernel.max_registers)
 
 
 def max_piece_of(num_edges: int, is_span: bool = False) -> int:

@@ -20,6 +20,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -123,7 +124,8 @@ def compile_kernel(kernel: KernelSource, name: str, dtype: str = "fp32", index: 
         "HAS_LOCALS": adds, "ADDS": adds, "MERGES": not adds,
         "FLOAT": tl.float64 if dtype == "fp64" else tl.float32,
         "ID": tl.int32 if index == "i32" else tl.int64, "UNSET": 2**31 - 1 if index == "i32" else 2**63 - 1}
-    return (report or _compile)(_source(function, signature, constants), kernel.num_warps(kernel.block_e))
+    compiled = partial(_compile, max_registers=kernel.max_registers)
+    return (report or compiled)(_source(function, signature, constants), kernel.num_warps(kernel.block_e))
 
 
 def compile_rows(kernel: RowsSource, dtype: str = "fp32", index: str = "i32",
@@ -151,12 +153,12 @@ def _source(function: Any, signature: dict[str, str], constants: dict[str, Any],
                        if (a.endswith("_ptr") or a in even) and a not in constants and a not in varying})
 
 
-def _compile(source: ASTSource, num_warps: int, num_stages: int = 3) -> dict[str, int]:
+def _compile(source: ASTSource, num_warps: int, num_stages: int = 3, max_registers: int = 0) -> dict[str, int]:
     knobs = triton.knobs
     with contextlib.redirect_stdout(io.StringIO()) as log, knobs.nvidia.scope(), knobs.compilation.scope():
         knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
         made = triton.compile(source, target=TARGET, options={
-            "num_warps": num_warps, "num_stages": num_stages, **launch.OPTIONS})
+            "num_warps": num_warps, "num_stages": num_stages, "maxnreg": max_registers or None, **launch.OPTIONS})
 
     def number(pattern: str) -> int:
         found = re.search(pattern, log.getvalue())

@@ -122,14 +122,23 @@ def weighted_edges() -> EdgeProgram:
     return EdgeProgram((Output("sum", ir.pointwise("mul", weight, value)),))
 
 
-def wide_edges(heads: int, features: int) -> EdgeProgram:
-    """Attention by dot products over sources and values of edges, which are as wide."""
+def attention(heads: int, features: int, has_edges: bool = False) -> EdgeProgram:
+    """Attention by dot products over sources, and values of edges, which are as wide."""
     shape = (heads, features)
     query, key, value = ir.input("query", DST, shape), ir.input("key", SRC, shape), ir.input("value", SRC, shape)
-    edges = ir.input("edges", EDGE, shape)
-    score = ir.reduce_features("sum", ir.pointwise("mul", query, ir.pointwise("add", key, edges)), (1,), True)
+    if has_edges:
+        edges = ir.input("edges", EDGE, shape)
+        key, value = ir.pointwise("add", key, edges), ir.pointwise("add", value, edges)
+    score = ir.reduce_features("sum", ir.pointwise("mul", query, key), (1,), True)
     weight = ir.softmax(ir.pointwise("mul", score, ir.const(features ** -0.5, (1, 1))))
-    return EdgeProgram((Output("sum", ir.pointwise("mul", weight, ir.pointwise("add", value, edges))),))
+    return EdgeProgram((Output("sum", ir.pointwise("mul", weight, value)),))
+
+
+def gates(features: int) -> EdgeProgram:
+    """What sources send, each feature by a gate of both ends."""
+    shape = (features,)
+    gate = ir.pointwise("sigmoid", ir.pointwise("add", ir.input("k", DST, shape), ir.input("q", SRC, shape)))
+    return EdgeProgram((Output("sum", ir.pointwise("mul", gate, ir.input("v", SRC, shape))),))
 
 
 def one_sided() -> EdgeProgram:
@@ -323,7 +332,10 @@ WIDE_CASES: dict[str, Callable[[], EdgeProgram]] = {
     "gatv2-edge-128": gatv2(128, 2, edge_dim=3),
     "transformer-edge-32": weighted_edges,
     "transformer-edge-64": transformer(64, 4, edge_dim=8),
-    "wide-edges": lambda: wide_edges(8, 64),
+    "wide-edges": lambda: attention(8, 64, has_edges=True),
+    "dots-256": lambda: attention(4, 64),
+    "gatv2-256": gatv2(64, 4),
+    "gates-256": lambda: gates(256),
     "nn-16": Layer(lambda: pyg.NNConv(16, 16, nn.Linear(1, 256)), "sum", {"x_j": spec(SRC, 16),
                                                                          "edge_attr": spec(EDGE, 1)}),
 }

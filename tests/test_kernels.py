@@ -24,7 +24,7 @@ from tiled import TiledOrder, run_in_tiles, ties
 import programs
 import zoo
 from oracle import check, gradients, program_of, random_case
-from programs import CASES, DST, EDGE, MORE_CASES, SRC, make_tensors, wide_edges
+from programs import CASES, DST, EDGE, MORE_CASES, SRC, attention, make_tensors
 from pyg_fullgraph import autograd, chunks, execution, launches, selection
 from pyg_fullgraph.autograd import run
 from pyg_fullgraph.edge_order import schedule_tiles
@@ -114,7 +114,7 @@ def test_wide_values_of_edges(dtype, max_piece, device, monkeypatch, only_kernel
     monkeypatch.setattr(selection, "MAX_PIECE", max_piece)
     sources, load = [], launch.load
     monkeypatch.setattr(launch, "load", lambda source: sources.append(source) or load(source))
-    check(wide_edges(8, 64), graph_for(device), dtype, device)
+    check(attention(8, 64, has_edges=True), graph_for(device), dtype, device)
     split = [s for s in sources if "tile = pid" in s]
     assert split and all("piece = pid // " in s for s in split)
     assert any("num_stages=" in s for s in split)

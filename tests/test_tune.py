@@ -20,7 +20,7 @@ from pyg_fullgraph.saga.plans import KERNELS
 from triton_kernels import tune
 from triton_kernels.tune import Shape
 
-START = Shape(tile=256, block_e=8, num_warps=4, max_piece=1024)
+START = Shape(tile=256, block_e=8, num_warps=4, max_piece=1024, max_registers=0)
 
 
 @pytest.fixture(autouse=True)
@@ -30,9 +30,10 @@ def fresh(monkeypatch, tmp_path):
 
 
 def distance(shape, best):
-    """A cost with its minimum at ``best``, and no other local one."""
-    return 1 + sum(abs(math.log2(getattr(shape, n)) - math.log2(getattr(best, n)))
-                   for n in ("tile", "block_e", "num_warps", "max_piece"))
+    """A cost with its minimum at ``best``, and no other local one; all wrong numbers of registers are as bad."""
+    return 1 + (shape.max_registers != best.max_registers) + sum(
+        abs(math.log2(getattr(shape, n)) - math.log2(getattr(best, n)))
+        for n in ("tile", "block_e", "num_warps", "max_piece"))
 
 
 def anything(shape):
@@ -40,10 +41,10 @@ def anything(shape):
 
 
 def test_search_walks_to_the_minimum():
-    best = Shape(tile=64, block_e=32, num_warps=2, max_piece=512)
+    best = Shape(tile=64, block_e=32, num_warps=2, max_piece=512, max_registers=96)
     costs = tune.search(START, anything, lambda s: distance(s, best))
     assert min(costs, key=lambda s: costs[s]) == best
-    assert len(costs) < 30
+    assert len(costs) < 36
 
 
 def test_search_leaves_out_what_does_not_fit_or_fails():
@@ -53,9 +54,9 @@ def test_search_leaves_out_what_does_not_fit_or_fails():
         return 1 / shape.block_e / shape.num_warps
 
     costs = tune.search(START, lambda s: anything(s) and s.block_e <= 16 and s.num_warps <= 8, cost)
-    assert min(costs, key=lambda s: costs[s]) == Shape(256, 16, 4, 1024)
+    assert min(costs, key=lambda s: costs[s]) == Shape(256, 16, 4, 1024, 0)
     with pytest.raises(RuntimeError, match="no resources"):  # the default shape has to run
-        tune.search(Shape(256, 8, 8, 1024), anything, cost)
+        tune.search(Shape(256, 8, 8, 1024, 0), anything, cost)
 
 
 def choose(best, default=START, key="k"):
@@ -69,12 +70,12 @@ def choose(best, default=START, key="k"):
 
 
 def test_a_choice_is_kept_in_the_process_and_on_disk(tmp_path, monkeypatch):
-    best = Shape(128, 16, 4, 1024)
+    best = Shape(128, 16, 4, 1024, 0)
     found, tried = choose(best)
     assert found == best and tried
-    assert choose(Shape(512, 1, 1, 128)) == (best, [])
+    assert choose(Shape(512, 1, 1, 128, 0)) == (best, [])
     monkeypatch.setattr(tune, "_chosen", {})
-    assert choose(Shape(512, 1, 1, 128)) == (best, [])
+    assert choose(Shape(512, 1, 1, 128, 0)) == (best, [])
     (file,) = (tmp_path / "tuning").iterdir()
     held = json.loads(file.read_text())
     assert held["key"] == "k" and held["tried"][0]["ms"] == 1.0 and len(held["tried"]) == len(tried)
@@ -84,9 +85,12 @@ def test_a_choice_is_kept_in_the_process_and_on_disk(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"key": "k"}', '{"key": "other", "shape": {}}',
                                   '{"key": "k", "shape": {"tile": 1}}',
-                                  '{"key": "k", "shape": {"tile": 0, "block_e": 0, "num_warps": 0, "max_piece": 0}}'])
+                                  '{"key": "k", "shape": {"tile": 0, "block_e": 0, "num_warps": 0, "max_piece": 0, '
+                                  '"max_registers": 0}}',
+                                  '{"key": "k", "shape": {"tile": 128, "block_e": 16, "num_warps": 4, '
+                                  '"max_piece": 1024}}'])
 def test_what_is_wrong_on_disk_is_searched_for_again(tmp_path, monkeypatch, text):
-    best = Shape(128, 16, 4, 1024)
+    best = Shape(128, 16, 4, 1024, 0)
     choose(best)
     (file,) = (tmp_path / "tuning").iterdir()
     file.write_text(text)
@@ -102,7 +106,7 @@ def test_a_folder_that_cannot_be_written_to_is_no_error(monkeypatch, tmp_path):
 
 
 def test_a_small_gain_is_no_reason_to_leave_the_default():
-    times = {START: 1.0, Shape(256, 16, 4, 1024): 0.99}
+    times = {START: 1.0, Shape(256, 16, 4, 1024, 0): 0.99}
     current = []
     found = tune.choose("k", START, lambda s: s in times, current.append, lambda call: (call(), times[current[-1]])[1])
     assert found == START
@@ -157,6 +161,7 @@ def test_every_shape_gives_the_same_results(monkeypatch, name):
     check(program_of(name), zoo.hub())
     assert {s.max_piece for s in tried} == {128, 256, 512}
     assert len({s.block_e for s in tried}) > 1 and len({s.num_warps for s in tried}) > 1
+    assert {s.max_registers for s in tried} == set(tune.REGISTERS)
 
 
 def test_pieces_are_longer_in_large_graphs():

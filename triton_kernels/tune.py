@@ -25,7 +25,10 @@ __all__ = ["Shape", "choose", "is_enabled", "tune_kernels"]
 #: Timed calls per candidate after one that compiles, and a candidate has to be this much faster to be taken.
 _REPEATS, _GAIN = 5, 0.98
 #: Most candidates per kernel.
-_MOST = 40
+_MOST = 48
+#: What the compiler may be told of the registers of a thread: nothing, or as many as 16 to 32 warps of a multiprocessor
+#: have.
+REGISTERS = (0, 128, 112, 96, 80, 72, 64)
 
 _enabled = False
 _chosen: dict[str, Shape] = {}
@@ -40,12 +43,14 @@ class Shape:
         block_e: Edges in flight per program, a power of two.
         num_warps: Warps of a program, a power of two.
         max_piece: Most edges of one piece of a row.
+        max_registers: What the compiler is told that a thread may take, one of :data:`REGISTERS`; 0 if nothing.
     """
 
     tile: int
     block_e: int
     num_warps: int
     max_piece: int
+    max_registers: int
 
 
 def tune_kernels(enabled: bool = True) -> None:
@@ -122,10 +127,17 @@ def _step(up: Sequence[str], down: Sequence[str] = ()) -> Callable[[Shape], Shap
                                  **{n: getattr(shape, n) // 2 for n in down})
 
 
-#: Fewer and more edges in flight, fewer and more warps for as many edges, both together, other tiles and pieces.
+def _told(registers: int) -> Callable[[Shape], Shape]:
+    """Tells the compiler another number of registers; which is best cannot be told from those beside it."""
+    return lambda shape: replace(shape, max_registers=registers)
+
+
+#: Fewer and more edges in flight, fewer and more warps for as many edges, both together, other tiles and pieces, and
+#: all numbers of registers.
 _STEPS = (_step([], ["num_warps"]), _step(["num_warps"]), _step([], ["block_e"]), _step(["block_e"]),
           _step(["block_e", "num_warps"]), _step([], ["block_e", "num_warps"]), _step(["block_e"], ["tile"]),
-          _step([], ["tile"]), _step(["tile"]), _step([], ["max_piece"]), _step(["max_piece"]))
+          _step([], ["tile"]), _step(["tile"]), _step([], ["max_piece"]), _step(["max_piece"]),
+          *map(_told, REGISTERS))
 
 
 def milliseconds(call: Callable[[], object]) -> float:

@@ -155,7 +155,7 @@ class _Generator:
         return KernelSource(text, self.name, tuple(self.emitter.inputs.values()), tuple(self.outputs.values()),
                             tuple(self.added.values()), self.end_inputs, widths, self.apart,
                             self.tile.num_programs, self.tile.width, block_e, min_block_e, full_degree,
-                            max_warps, self.tile.edge_lanes,
+                            max_warps, self._max_registers(flight), self.tile.edge_lanes,
                             self._is_sliced_freely, self._head_width, self.emitter.uses_eid, self.emitter.uses_ids,
                             self.emitter.uses_places, self.emitter.uses_span, self._work, self._merges_rows,
                             self.has_workers,
@@ -508,6 +508,12 @@ class _Generator:
         """
         is_first = self.tile.num_programs > 1 and (self._reads_wide_edges or self._writes_wide_edges)
         return "num_workers" if self.has_workers else "num_pieces", is_first
+
+    def _max_registers(self, flight: Flight) -> int:
+        """See :meth:`Flight.registers`; programs in rounds or of rows side by side are not told."""
+        if self.pieces != Pieces.ONE or self.takes_blocks:
+            return 0
+        return flight.registers(self._is_sliced_freely)
 
     @property
     def _merges_rows(self) -> bool:

@@ -31,6 +31,12 @@ PRODUCT_VALUES = 1024
 #: The same where no rows are reduced, and the values per thread that are held with products: fewest instructions and
 #: spills of what compiles for an H200.
 BLOCK_VALUES, MAX_BLOCK_HELD = 8192, 96
+#: Registers that ptxas is told a thread may take, by features per 16 bytes: by itself it takes few, so that many
+#: programs run at a time, and asks for one row of an edge after the other. Where edges ask for several rows, where
+#: gradients of parameters ride along with sums over features, and where a program sums up a slice of so many bytes.
+#: Measured on an H100 (see docs/kernels.md) for so many features and operations on each.
+ROWS_REGISTERS, RIDING_REGISTERS, SLICE_REGISTERS = {4: 96, 8: 96}, {4: 112, 8: 96}, {4: 96, 8: 80}
+SLICE_BYTES, TOLD_FEATURES, MOST_WORK = 128, 256, 10
 
 
 @dataclass(frozen=True)
@@ -135,17 +141,53 @@ class Flight:
 
     def _with_dots(self) -> int:
         """Most edges in flight where features are summed up per edge, as registers go."""
-        tile, inside = self.tile, self.emitter.fixed
         if self.totals:
             return MAX_RIDING_EDGES
-        wide = [n for n in self.emitter.names if n.domain not in inside
-                and tile.padded(tile.axes.axes(n)) >= tile.width]
-        rows = [n for n in wide if n.op == "input"]
-        work = [n for n in wide if ir.OPS[n.op].kind == "pointwise" and n.op not in ir.TRUTHS]
-        carried = [c for r in self.reducers for c in r.carries if tile.padded(tile.axes.axes(c.node)) >= tile.width]
-        if min(len(rows), len(self._dots)) > 1 and (len(carried) > 1 or len(work) > 2 * len(rows)):
+        if min(len(self._rows), len(self._dots)) > 1 and (self._num_wide_sums > 1 or self._has_work):
             return FEWEST_EDGES
-        return max(FEW_EDGES, SUMMED_FEATURES // max(tile.width, 1))
+        return max(FEW_EDGES, SUMMED_FEATURES // max(self.tile.width, 1))
+
+    def _is_wide(self, node: Node) -> bool:
+        """Whether it is as wide as the tile."""
+        return self.tile.padded(self.tile.axes.axes(node)) >= self.tile.width
+
+    @property
+    def _rows(self) -> list[Node]:
+        """Wide rows that an edge asks for."""
+        return [n for n in self.emitter.names if n.op == "input" and n.domain not in self.emitter.fixed
+                and self._is_wide(n)]
+
+    @property
+    def _has_work(self) -> bool:
+        """Whether more than two wide values are worked out of each of these rows; of kernels with :attr:`_dots`."""
+        work = [n for n in self.emitter.names if n.domain not in self.emitter.fixed and self._is_wide(n)
+                and ir.OPS[n.op].kind == "pointwise" and n.op not in ir.TRUTHS]
+        return len(work) > 2 * len(self._rows)
+
+    @property
+    def _num_wide_sums(self) -> int:
+        """What is reduced per row and wide."""
+        return sum(self._is_wide(c.node) for r in self.reducers for c in r.carries)
+
+    def registers(self, is_sliced_freely: bool) -> int:
+        """Registers that ptxas is told a thread may take, 0 where it chooses by itself: where that was measured.
+
+        Args:
+            is_sliced_freely: Whether programs that share the features of a row repeat next to nothing.
+        """
+        tile, lanes, names = self.tile, self.emitter.lanes, self.emitter.names
+        if tile.has_products or self.is_unrolled or self.kept or not tile.edge_lanes or lanes not in ROWS_REGISTERS \
+                or any(n.op == "input" and n.domain == Domain.EDGE for n in names):
+            return 0
+        is_slice, is_half = is_sliced_freely and tile.width * 16 // lanes == SLICE_BYTES, lanes == 8
+        if not (is_slice or tile.width >= TOLD_FEATURES) or sum(map(ir.arithmetic, names)) > MOST_WORK * tile.width:
+            return 0
+        if self.totals:
+            return RIDING_REGISTERS[lanes] if self._dots else 0
+        if len(self._rows) < 2:
+            return SLICE_REGISTERS[lanes] if is_slice else 0
+        has_one = self._num_wide_sums == 1 and (not is_half or any(n.is_integer for n in self._rows))
+        return ROWS_REGISTERS[lanes] if has_one or (self._dots and (not is_half or self._has_work)) else 0
 
     def _in_a_row(self, gathered: Sequence[int], takes_blocks: bool) -> tuple[int, int]:
         """The same where they are one dimension of the tile; ``gathered`` are features loaded per edge."""

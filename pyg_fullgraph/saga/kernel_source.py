@@ -45,6 +45,7 @@ class KernelSource:
         min_block_e: Fewest.
         full_degree: Mean degree from which there are most of them, and below fewest; 0 if rows fill what they can.
         max_warps: Warps of a program with ``block_e`` edges.
+        max_registers: Registers that a thread may take, where the compiler is told; otherwise 0.
         edge_lanes: See :class:`Tile`.
         is_sliced_freely: Whether programs that share the features of a row repeat next to nothing.
         head_width: Features of a head, if programs that share a row by its heads repeat little; 0 if they do not.
@@ -77,6 +78,7 @@ class KernelSource:
     min_block_e: int
     full_degree: int
     max_warps: int
+    max_registers: int
     edge_lanes: int
     is_sliced_freely: bool
     head_width: int

@@ -1,0 +1,114 @@
+"""What ptxas is told of registers: by kernel, in the launch, and that all then fits into as many."""
+
+import pytest
+import torch
+
+from oracle import check, random_case
+from programs import CASES, attention, gates, gatv2
+from pyg_fullgraph import selection
+from pyg_fullgraph.phases import EdgePhase
+from pyg_fullgraph.saga import ir
+from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
+from pyg_fullgraph.saga.kernel_source import Pieces
+from pyg_fullgraph.saga.passes import split
+from pyg_fullgraph.saga.plans import KERNELS
+from pyg_fullgraph.selection import kernel_of
+from triton_kernels import launch
+
+SRC, DST = Domain.SRC, Domain.DST
+#: Features per 16 bytes.
+FLOAT64, FLOAT32, HALF = 2, 4, 8
+
+
+def told(program, lanes):
+    """By kernel of a training step, forward first, on which side its rows are and what ptxas is told."""
+    phase = EdgePhase(split(program).stages[0].core)
+    needs = tuple(not n.is_integer for n in phase.inputs)
+    plans = phase.forward_plan(KERNELS, True, lanes == HALF), phase.backward_plan(KERNELS, needs, lanes == HALF)
+    return [(s.rows, kernel_of(s, lanes).max_registers) for p in plans for s in p.sweeps]
+
+
+def summed(features, power=0):
+    value = ir.input("x", SRC, (features,))
+    for _ in range(power):
+        value = ir.pointwise("sin", value)
+    return EdgeProgram((Output("sum", value),))
+
+
+def largest(features):
+    return EdgeProgram((Output("max", ir.input("x", SRC, (features,))),))
+
+
+@pytest.mark.parametrize("program, lanes, want", [
+    (attention(4, 64), FLOAT32, [(DST, 96), (SRC, 96), (DST, 96)]),
+    (attention(4, 64), HALF, [(DST, 0), (SRC, 0), (DST, 0)]),
+    (attention(4, 64), FLOAT64, [(DST, 0), (SRC, 0), (DST, 0)]),
+    (attention(1, 128), FLOAT32, [(DST, 0), (SRC, 0), (DST, 0)]),
+    (attention(4, 64, has_edges=True), FLOAT32, [(DST, 0), (DST, 0), (SRC, 0)]),
+    (gatv2(64, 4)(), FLOAT32, [(DST, 0), (DST, 112), (SRC, 96)]),
+    (gatv2(64, 4)(), HALF, [(DST, 0), (DST, 96), (SRC, 96)]),
+    (gatv2(64, 4, edge_dim=3)(), FLOAT32, [(DST, 0), (DST, 0), (SRC, 0)]),
+    (largest(256), FLOAT32, [(DST, 0), (SRC, 96)]), (largest(256), HALF, [(DST, 0), (SRC, 96)]),
+    (gates(256), FLOAT32, [(DST, 96), (DST, 96), (SRC, 0)]), (gates(256), HALF, [(DST, 0), (DST, 0), (SRC, 0)]),
+    (summed(256), FLOAT32, [(DST, 0), (SRC, 0)]), (summed(32), FLOAT32, [(DST, 96), (SRC, 96)]),
+    (summed(32, power=12), FLOAT32, [(DST, 0), (SRC, 0)]), (summed(64), HALF, [(DST, 80), (SRC, 80)]),
+], ids=lambda p: type(p).__name__ if isinstance(p, EdgeProgram) else None)
+def test_kernels_that_were_measured_are_told(program, lanes, want):
+    assert sorted(told(program, lanes), key=str) == sorted(want, key=str)
+
+
+def test_slices_are_told_and_rounds_and_rows_side_by_side_are_not():
+    (sweep,) = EdgePhase(split(summed(256)).stages[0].core).forward_plan(KERNELS, False).sweeps
+    assert [kernel_of(sweep, FLOAT32, tile).max_registers for tile in (32, 64, 128)] == [96, 0, 0]
+    assert [kernel_of(sweep, HALF, tile).max_registers for tile in (32, 64, 128)] == [0, 80, 0]
+    assert selection.kernel_on(sweep, FLOAT32, 1 << 16, 1 << 25).max_registers == 96  # 512 edges per row
+    (narrow,) = EdgePhase(split(summed(32)).stages[0].core).forward_plan(KERNELS, False).sweeps
+    assert [kernel_of(narrow, FLOAT32, pieces=p).max_registers for p in Pieces] == \
+        [96 if p == Pieces.ONE else 0 for p in Pieces]
+
+
+def launched(monkeypatch):
+    """The kernels that are launched from here on, and what ptxas is told of each."""
+    found = {}
+    of = launch.Launch.of
+
+    def recorded(source, name, programs, constants, *args):
+        found[name] = constants.get("maxnreg")
+        return of(source, name, programs, constants, *args)
+
+    monkeypatch.setattr(launch.Launch, "of", recorded)
+    return found
+
+
+@pytest.mark.interpreter
+def test_launches_tell_it_for_loops_over_edges_alone(monkeypatch):
+    found = launched(monkeypatch)
+    monkeypatch.setattr(selection, "MAX_PIECE", 32)
+    monkeypatch.setattr(selection, "MIN_PIECES", 1)
+    case = random_case(3, 4, 400)  # all rows are cut
+    check(attention(4, 64), case, torch.float32)
+    assert {"merge" in name: registers for name, registers in found.items() if "_by_" in name and "rows" not in name} \
+        == {False: 96, True: None}
+    found.clear()
+    check(CASES["gcn"](), case, torch.float32)
+    assert found and set(found.values()) == {None}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+@pytest.mark.parametrize("program", [attention(4, 64), gatv2(64, 4)(), largest(256), gates(256)],
+                         ids=["attention", "gatv2", "largest", "gates"])
+def test_kernels_keep_to_it_and_are_right(monkeypatch, program, dtype):
+    found = {}
+    plain = launch.Launch._launch
+
+    def recorded(self, known, args, kinds):
+        plain(self, known, args, kinds)
+        compiled = known[kinds]._compiled
+        found[compiled.name] = self.constants.get("maxnreg"), compiled.n_regs, compiled.n_spills
+
+    monkeypatch.setattr(launch.Launch, "_launch", recorded)
+    check(program, random_case(300, 200, 4000), dtype, "cuda")
+    told_of = {k: v for k, v in found.items() if v[0]}
+    assert bool(told_of) == (dtype == torch.float32 or 96 in [r for _, r in told(program, HALF)])
+    assert all(registers <= most and spills <= 32 for most, registers, spills in told_of.values()), told_of
