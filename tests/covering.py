@@ -198,7 +198,7 @@ class _Process:
                    f"@{listed}"]
         with (FOLDER / f"{self.log}.log").open("wb") as log:
             self.started = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT,
-                                            start_new_session=True)
+                                            process_group=0)
 
     @property
     def has_ended(self) -> bool:
@@ -316,5 +316,11 @@ def _report(tool: str) -> None:
         print(f"{count} places in reports are of {kernel}")
 
 
-if __name__ == "__main__":
+def run() -> None:
+    """:func:`main` with the arguments of the command line; where it is told to end, so is what it started."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     typer.run(main)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,5 +1,6 @@
 """Few tests that launch all kernels, and what becomes of them under a tool that ends processes."""
 
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -81,6 +82,8 @@ def test_dies():
 
 def test_sleeps():
     launched("sleeps")
+    with open("sleeper", "w") as file:
+        file.write(str(os.getpid()))
     time.sleep(60)
 
 def test_after():
@@ -150,6 +153,24 @@ def test_time_cuts_off_and_the_next_run_goes_on(folder, capsys, monkeypatch):
     launched = [one for one in covering.read("launched.jsonl", "racecheck") if one["passed"]]
     assert covering._to_run("racecheck", launched, 1, False) == [
         (["test_some.py::test_after", "test_some.py::test_sleeps"], False), (["test_some.py::test_cached"], True)]
+
+
+def test_what_it_started_ends_with_it(folder):
+    record("sleeps")
+    started = subprocess.Popen([sys.executable, "-c", "import sys, covering; from pathlib import Path; "
+                                "covering.ROOT = covering.FOLDER = Path(sys.argv.pop(1)); covering.run()",
+                                str(folder), "memcheck", "--seconds", "60"], cwd=Path(__file__).parent)
+    deadline = time.monotonic() + 50
+    while not ((folder / "sleeper").exists() and (folder / "sleeper").read_text()):
+        assert started.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    sleeper = Path("/proc", (folder / "sleeper").read_text(), "cmdline")
+    assert sleeper.read_bytes()
+    started.terminate()
+    assert started.wait(20) == 1
+    while sleeper.exists() and sleeper.read_bytes():  # of a process that has ended nothing is left of what it ran
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def test_racecheck_is_for_kernels_with_shared_memory(folder, capsys):
