@@ -85,7 +85,7 @@ class _Site:
         eid = None if not kernel.uses_eid else order.eid if ids is None or kernel.uses_ids else ids
         fixed: list[Any] = [order.other, order.ptr if eid is None else eid]
         self._constants: dict[str, Any] = {**constants, "BLOCK_E": shape.block_e, "HAS_EID": eid is not None}
-        if shape.max_registers:
+        if shape.max_registers and torch.version.hip is None:
             self._constants["maxnreg"] = shape.max_registers
         if kernel.uses_ids:
             fixed.append(order.ptr if ids is None else ids)

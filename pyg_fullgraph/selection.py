@@ -227,7 +227,7 @@ def chunk_reasons(sweep: Sweep, lanes: int = 4) -> tuple[str, ...]:
 
 
 def default_shape(kernel: KernelSource, order: EdgeOrder) -> tune.Shape:
-    """Measured on an H200 for each kind of loop; rows of few edges leave no lanes idle."""
+    """Measured for each kind of loop, on an H200 or an H100; rows of few edges leave no lanes idle."""
     mean_degree = order.num_edges / max(order.num_rows, 1)
     if kernel.pieces == Pieces.SIDE_BY_SIDE:
         most = next(most for least, most in SIDE_PIECES if kernel.width >= least)

@@ -197,8 +197,9 @@ class _Process:
                    *leave_out, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.covering",
                    f"@{listed}"]
         with (FOLDER / f"{self.log}.log").open("wb") as log:
+            # A group, to be ended with what it started, of the session that this is in: who kills that ends it, too.
             self.started = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT,
-                                            process_group=0)
+                                            preexec_fn=os.setpgrp)
 
     @property
     def has_ended(self) -> bool:

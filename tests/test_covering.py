@@ -161,16 +161,25 @@ def test_what_it_started_ends_with_it(folder):
                                 "covering.ROOT = covering.FOLDER = Path(sys.argv.pop(1)); covering.run()",
                                 str(folder), "memcheck", "--seconds", "60"], cwd=Path(__file__).parent)
     deadline = time.monotonic() + 50
-    while not ((folder / "sleeper").exists() and (folder / "sleeper").read_text()):
-        assert started.poll() is None and time.monotonic() < deadline
-        time.sleep(0.1)
-    sleeper = Path("/proc", (folder / "sleeper").read_text(), "cmdline")
-    assert sleeper.read_bytes()
-    started.terminate()
-    assert started.wait(20) == 1
-    while sleeper.exists() and sleeper.read_bytes():  # of a process that has ended nothing is left of what it ran
+
+    def is_running():
+        """Whether the test sleeps, once it has said in which process; of one that has ended nothing is left there."""
         assert time.monotonic() < deadline
         time.sleep(0.1)
+        try:
+            return bool(Path("/proc", (folder / "sleeper").read_text() or "-", "cmdline").read_bytes())
+        except OSError:
+            return False
+
+    try:
+        while not is_running():
+            assert started.poll() is None
+        started.terminate()
+        assert started.wait(20) == 1
+        while is_running():
+            pass
+    finally:
+        started.kill()
 
 
 def test_racecheck_is_for_kernels_with_shared_memory(folder, capsys):

@@ -1,7 +1,7 @@
 """Choosing the shape of a launch by measuring it, once per kernel, size class and device; choices are kept on disk.
 
-Off by default: every kernel then runs in the shape that was best on an H200 for what its loop does. A tuned shape
-changes nothing but the order in which a row is summed up, and is the same from then on.
+Off by default: every kernel then runs in the shape that was best, on an H200 or an H100, for what its loop does. A
+tuned shape changes nothing but the order in which a row is summed up, and is the same from then on.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ __all__ = ["Shape", "choose", "is_enabled", "tune_kernels"]
 _REPEATS, _GAIN = 5, 0.98
 #: Most candidates per kernel.
 _MOST = 48
-#: What the compiler may be told of the registers of a thread: nothing, or as many as 16 to 32 warps of a multiprocessor
-#: have.
+#: What the compiler may be told of the registers of a thread: nothing, or what 16 to 32 warps of a multiprocessor have.
 REGISTERS = (0, 128, 112, 96, 80, 72, 64)
 
 _enabled = False
@@ -127,17 +126,17 @@ def _step(up: Sequence[str], down: Sequence[str] = ()) -> Callable[[Shape], Shap
                                  **{n: getattr(shape, n) // 2 for n in down})
 
 
-def _told(registers: int) -> Callable[[Shape], Shape]:
+def _told(registers: int, more: Sequence[str] = ()) -> Callable[[Shape], Shape]:
     """Tells the compiler another number of registers; which is best cannot be told from those beside it."""
-    return lambda shape: replace(shape, max_registers=registers)
+    return lambda shape: replace(_step(more)(shape), max_registers=registers)
 
 
 #: Fewer and more edges in flight, fewer and more warps for as many edges, both together, other tiles and pieces, and
-#: all numbers of registers.
+#: all numbers of registers, more edges with as many as they take among them.
 _STEPS = (_step([], ["num_warps"]), _step(["num_warps"]), _step([], ["block_e"]), _step(["block_e"]),
           _step(["block_e", "num_warps"]), _step([], ["block_e", "num_warps"]), _step(["block_e"], ["tile"]),
           _step([], ["tile"]), _step(["tile"]), _step([], ["max_piece"]), _step(["max_piece"]),
-          *map(_told, REGISTERS))
+          *map(_told, REGISTERS), _told(0, ["block_e"]))
 
 
 def milliseconds(call: Callable[[], object]) -> float:

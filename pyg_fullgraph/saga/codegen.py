@@ -510,7 +510,7 @@ class _Generator:
         return "num_workers" if self.has_workers else "num_pieces", is_first
 
     def _max_registers(self, flight: Flight) -> int:
-        """See :meth:`Flight.registers`; programs in rounds or of rows side by side are not told."""
+        """See :meth:`Flight.registers`; programs in rounds, of rows side by side or of blocks were not measured."""
         if self.pieces != Pieces.ONE or self.takes_blocks:
             return 0
         return flight.registers(self._is_sliced_freely)

@@ -1,4 +1,4 @@
-"""How many edges a program has in flight: a model of its registers, with limits measured on an H200."""
+"""How many edges a program has in flight, and how many registers a thread: a model, with limits that were measured."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ PRODUCT_VALUES = 1024
 #: The same where no rows are reduced, and the values per thread that are held with products: fewest instructions and
 #: spills of what compiles for an H200.
 BLOCK_VALUES, MAX_BLOCK_HELD = 8192, 96
-#: Registers that ptxas is told a thread may take, by features per 16 bytes: by itself it takes few, so that many
-#: programs run at a time, and asks for one row of an edge after the other. Where edges ask for several rows, where
-#: gradients of parameters ride along with sums over features, and where a program sums up a slice of so many bytes.
-#: Measured on an H100 (see docs/kernels.md) for so many features and operations on each.
-ROWS_REGISTERS, RIDING_REGISTERS, SLICE_REGISTERS = {4: 96, 8: 96}, {4: 112, 8: 96}, {4: 96, 8: 80}
-SLICE_BYTES, TOLD_FEATURES, MOST_WORK = 128, 256, 10
+#: Registers that ptxas is told a thread may take: where edges ask for two rows, or programs sum up slices, which take
+#: more then and ask for more at a time; and, by features per 16 bytes, where gradients of parameters ride along with
+#: sums over features, which take fewer then, for more programs. Measured on an H100 with Triton 3.6 (docs/kernels.md)
+#: for slices of so many bytes, or so many features of a program, in heads of so many, and so many operations on each.
+MORE_REGISTERS, RIDING_REGISTERS = 96, {4: 112, 8: 96}
+SLICE_BYTES, ROW_FEATURES, HEAD_FEATURES, MOST_WORK = 128, 256, 64, 10
 
 
 @dataclass(frozen=True)
@@ -170,24 +170,28 @@ class Flight:
         return sum(self._is_wide(c.node) for r in self.reducers for c in r.carries)
 
     def registers(self, is_sliced_freely: bool) -> int:
-        """Registers that ptxas is told a thread may take, 0 where it chooses by itself: where that was measured.
+        """Registers that ptxas is told a thread may take, of loops like those that were measured; otherwise 0.
 
         Args:
             is_sliced_freely: Whether programs that share the features of a row repeat next to nothing.
         """
         tile, lanes, names = self.tile, self.emitter.lanes, self.emitter.names
-        if tile.has_products or self.is_unrolled or self.kept or not tile.edge_lanes or lanes not in ROWS_REGISTERS \
-                or any(n.op == "input" and n.domain == Domain.EDGE for n in names):
+        if tile.has_products or self.is_unrolled or self.kept or lanes not in RIDING_REGISTERS or any(
+                n.op == "input" and n.domain == Domain.EDGE for n in names):
             return 0
-        is_slice, is_half = is_sliced_freely and tile.width * 16 // lanes == SLICE_BYTES, lanes == 8
-        if not (is_slice or tile.width >= TOLD_FEATURES) or sum(map(ir.arithmetic, names)) > MOST_WORK * tile.width:
+        is_slice = is_sliced_freely and tile.width * 16 // lanes == SLICE_BYTES
+        width, has_heads = tile.width * tile.num_programs, all(n.args[0].shape[-1] >= HEAD_FEATURES for n in self._dots)
+        if not (is_slice or tile.width == ROW_FEATURES) or not has_heads or \
+                sum(map(ir.arithmetic, names)) > MOST_WORK * width:
             return 0
         if self.totals:
             return RIDING_REGISTERS[lanes] if self._dots else 0
-        if len(self._rows) < 2:
-            return SLICE_REGISTERS[lanes] if is_slice else 0
-        has_one = self._num_wide_sums == 1 and (not is_half or any(n.is_integer for n in self._rows))
-        return ROWS_REGISTERS[lanes] if has_one or (self._dots and (not is_half or self._has_work)) else 0
+        if len(self._rows) == 1:
+            return MORE_REGISTERS if is_slice else 0
+        # Two sums gain where features are summed up as well, half precision where much is done or ids are compared.
+        is_single = self._num_wide_sums == 1 and (lanes == 4 or any(n.is_integer for n in self._rows))
+        has_gain = is_single or (bool(self._dots) and (lanes == 4 or self._has_work))
+        return MORE_REGISTERS if len(self._rows) == 2 and has_gain else 0
 
     def _in_a_row(self, gathered: Sequence[int], takes_blocks: bool) -> tuple[int, int]:
         """The same where they are one dimension of the tile; ``gathered`` are features loaded per edge."""
