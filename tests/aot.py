@@ -124,8 +124,9 @@ def compile_kernel(kernel: KernelSource, name: str, dtype: str = "fp32", index: 
         "HAS_LOCALS": adds, "ADDS": adds, "MERGES": not adds,
         "FLOAT": tl.float64 if dtype == "fp64" else tl.float32,
         "ID": tl.int32 if index == "i32" else tl.int64, "UNSET": 2**31 - 1 if index == "i32" else 2**63 - 1}
-    compiled = partial(_compile, max_registers=kernel.max_registers)
-    return (report or compiled)(_source(function, signature, constants), kernel.num_warps(kernel.block_e))
+    if report is None:  # what merges is told nothing
+        report = partial(_compile, max_registers=kernel.max_registers if name == kernel.name else 0)
+    return report(_source(function, signature, constants), kernel.num_warps(kernel.block_e))
 
 
 def compile_rows(kernel: RowsSource, dtype: str = "fp32", index: str = "i32",

@@ -134,6 +134,11 @@ def attention(heads: int, features: int, has_edges: bool = False) -> EdgeProgram
     return EdgeProgram((Output("sum", ir.pointwise("mul", weight, value)),))
 
 
+def maxima(features: int) -> EdgeProgram:
+    """The largest of what sources have."""
+    return EdgeProgram((Output("max", ir.input("x", SRC, (features,))),))
+
+
 def gates(features: int) -> EdgeProgram:
     """What sources send, each feature by a gate of both ends."""
     shape = (features,)
@@ -335,7 +340,7 @@ WIDE_CASES: dict[str, Callable[[], EdgeProgram]] = {
     "wide-edges": lambda: attention(8, 64, has_edges=True),
     "dots-256": lambda: attention(4, 64),
     "gatv2-256": gatv2(64, 4),
-    "sage-max-256": lambda: EdgeProgram((Output("max", ir.input("x", SRC, (256,))),)),
+    "maxima-256": lambda: maxima(256),
     "gates-256": lambda: gates(256),
     "nn-16": Layer(lambda: pyg.NNConv(16, 16, nn.Linear(1, 256)), "sum", {"x_j": spec(SRC, 16),
                                                                          "edge_attr": spec(EDGE, 1)}),

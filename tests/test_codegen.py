@@ -342,7 +342,7 @@ def test_tile_sizes_are_bounded():
 @pytest.mark.slow(450)
 def test_every_kernel_compiles_for_sm_90(tmp_path):
     """fp32 all; bf16 and fp64, int64 ids, some. In a process where Triton does not interpret; no GPU needed."""
-    names = [*CASES, *MORE_CASES, *WIDE_CASES, *ROW_CASES, "gatv2-256:fp16", "sage-max-256:fp16",
+    names = [*CASES, *MORE_CASES, *WIDE_CASES, *ROW_CASES, "gatv2-256:fp16", "maxima-256:fp16",
              "dots-wide:fp16:i32", "chain:fp64:i64", "gat:bf16:i32", "gat-bias:fp16:i32", "gat:fp64:i64",
              "sage-max:bf16:i64", "edge-mlp-deep:fp64:i64"]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

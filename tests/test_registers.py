@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from oracle import check, random_case
-from programs import attention, gates, gatv2
+from programs import attention, gates, gatv2, maxima
 from pyg_fullgraph import selection
 from pyg_fullgraph.phases import EdgePhase
 from pyg_fullgraph.saga import ir
@@ -33,10 +33,6 @@ def summed(features, power=0):
     for _ in range(power):
         value = ir.pointwise("sin", value)
     return EdgeProgram((Output("sum", value),))
-
-
-def largest(features):
-    return EdgeProgram((Output("max", ir.input("x", SRC, (features,))),))
 
 
 def powers(power):
@@ -85,7 +81,7 @@ def with_edges(program):
     (gatv2(64, 4)(), FLOAT64, [(DST, 0), (DST, 0), (SRC, 0)]),
     (gatv2(512, 1)(), HALF, [(DST, 0), (DST, 0), (SRC, 0)]),
     (gatv2(64, 4, edge_dim=3)(), FLOAT32, [(DST, 0), (DST, 0), (SRC, 0)]),
-    (largest(256), FLOAT32, [(DST, 0), (SRC, 96)]), (largest(256), HALF, [(DST, 0), (SRC, 96)]),
+    (maxima(256), FLOAT32, [(DST, 0), (SRC, 96)]), (maxima(256), HALF, [(DST, 0), (SRC, 96)]),
     (gates(256), FLOAT32, [(DST, 96), (DST, 96), (SRC, 0)]), (gates(256), HALF, [(DST, 0), (DST, 0), (SRC, 0)]),
     (gates(512), FLOAT32, [(DST, 96), (DST, 96), (SRC, 0)]),
     (three_rows(), FLOAT32, [(DST, 0), (SRC, 0)]),
@@ -112,7 +108,9 @@ def test_slices_are_told_and_rounds_and_rows_side_by_side_are_not():
 
 
 @pytest.mark.interpreter
-def test_launches_tell_it_for_loops_over_edges_alone(monkeypatch):
+@pytest.mark.parametrize("hip, most", [(None, 96), ("6.4", None)], ids=["cuda", "hip"])
+def test_launches_tell_it_for_loops_over_edges_alone(monkeypatch, hip, most):
+    """And no other compiler than Nvidia's."""
     found = {}
     of = launch.Launch.of
 
@@ -121,19 +119,20 @@ def test_launches_tell_it_for_loops_over_edges_alone(monkeypatch):
         return of(source, name, programs, constants, *args)
 
     monkeypatch.setattr(launch.Launch, "of", recorded)
+    monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(selection, "MAX_PIECE", 32)
     monkeypatch.setattr(selection, "MIN_PIECES", 1)
     check(attention(4, 64), random_case(3, 4, 400), torch.float32)  # all rows are cut
     loops = {name for name in found if name.startswith(("softmax", "sum_by_"))}
-    assert len(loops) == 3 and {found[name] for name in loops} == {96}
+    assert len(loops) == 3 and {found[name] for name in loops} == {most}
     assert sum(name.startswith("merge") for name in found) == 3
     assert {registers for name, registers in found.items() if name not in loops} == {None}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
-@pytest.mark.parametrize("program", [attention(4, 64), gatv2(64, 4)(), largest(256), gates(256)],
-                         ids=["attention", "gatv2", "largest", "gates"])
+@pytest.mark.parametrize("program", [attention(4, 64), gatv2(64, 4)(), maxima(256), gates(256)],
+                         ids=["attention", "gatv2", "maxima", "gates"])
 def test_what_is_compiled_keeps_to_it_and_is_right(monkeypatch, program, dtype):
     found = {}
     plain = launch.Launch._launch

@@ -47,6 +47,18 @@ def test_search_walks_to_the_minimum():
     assert len(costs) < 36
 
 
+def test_search_finds_more_edges_of_a_thread_that_takes_what_it_needs():
+    """Where a kernel is told a number it spills with more edges, and is slower without one with as many."""
+    def cost(shape):
+        if shape.max_registers:
+            return 1.0 if shape.block_e <= 8 else 2.0
+        return 0.8 if shape.block_e == 16 else 1.05
+
+    costs = tune.search(Shape(256, 8, 4, 1024, 96), anything, cost)
+    best = min(costs, key=lambda s: costs[s])
+    assert (best.block_e, best.max_registers) == (16, 0)
+
+
 def test_search_leaves_out_what_does_not_fit_or_fails():
     def cost(shape):
         if shape.num_warps == 8:

@@ -180,9 +180,10 @@ class Flight:
                 n.op == "input" and n.domain == Domain.EDGE for n in names):
             return 0
         is_slice = is_sliced_freely and tile.width * 16 // lanes == SLICE_BYTES
-        width, has_heads = tile.width * tile.num_programs, all(n.args[0].shape[-1] >= HEAD_FEATURES for n in self._dots)
-        if not (is_slice or tile.width == ROW_FEATURES) or not has_heads or \
-                sum(map(ir.arithmetic, names)) > MOST_WORK * width:
+        if not (is_slice or tile.width == ROW_FEATURES):
+            return 0
+        if any(n.args[0].shape[-1] < HEAD_FEATURES for n in self._dots) or \
+                sum(map(ir.arithmetic, names)) > MOST_WORK * tile.width * tile.num_programs:
             return 0
         if self.totals:
             return RIDING_REGISTERS[lanes] if self._dots else 0
