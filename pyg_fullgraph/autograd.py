@@ -26,7 +26,14 @@ from pyg_fullgraph.functions import PLAIN, applying, is_of_transform
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.memo import taken
 from pyg_fullgraph.operators import call_operator
-from pyg_fullgraph.phases import CompiledProgram, EdgePhase, compile_program, has_long_rows, stores_half
+from pyg_fullgraph.phases import (
+    CompiledProgram,
+    EdgePhase,
+    compile_program,
+    has_long_rows,
+    scaled_bytes,
+    stores_half,
+)
 from pyg_fullgraph.saga import hollow, interpret, ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node
 from pyg_fullgraph.saga.passes import Stage
@@ -363,7 +370,7 @@ class Way:
     """
 
     def __init__(self, program: EdgeProgram, kinds: tuple[_Kind | None, ...], is_plain: bool, is_whole: bool,
-                 may_postpone: bool, has_grad: bool) -> None:
+                 may_postpone: bool, scaled_bytes: int, has_grad: bool) -> None:
         """See :meth:`of`.
 
         Args:
@@ -372,6 +379,7 @@ class Way:
             is_plain: Whether all tensors are plain and no compiler is at work.
             is_whole: Whether inputs of both sides may be taken for one.
             may_postpone: Whether products may come after sums, if all vertices have gradients.
+            scaled_bytes: Of the rows that may be multiplied before edges read them, at most.
             has_grad: Whether gradients are on.
         """
         given = {n: kind for n, kind in zip(program.inputs, kinds, strict=True) if kind is not None}
@@ -394,6 +402,9 @@ class Way:
             if deciding else None
         self._scalar = scalar_of(*self.like) if is_plain and self.like is not None else None
         self._same, self._postpones = same if is_whole else (), may_postpone and trains
+        # What float16 holds of a product with a number much smaller than one may have fewer digits.
+        may_scale = self.like is not None and self.like[0] != torch.float16
+        self._max_scaled = scaled_bytes // self.like[0].itemsize if may_scale and self.like is not None else 0
         self._compiled = self._compile(_NONE)
         self._inputs = tuple((n, n.name) for n in filled.inputs if n is not ir.DEGREE and n is not ir.INV_DEGREE)
         self._draws = any(n not in given for n, _ in self._inputs)
@@ -404,7 +415,7 @@ class Way:
                              if n.is_row and n in floating and not floating[n].requires_grad)
 
     def _compile(self, constant: frozenset[Node]) -> CompiledProgram:
-        return compile_program(self.program, constant, self._same, self._postpones)
+        return compile_program(self.program, constant, self._same, self._postpones, self._max_scaled)
 
     @staticmethod
     def of(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> Way:
@@ -437,7 +448,8 @@ class Way:
         is_whole = is_plain and not graph.is_part
         is_half = any(kind is not None and kind.dtype.is_floating_point and stores_half(kind.dtype) for kind in kinds)
         may_postpone = is_whole and has_long_rows(graph, is_half)
-        return _way(program, tuple(kinds), is_plain, is_whole, may_postpone, torch.is_grad_enabled())
+        most = 0 if torch.compiler.is_compiling() else scaled_bytes(graph)
+        return _way(program, tuple(kinds), is_plain, is_whole, may_postpone, most, torch.is_grad_enabled())
 
     def run(self, graph: Graph, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Go it, with tensors that :func:`check_derivatives` has seen; see :func:`run`."""

@@ -27,9 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakIdKeyDictionary
 
-from pyg_fullgraph import columns
+from pyg_fullgraph import columns, padding
 from pyg_fullgraph.functions import PLAIN, applying
 from triton_kernels import dense, launch
 
@@ -47,8 +46,6 @@ MIN_PADDED = 1 << 20
 _HALVES = (torch.float16, torch.bfloat16)
 
 _is_on = True
-# What is a view of a tensor with zeros behind its rows.
-_padded: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def use_tensor_cores(enabled: bool = True) -> None:
@@ -157,15 +154,12 @@ def padded(x: Tensor) -> Tensor:
     if not count or x.dim() != 2 or x.requires_grad or not x.is_floating_point() or x.numel() < MIN_PADDED or \
             not _pays_to_pad(x.device):
         return x
-    wide = F.pad(x, (0, count))
-    made = wide.narrow(1, 0, x.shape[1])
-    _padded[made] = wide
-    return made
+    return padding.padded(x, count)
 
 
 def _with_zeros(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Both factors with zeros where :func:`padded` has put some behind the rows of ``x``."""
-    wide = _padded.get(x) if x.dim() == 2 and x.stride(0) > x.shape[1] else None
+    wide = padding.whole(x)
     return (x, weight) if wide is None else (wide, F.pad(weight, (0, 0, 0, wide.shape[1] - weight.shape[0])))
 
 

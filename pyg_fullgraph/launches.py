@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from pyg_fullgraph import chunks
+from pyg_fullgraph import chunks, padding
 from pyg_fullgraph.edge_order import EdgeOrder, Span, schedule_tiles
 from pyg_fullgraph.memo import claimed
 from pyg_fullgraph.saga.emit import Buffer
@@ -193,7 +193,10 @@ class _Inputs:
                 reach = max(reach, values[k].numel())
                 continue
             numel = buffer.node.numel
-            if (buffer.node, values[k].shape[-1]) not in self._padded:
+            rows = padding.whole(values[k]) if self._padded else None
+            if rows is not None and (buffer.node, rows.shape[-1]) in self._padded:
+                values[k] = rows
+            elif (buffer.node, values[k].shape[-1]) not in self._padded:
                 values[k] = _by_feature(values[k], numel // buffer.columns, buffer.columns) if buffer.columns else \
                     contiguous_rows(values[k], *buffer.run)
             strides.append(values[k].stride(0))
@@ -489,7 +492,10 @@ def padded_rows(value: Tensor, node: Node, like: Tensor) -> Tensor:
     more = -node.numel % lanes
     if len(node.shape) != 1 or node.numel < 2 * lanes or not more or not value.is_floating_point():
         return value.contiguous()
-    return torch.nn.functional.pad(value, (0, more))
+    rows = padding.whole(value)
+    if rows is None or rows.shape[-1] != node.numel + more:
+        return torch.nn.functional.pad(value, (0, more))
+    return rows
 
 
 def unpadded_rows(value: Tensor, node: Node) -> Tensor:

@@ -48,8 +48,8 @@ TARGET = GPUTarget("cuda", 90, 32)
 
 
 def plans_of(program: EdgeProgram, is_half: bool = False) -> list[Plan]:
-    """The plans of a training step of ``program``, on graphs of few edges per vertex and of many, and of one in a first
-    layer, whose features are given.
+    """The plans of a training step of ``program``, on graphs of few edges per vertex and of many, with rows multiplied
+    before edges read them, and of one in a first layer, whose features are given.
 
     Args:
         program: Of one stage.
@@ -57,13 +57,13 @@ def plans_of(program: EdgeProgram, is_half: bool = False) -> list[Plan]:
     """
     stage = split(program).stages[0]
     found: list[Plan] = []
-    for postpones in (False, True):
-        phase = EdgePhase(stage.core, added=stage.added, postpones=postpones)
+    for postpones, max_scaled in ((False, 0), (True, 0), (False, 1 << 10)):
+        phase = EdgePhase(stage.core, added=stage.added, postpones=postpones, max_scaled=max_scaled)
         needs = tuple(not n.is_integer for n in phase.inputs)
         found += [phase.forward_plan(KERNELS, save, is_half) for save in (False, True)]
         found.append(phase.backward_plan(KERNELS, needs, is_half))
         of_first = tuple(n.domain == Domain.PARAM and need for n, need in zip(phase.inputs, needs, strict=True))
-        if any(of_first) and not postpones:
+        if any(of_first) and not (postpones or max_scaled):
             found.append(phase.backward_plan(KERNELS, of_first, is_half))
     return found
 
@@ -75,7 +75,8 @@ def sweeps_of(plans: list[Plan]) -> list[Sweep]:
 
 def rows_of(plans: list[Plan], is_narrow: bool) -> list[RowsSource]:
     """Every kernel of vertex steps of ``plans``."""
-    found = [k for p in plans for b, _ in p.batches if not isinstance(b, Sweep) for _, k in row_kernels(b, is_narrow)]
+    batches, lanes = (b for p in plans for b, _ in p.batches if not isinstance(b, Sweep)), 8 if is_narrow else 4
+    found = [k for b in batches for _, k in row_kernels(b, is_narrow, lanes)]
     return list({k.source: k for k in (*found, *(k for p in plans for _, k in row_kernels(p.last, False)))}.values())
 
 

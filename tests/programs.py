@@ -296,6 +296,22 @@ LAYERS: dict[str, Layer] = {
     "gmm-separate": gmm(separate_gaussians=True),
 }
 
+def normalized(width: int, has_bias: bool = False) -> EdgeProgram:
+    """The sum of GCN, whose weights are products of a number of each end."""
+    norm = ir.pointwise("mul", ir.input("a", SRC, ()), ir.input("b", DST, ()))
+    value = ir.pointwise("mul", ir.view(norm, (1,)), ir.input("x", SRC, (width,)))
+    if not has_bias:
+        return EdgeProgram((Output("sum", value),))
+    total = ir.pointwise("add", ir.gather("sum", DST, value), ir.input("bias", Domain.PARAM, (width,)))
+    return EdgeProgram((Output("vertex", total),))
+
+
+def shared_factor() -> EdgeProgram:
+    """Rows times a number that all edges of a destination share."""
+    value = ir.pointwise("mul", ir.view(ir.input("b", DST, ()), (1,)), ir.input("x", SRC, (WIDTH,)))
+    return EdgeProgram((Output("mean", value),))
+
+
 CASES: dict[str, Callable[[], EdgeProgram]] = {
     **LAYERS,
     "scalar": scalar_sum,
@@ -325,6 +341,8 @@ MORE_CASES: dict[str, Callable[[], EdgeProgram]] = {
     "plus-wide": plus("sum", 64),
     "plus-scaled": plus("mean", 64, is_scaled=True),
     "gat-bias": with_bias(gat()),
+    "normalized": lambda: normalized(WIDTH, has_bias=True),
+    "shared-factor": shared_factor,
 }
 
 

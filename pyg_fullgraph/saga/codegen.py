@@ -135,6 +135,8 @@ class _Generator:
             self.emitter.load_narrow([*(a for _, g in self.gathers for a in g.args), *(e for _, e in self.edges)])
         for reducer in (*self.reducers, *self.totals):
             self.emitter.lines += reducer.update(self.emitter)
+        self.factors = [(r.name, self.emitter.number(r.factor)) for r in self.reducers
+                        if isinstance(r, Sum) and r.factor is not None]
         for result, e in self.edges:
             value = self.emitter.number(e)
             place = f"{self.emitter.places(result)}.to(OFFSET)"
@@ -229,6 +231,7 @@ class _Generator:
         if not self.carries:
             return loop
         # Turns that others need make NaN of a row without edges whose factor is infinite, as degrees ** -0.5 are.
+        loop += "".join(f"{name} *= {factor}\n" for name, factor in self.factors)
         has_edges = f"(end > start){self.tile.edge_slice}"
         loop += "".join(f"{c.name} = tl.where({has_edges}, {c.name}, {c.start})\n" for c in self.carries)
         count, of_all = self._counts(self.tile.edge_slice)
@@ -268,6 +271,8 @@ class _Generator:
     def _result(self) -> str:
         """What merges the lanes of a piece, and where the result goes."""
         after = [line for r in self.reducers for line in r.merge_lanes(self.tile)]
+        # Of a row without edges the factor may be infinite, as degrees ** -0.5 are.
+        after += [f"{name} = tl.where(end > start, {name} * {factor}, {name})" for name, factor in self.factors]
         count, of_all = self._counts()
         add = _fill(skeletons.ADD, merge=_indent(self._merges(self.apart), 2), count=_indent([of_all], 1))
         return _fill(skeletons.RESULT, after=_indent(after, 0), count=count, add=add, finish=_indent(self.ends, 1),

@@ -35,8 +35,8 @@ class Buffer:
         node: The input or result it holds.
         shape: Feature shape.
         integer: Whether it holds integers.
-        run: Features of its innermost axis, and how many the kernel expects in memory there (zeros follow them):
-            rows that are gathered start every run at a multiple of 16 bytes, so that loads are wide.
+        run: Features of its innermost axis, and how many the kernel expects, or writes, in memory there (zeros follow
+            them): rows that are gathered start every run at a multiple of 16 bytes, so that loads are wide.
         columns: How many numbers of a row lie side by side where all rows of one feature come before those of the
             next; 0 where rows are whole. A program that reads one feature finds several rows in what the cache loads.
     """
@@ -47,6 +47,12 @@ class Buffer:
     integer: bool
     run: tuple[int, int] = (1, 1)
     columns: int = 0
+
+    @property
+    def row(self) -> ir.Shape:
+        """The shape of a row in memory."""
+        features, pitch = self.run
+        return self.shape if features == pitch else (*self.shape[:-1], pitch)
 
     @property
     def has_stride(self) -> bool:

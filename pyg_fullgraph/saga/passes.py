@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from pyg_fullgraph.saga import features, finishing, ir, packing, recompute
+from pyg_fullgraph.saga import features, finishing, ir, packing, recompute, scaling
 from pyg_fullgraph.saga.adjoint import scales_linearly, softmax_from
 from pyg_fullgraph.saga.canonical import canonicalize
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output, pointwise
@@ -22,7 +22,7 @@ from pyg_fullgraph.saga.rewrites import order_products, reorganize, terms_of
 from pyg_fullgraph.saga.unrolled import MAX_UNROLLED, is_narrow_outer
 
 #: Passes that ``disable`` can leave out, for ablations.
-PASSES = ("reorganize", "order", "add", "fuse", "hand_on", "pack", "finish")
+PASSES = ("reorganize", "order", "add", "fuse", "hand_on", "scale", "pack", "finish")
 
 
 # --- hoist ------------------------------------------------------------------------------------------------------
@@ -296,7 +296,7 @@ def is_one_sum(output: Output) -> bool:
 
 def plan(outputs: Mapping[str, Node], target: Target, disable: Sequence[str] = (),
          exact: Collection[str] = (), added: Mapping[str, Sequence[Node]] | None = None,
-         rests: Mapping[str, str] | None = None) -> Plan:
+         rests: Mapping[str, str] | None = None, max_scaled: int = 0) -> Plan:
     """Order ``outputs`` (expressions with gathers) into vertex steps and as few sweeps as their dependences allow.
 
     Args:
@@ -306,6 +306,7 @@ def plan(outputs: Mapping[str, Node], target: Target, disable: Sequence[str] = (
         exact: Names of outputs that are wanted in the dtype of the arithmetic.
         added: Terms over inputs that are added to an output with one row per vertex, by its name.
         rests: Names of further outputs, each what storing another one rounds off (see :func:`is_one_sum`).
+        max_scaled: Features of rows that are multiplied by numbers of their vertices before edges read them, at most.
     """
     roots = _reductions(outputs.values(), disable)
     gathers = [n for n in ir.walk(*roots) if n.op == "gather"]
@@ -332,6 +333,8 @@ def plan(outputs: Mapping[str, Node], target: Target, disable: Sequence[str] = (
             results[name] = ir.input(f"%vertex.{value.digest[:8]}", value.domain, value.shape, value.is_integer)
             early[results[name]] = value
     steps = (*early.items(), *steps)
+    if target.scales and max_scaled and "scale" not in disable:
+        steps = scaling.scale(steps, max_scaled)
     if target.packs and "pack" not in disable:
         steps = packing.pack(steps, results.values())
     if target.finishes and "finish" not in disable:

@@ -14,6 +14,8 @@ from pyg_fullgraph.saga.ir import Domain, Node
 STAGED = "%staged."
 #: The same of vertex values that a vertex step puts side by side.
 PACKED = "%packed."
+#: The same of rows that a vertex step multiplies by numbers of their vertices.
+SCALED = "%scaled."
 #: The same of edge values that one kernel hands to another of the same sweep, for a span of edges at a time.
 LOCAL = "%local."
 
@@ -41,6 +43,11 @@ def is_packed(node: Node) -> bool:
     return node.name.startswith(PACKED)
 
 
+def is_scaled(node: Node) -> bool:
+    """Whether ``node`` is rows that a vertex step multiplies by numbers of their vertices, see :mod:`scaling`."""
+    return node.name.startswith(SCALED)
+
+
 @dataclass(frozen=True, eq=False)
 class Target:
     """What the executor can do in one pass, and what it pays for (bytes per edge, see :mod:`recompute`).
@@ -55,6 +62,7 @@ class Target:
         gain: What is left of the price, at most, where numbers per edge are kept in order to save time.
         packs: Numbers of vertices that are read together through an index are packed (see :mod:`packing`).
         finishes: What is made of sums of a row alone is made where they are (see :mod:`finishing`).
+        scales: Rows may be multiplied by numbers of their vertices before edges read them (see :mod:`scaling`).
     """
 
     dense: bool
@@ -65,6 +73,7 @@ class Target:
     gain: float
     packs: bool = False
     finishes: bool = False
+    scales: bool = False
 
     def row_bytes(self, node: Node) -> int:
         """One row of ``node`` in float32."""
@@ -74,7 +83,7 @@ class Target:
 #: Kernels read 32 bytes at least, and do three operations while a byte comes. Memory is what runs out on a GPU: numbers
 #: per edge are kept where that saves a third of the time.
 KERNELS = Target(dense=False, sector=32, write=2.0, operation=0.35, product=0.0625, gain=0.67, packs=True,
-                 finishes=True)
+                 finishes=True, scales=True)
 #: Every operation in a chunk is an array that is written and read again.
 CHUNKS = Target(dense=True, sector=4, write=1.0, operation=4.0, product=0.5, gain=1.0)
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.emit import Emitter
 from pyg_fullgraph.saga.ir import Domain, Node
 from pyg_fullgraph.saga.tiles import Edges, Tile
@@ -53,10 +54,15 @@ class Reducer:
 
 
 class Sum(Reducer):
-    """Sum of one value; a mean of it divides the same carry."""
+    """Sum of one value; a mean of it divides the same carry.
+
+    Attributes:
+        factor: What the sum over the edges of a piece is multiplied by, beside which rows are added up as they are.
+    """
 
     def __init__(self, k: str, value: Node, results: Sequence[tuple[str, Node]]) -> None:
-        self.value, self.name = value, f"sum{k}"
+        self.factor, self.value = _common_factor(value, results[0][1].domain)
+        self.name = f"sum{k}"
         text = {"sum": self.name, "mean": f"{self.name} / tl.maximum(count, 1.0)"}
         super().__init__([Carry(self.name, results[0][1], "0.0")], [(r, text[kind]) for kind, r in results],
                          any(kind == "mean" for kind, _ in results))
@@ -69,6 +75,18 @@ class Sum(Reducer):
 
     def merge_piece(self) -> list[str]:
         return [f"{self.name} += new_{self.name}"]
+
+
+def _common_factor(value: Node, rows: Domain) -> tuple[Node | None, Node]:
+    """A factor of ``rows`` and what it multiplies, if that is rows of the other side as they are; else None and
+    ``value``.
+    """
+    if value.op == "mul" and rows != Domain.PARAM:
+        for factor, row in (value.args, value.args[::-1]):
+            is_plain = row.op == "input" and row.domain == Domain.EDGE & ~rows and row.shape == value.shape
+            if is_plain and factor.domain == rows:
+                return factor, ir.lift(row)
+    return None, value
 
 
 class BlockSum(Sum):

@@ -17,7 +17,7 @@ from pyg_fullgraph.saga.emit import Buffer, Emitter
 from pyg_fullgraph.saga.features import Place, contiguous_strides
 from pyg_fullgraph.saga.ir import Domain, Node
 from pyg_fullgraph.saga.packing import columns_of
-from pyg_fullgraph.saga.plans import Step
+from pyg_fullgraph.saga.plans import Step, is_scaled
 from pyg_fullgraph.saga.stores import pointers, store
 from pyg_fullgraph.saga.tiles import Lowering, Tile
 from triton_kernels import skeletons
@@ -72,8 +72,12 @@ def num_passes(roots: Sequence[Node], is_narrow: bool) -> int:
     return passes
 
 
-def generate(steps: Sequence[Step]) -> RowsSource:
+def generate(steps: Sequence[Step], lanes: int = 4) -> RowsSource:
     """Generate the kernel of ``steps``, results and their expressions over the rows of one side.
+
+    Args:
+        steps: Results and expressions.
+        lanes: Features per 16 bytes of results that edges will read, which get zeros behind their rows.
 
     Raises:
         NotFusable: An expression does not fit a tile, has an operation without a rule, or has a part that is better
@@ -87,14 +91,16 @@ def generate(steps: Sequence[Step]) -> RowsSource:
     if any(n.numel == 0 for n in ir.walk(*roots)):
         raise NotFusable(["a value without features"])
     lowering = Lowering(roots, lanes=4)
-    outputs = tuple(Buffer(f"out{k}", result, result.shape, False) for k, (result, _) in enumerate(steps))
+    outputs = tuple(Buffer(f"out{k}", result, result.shape, False, _run(result, lanes))
+                    for k, (result, _) in enumerate(steps))
     written = [(buffer, *part) for buffer, (_, e) in zip(outputs, steps, strict=True) for part in _parts(buffer, e)]
     results = [(part, root) for (_, part, _), root in zip(written, lowering.roots, strict=True)]
     tile = Tile([], results, 4, ROW_FEATURES, has_lanes=False)
     emitter = _RowEmitter(lowering, tile)
     for (buffer, part, place), (_, root) in zip(written, results, strict=True):
         emitter.lines += store(tile, buffer, "row", emitter.real(root), "live", part=part, place=place)
-    digest = hashlib.sha256(repr([(r.name, e.digest) for r, e in steps]).encode()).hexdigest()
+    named = [(r.name, e.digest, *(b.run if b.row != b.shape else ())) for (r, e), b in zip(steps, outputs, strict=True)]
+    digest = hashlib.sha256(repr(named).encode()).hexdigest()
     name = f"rows_of_{roots[0].domain.label}_{digest[:6]}"
     inputs = tuple(emitter.inputs.values())
     params = ["num_rows", "num_blocks", *pointers(inputs), *(f"{b.name}_ptr" for b in outputs),
@@ -113,6 +119,13 @@ def _parts(buffer: Buffer, value: Node) -> list[tuple[Node, Place | None]]:
     return [(ir.input(f"{buffer.name}[{k}]", value.domain, column.shape),
              Place(buffer.node, k, contiguous_strides(value.shape)))
             for k, column in enumerate(columns)] or [(buffer.node, None)]
+
+
+def _run(result: Node, lanes: int) -> tuple[int, int]:
+    """Features of a row of ``result``, and how many are written: as the kernel of the sweep that reads it expects."""
+    if not is_scaled(result) or len(result.shape) != 1 or result.numel < 2 * lanes:
+        return 1, 1
+    return result.numel, -(-result.numel // lanes) * lanes
 
 
 def _block(tile: Tile, loaded: Sequence[Node]) -> tuple[int, int]:

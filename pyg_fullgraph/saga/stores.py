@@ -25,16 +25,19 @@ def store(tile: Tile, buffer: Buffer, row: str, value: str, *masks: str,
     node = part or buffer.node
     shape = tile.shape(node, Edges.BLOCK if masks else Edges.ONE)
 
+    features, pitch = buffer.run
+
     def at(where: Buffer, offset: str) -> str:
         has_rows = where is buffer or where.node.is_row
-        return f"{where.name}_ptr + {f'{row} * {max(where.node.numel, 1)} + ' * has_rows}{offset}"
+        size = max(where.node.numel, 1) // features * pitch
+        return f"{where.name}_ptr + {f'{row} * {size} + ' * has_rows}{offset}"
 
     def plus(factor: Buffer | None) -> str:
         return " + " if factor is None else f" + tl.load({factor.name}_ptr).to(FLOAT) * "
 
     is_flat = not masks and tile.is_flat(node)
     index, rank = (tile.flat(node), 1) if is_flat else (tile.index, tile.rank)
-    mask = tile.mask(node, *masks, *tile.first(tile.axes.axes(node), rank), index=index)
+    mask = tile.mask(node, *masks, *tile.first(tile.axes.axes(node), rank), pitch=pitch, index=index)
     offset = tile.offset(node, place=place, index=index)
     value = f"tl.broadcast_to({value}, {shape})"
     if is_flat:

@@ -1,0 +1,222 @@
+"""Rows multiplied by numbers of their vertices before edges read them: which are, when, and what comes of it."""
+
+import pytest
+import torch
+from test_kernels import GPU, INTERPRETER
+from torch_geometric.nn import GCNConv as PyGGCNConv
+
+from oracle import check, error, program_of, random_case
+from programs import normalized
+from pyg_fullgraph import execution, launches, padding, phases
+from pyg_fullgraph.autograd import observing, run
+from pyg_fullgraph.graph import Graph
+from pyg_fullgraph.nn import GCNConv
+from pyg_fullgraph.saga import ir
+from pyg_fullgraph.saga.ir import Domain, EdgeProgram
+from pyg_fullgraph.saga.passes import split
+from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, Sweep, is_scaled
+from pyg_fullgraph.saga.scaling import scale
+from pyg_fullgraph.selection import kernel_on
+
+SRC, DST, EDGE, PARAM = Domain.SRC, Domain.DST, Domain.EDGE, Domain.PARAM
+MOST = 1 << 10
+
+
+@pytest.fixture(autouse=True)
+def on_small_graphs(monkeypatch):
+    monkeypatch.setattr(phases, "MIN_SCALED_EDGES", 0)
+
+
+def mul(*factors):
+    total, *others = factors
+    for factor in others:
+        total = ir.pointwise("mul", total, factor)
+    return total
+
+
+def phase_of(program: EdgeProgram, most: int = MOST) -> phases.EdgePhase:
+    stage = split(program).stages[0]
+    return phases.EdgePhase(stage.core, added=stage.added, max_scaled=most)
+
+
+def plans_of(program, target=KERNELS, most=MOST):
+    phase = phase_of(program, most)
+    needs = tuple(not n.is_integer for n in phase.inputs)
+    return [phase.forward_plan(target, True), phase.backward_plan(target, needs)]
+
+
+def scaled_in(plan):
+    return [s for s in plan.steps if not isinstance(s, Sweep) and is_scaled(s[0])]
+
+
+def sweep_over(value, side=DST):
+    result = ir.input("%total", side, value.shape)
+    return Sweep(side, ((result, ir.gather("sum", side, ir.lift(value))),), ())
+
+
+X, Y, N, M = (ir.input(name, SRC, shape) for name, shape in (("x", (6,)), ("y", (6,)), ("n", (1,)), ("m", ())))
+D, E, KIND = ir.input("d", DST, (1,)), ir.input("e", EDGE, (1,)), ir.input("kind", SRC, (), True)
+OF_KIND = ir.lookup(ir.input("table", PARAM, (3, 6)), KIND)
+HEADS, OF_HEADS = ir.input("h", SRC, (2, 1)), ir.input("z", SRC, (2, 3))
+RELU = ir.pointwise("relu", X)
+
+
+@pytest.mark.parametrize("value, product, left", [
+    (mul(N, X), mul(N, X), ()),
+    (mul(N, mul(X, D)), mul(N, X), (D,)),
+    (mul(mul(ir.view(M, (1,)), D), X), mul(ir.view(M, (1,)), X), (D,)),
+    (mul(ir.view(mul(M, ir.input("k", DST, ())), (1,)), X), mul(ir.view(M, (1,)), X), (ir.input("k", DST, ()),)),
+    (mul(E, mul(X, N)), mul(N, X), (E,)),
+    (mul(HEADS, mul(OF_HEADS, ir.input("w", PARAM, (2, 3)))), mul(HEADS, OF_HEADS), (ir.input("w", PARAM, (2, 3)),)),
+    (mul(X, Y), mul(X, Y), ()),
+    (mul(X, OF_KIND), mul(X, OF_KIND), ()),
+    (mul(RELU, N), mul(N, RELU), ()),
+    (ir.pointwise("tanh", mul(D, mul(X, N))), mul(N, X), (D,)),
+], ids=range(10))
+def test_one_row_is_read_where_there_were_two(value, product, left):
+    (step, sweep) = scale([sweep_over(value)], 6)
+    assert is_scaled(step[0]) and step[0].domain == SRC and step[0].shape == value.shape
+    assert step[1].digest == product.digest
+    assert {*sweep.inputs} == {step[0], *left}
+
+
+@pytest.mark.parametrize("value", [
+    X, mul(D, X), mul(E, X), mul(ir.pointwise("exp", ir.pointwise("add", N, D)), X),
+    ir.pointwise("add", mul(N, X), X),  # the row is read beside, or another number is
+    ir.pointwise("add", mul(N, X), ir.pointwise("tanh", N)),
+    ir.pointwise("add", mul(N, X), mul(ir.pointwise("add", N, 1.0), X)),  # two rows in place of one
+    mul(N, N), mul(ir.pointwise("float", KIND), ir.pointwise("lt", X, 0.0)),
+], ids=range(9))
+def test_others_stay_as_they_are(value):
+    sweep = sweep_over(value)
+    assert scale([sweep], MOST) == (sweep,)
+
+
+def test_rows_of_more_features_stay_as_they_are():
+    sweep = sweep_over(mul(N, X))
+    assert len(scale([sweep], 6)) == 2 and scale([sweep], 5) == (sweep,)
+
+
+def test_what_two_sweeps_read_is_multiplied_once():
+    other = Sweep(DST, ((ir.input("%other", DST, (6,)), ir.gather("max", DST, ir.lift(mul(N, X)))),), ())
+    assert [isinstance(s, Sweep) for s in scale([sweep_over(mul(D, mul(X, N))), other], MOST)] == [False, True, True]
+
+
+@pytest.mark.parametrize("program, is_both_ways", [(normalized(5), True), (normalized(5, has_bias=True), True),
+                                                   (program_of("sage-mean"), False)], ids=["gcn", "gcn-bias", "mean"])
+def test_steps_of_training(program, is_both_ways):
+    """GCN multiplies features and gradients, a mean the latter."""
+    phase = phase_of(program)
+    needs = tuple(n.name == "x" or not is_both_ways for n in phase.inputs)
+    forward, backward = phase.forward_plan(KERNELS, True), phase.backward_plan(KERNELS, needs)
+    assert [len(scaled_in(p)) for p in (forward, backward)] == [int(is_both_ways), 1]
+    for sweep in (*forward.sweeps, *backward.sweeps):
+        gathered = [n for n in sweep.inputs if n.domain == EDGE & ~sweep.rows]
+        assert len(gathered) == 1
+        # Slices of such rows repeat nothing, and little is done per edge.
+        kernel = kernel_on(sweep, 4, 10, 100)
+        assert kernel.is_sliced_freely and kernel.work <= 1
+    assert not any(scaled_in(p) for most, target in ((MOST, CHUNKS), (0, KERNELS))
+                   for p in plans_of(program, target, most))
+
+
+@pytest.mark.parametrize("name", ["gat", "gatv2", "transformer-edge", "edge-max", "gin", "sage-max"])
+def test_attention_and_what_has_no_numbers_of_vertices(name):
+    assert not any(scaled_in(p) for p in plans_of(program_of(name)))
+
+
+# --- results --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [3, 16, 19])
+def test_results_and_every_gradient(width, dtype, device):
+    with observing() as seen:
+        check(normalized(width, has_bias=width == 16), random_case(23, 19, 900), dtype, device)
+    assert seen[0].compiled.phases[0].max_scaled > width
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [1, 5, 16, 47])
+def test_zeros_are_behind_rows_and_nobody_pads_again(width, dtype, device, monkeypatch):
+    copied, plain = [], launches.contiguous_rows
+    monkeypatch.setattr(launches, "contiguous_rows", lambda *a: (copied.append(a[0]), plain(*a))[1])
+    made, rows = [], execution.run_rows
+    monkeypatch.setattr(execution, "run_rows", lambda *a: (made.append(rows(*a)), made[-1])[1])
+    torch.manual_seed(0)
+    src, dst = edge_index = torch.randint(40, (2, 2000), device=device)
+    a, b, x, g = (torch.randn(40, *shape, dtype=dtype, device=device) for shape in ((), (), (width,), (width,)))
+    (out,) = run(normalized(width), Graph.from_edge_index(edge_index, 40), {"a": a, "b": b, "x": x.requires_grad_()})
+    out.backward(g)
+    weight = torch.zeros(40, 40, dtype=torch.float64, device=device)
+    weight.index_put_((dst, src), a.double()[src] * b.double()[dst], accumulate=True)
+    limit = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 8e-3}[dtype]
+    assert max(error(out, weight @ x.double()), error(x.grad, weight.t() @ g.double())) <= limit
+    if width == 1:
+        assert not made
+        return
+    scaled = [t for m in made for t in m.values()]
+    assert [t.shape for t in scaled] == [x.shape] * 2 and {t.dtype for t in scaled} == {dtype}
+    lanes = 16 // dtype.itemsize
+    for t in scaled:
+        whole = padding.whole(t)
+        if width < 2 * lanes or width % lanes == 0:
+            assert whole is None and t.is_contiguous()
+        else:
+            assert whole.shape == (40, -(-width // lanes) * lanes) and not whole[:, width:].any()
+            assert not any(c is t or c is whole for c in copied)
+
+
+def test_rows_that_chunks_and_other_kernels_read():
+    """A view of rows with zeros behind them is as good as any other for who does not know of these."""
+    rows = padding.padded(torch.randn(7, 5), 3)
+    assert padding.whole(rows).shape == (7, 8) and padding.whole(rows[:, :3]) is None
+    node = ir.input("x", SRC, (5,))
+    like = torch.empty((), dtype=torch.float32)
+    assert launches.padded_rows(rows, node, like).shape[1] in (5, 8)
+    assert torch.equal(launches.unpadded_rows(launches.padded_rows(rows, node, like), node), rows)
+
+
+# --- when -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_src, num_dst, num_edges, size", [
+    (10, 10, 320, phases.MAX_SCALED), (10, 10, 319, 256), (10, 10, 70, 64), (100, 10, 700, 64), (10, 100, 700, 64),
+    (100, 100, 7, 1), (100, 100, 6, 0), (10, 10, 0, 0), (0, 0, 0, 0)])
+def test_the_more_edges_the_larger_the_rows(num_src, num_dst, num_edges, size):
+    edge_index = torch.stack([torch.randint(max(n, 1), (num_edges,)) for n in (num_src, num_dst)])
+    assert phases.scaled_bytes(Graph.from_edge_index(edge_index, (num_src, num_dst))) == size
+
+
+def test_small_graphs_need_no_launch_more(monkeypatch):
+    graph = Graph.from_edge_index(torch.randint(10, (2, 400)), 10)
+    for least, size in ((400, phases.MAX_SCALED), (401, 0)):
+        monkeypatch.setattr(phases, "MIN_SCALED_EDGES", least)
+        assert phases.scaled_bytes(graph) == size
+
+
+@pytest.mark.parametrize("dtype, features", [(torch.float32, 64), (torch.float64, 32), (torch.bfloat16, 128),
+                                             (torch.float16, 0)])
+def test_features_by_dtype(dtype, features):
+    graph = Graph.from_edge_index(torch.randint(10, (2, 200)), 10)  # 320 bytes, so 256
+    tensors = {n.name: torch.randn((10, *n.shape), dtype=dtype) for n in normalized(4).inputs}
+    with observing() as seen:
+        run(normalized(4), graph, tensors)
+    assert seen[0].compiled.phases[0].max_scaled == features
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+def test_layer_on_graphs_of_few_and_of_many_edges(device):
+    """One layer after the other on graphs that differ in that alone; each has a plan of its own."""
+    torch.manual_seed(0)
+    plain = PyGGCNConv(12, 10).double()
+    layer = GCNConv(12, 10).to(device)
+    layer.load_state_dict(plain.state_dict())
+    for num_edges in (60, 3000, 61, 3001):
+        edge_index, x = torch.randint(30, (2, num_edges)), torch.randn(30, 12)
+        with observing() as seen:
+            got = layer(x.to(device), edge_index.to(device))
+        assert (seen[0].compiled.phases[0].max_scaled > MOST) == (num_edges > 1000)
+        assert error(got.cpu(), plain(x.double(), edge_index)) < 1e-6
