@@ -479,7 +479,7 @@ def contiguous_rows(value: Tensor, run: int = 1, pitch: int = 1) -> Tensor:
         return value
     features = value.numel() // max(value.shape[0], 1)
     if run != pitch:
-        return torch.nn.functional.pad(value.reshape(value.shape[0], features // run, run), (0, pitch - run)).flatten(1)
+        return padding.with_zeros(value.reshape(-1, run), pitch - run).view(value.shape[0], features // run * pitch)
     flat = value.reshape(value.shape[0], features)
     return flat if flat.shape[1] <= 1 or flat.stride(1) == 1 else flat.contiguous()
 
@@ -494,7 +494,7 @@ def padded_rows(value: Tensor, node: Node, like: Tensor) -> Tensor:
         return value.contiguous()
     rows = padding.whole(value)
     if rows is None or rows.shape[-1] != node.numel + more:
-        return torch.nn.functional.pad(value, (0, more))
+        return padding.with_zeros(value, more)
     return rows
 
 

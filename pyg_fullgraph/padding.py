@@ -6,15 +6,25 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["padded", "shown", "whole"]
+from triton_kernels import dense
+from triton_kernels import padding as kernels
+
+__all__ = ["padded", "shown", "whole", "with_zeros"]
 
 # What is a view of a tensor with zeros behind its rows.
 _whole: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
+def with_zeros(x: Tensor, count: int) -> Tensor:
+    """``x`` ``[N, K]`` with ``count`` zeros behind each row: a new tensor ``[N, K + count]``; not differentiable."""
+    pitch = x.shape[1] + count
+    has_kernel = x.device.type in ("cuda", "meta") or (x.device.type == "cpu" and dense.is_interpreted())
+    return kernels.pad(x, pitch) if has_kernel and pitch <= kernels.MAX_PITCH else F.pad(x, (0, count))
+
+
 def padded(x: Tensor, count: int) -> Tensor:
     """A copy of ``x`` ``[N, K]`` with ``count`` zeros behind each row."""
-    return shown(F.pad(x, (0, count)), x.shape[1])
+    return shown(with_zeros(x, count), x.shape[1])
 
 
 def shown(rows: Tensor, num_features: int) -> Tensor:

@@ -19,7 +19,7 @@ import io
 import json
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -42,7 +42,7 @@ from pyg_fullgraph.saga.plans import KERNELS, Plan, Sweep, is_packed, is_staged
 from pyg_fullgraph.saga.rows import RowsSource, generate
 from pyg_fullgraph.selection import MIN_PIPELINE, SIDE_WORK, Piped, kernel_of, pipeline_on
 from tests.programs import CASES, MORE_CASES, ROW_CASES, WIDE_CASES
-from triton_kernels import columns, dense, dense_hopper, dots, launch
+from triton_kernels import columns, dense, dense_hopper, dots, launch, padding
 
 TARGET = GPUTarget("cuda", 90, 32)
 
@@ -240,16 +240,15 @@ def without_conversions(name: str) -> list[list[str]]:
     return [compile_kernel(k, k.name, report=_short_lines) for k in sources]
 
 
+#: A kernel, its arguments, its constants and its warps.
+_Taken = tuple[Any, Sequence[Any], Mapping[str, Any], int]
+
+
 def compile_dense(num_out: int, num_in: int) -> dict[str, dict[str, int]]:
     """The kernels of products of features ``[M, num_in]`` and a weight ``[num_out, num_in]``, as a launch has them."""
-    taken: list[tuple[Any, Sequence[Any], Mapping[str, Any], int]] = []
-
-    def record(start: launch.Launch, args: Sequence[Any], *kinds: Any) -> None:
-        if start.kernel is not columns.fold_kernel:
-            taken.append((start.kernel, [*start.fixed, *args, *start.last], start.constants, start.num_warps))
-
+    taken: list[_Taken] = []
     for module in (None, dense_hopper):
-        with mock.patch.object(launch.Launch, "run", record), mock.patch.object(dense, "_gluon", return_value=module):
+        with _taking(taken), mock.patch.object(dense, "_gluon", return_value=module):
             dense._product.cache_clear()
             dense._gradient.cache_clear()
             x, weight = torch.empty(1000, num_in), torch.empty(num_out, num_in)
@@ -257,6 +256,28 @@ def compile_dense(num_out: int, num_in: int) -> dict[str, dict[str, int]]:
             dense.product(x, weight, torch.empty(num_out), torch.empty(1000, num_out))
             dense.product(x, torch.empty(num_in, num_out).t(), torch.empty(num_out))
             dense.weight_gradient(torch.empty(1000, num_out), x, True)
+    return _compile_taken(t for t in taken if t[0] is not columns.fold_kernel)
+
+
+def compile_padding() -> dict[str, dict[str, int]]:
+    """The kernel that puts zeros behind rows."""
+    taken: list[_Taken] = []
+    with _taking(taken):
+        padding.pad(torch.empty(1000, 47), 48)
+    return _compile_taken(taken)
+
+
+@contextlib.contextmanager
+def _taking(taken: list[_Taken]) -> Iterator[None]:
+    """Put what would be launched into ``taken``."""
+    def record(start: launch.Launch, args: Sequence[Any], *kinds: Any) -> None:
+        taken.append((start.kernel, [*start.fixed, *args, *start.last], start.constants, start.num_warps))
+
+    with mock.patch.object(launch.Launch, "run", record):
+        yield
+
+
+def _compile_taken(taken: Iterable[_Taken]) -> dict[str, dict[str, int]]:
     found = {}
     for kernel, args, constants, num_warps in taken:
         names = [a for a in kernel.arg_names if a not in constants]
@@ -323,6 +344,9 @@ def main(names: list[str]) -> None:
         widths = [tuple(map(int, name.split(","))) for name in names[1:]]
         print(json.dumps({f"{n},{k} {name}": report for n, k in widths
                           for name, report in compile_dense(n, k).items()}, indent=1))
+        return
+    if names[:1] == ["--padding"]:
+        print(json.dumps(compile_padding()))
         return
     if names[:1] == ["--narrow"]:
         print(json.dumps(lines_of(names[1:], _narrow_lines, "fp64", "i64"), indent=1))

@@ -19,6 +19,7 @@ LAYERS = (
     "triton_kernels.launch",
     "triton_kernels.pieces",
     "triton_kernels.columns",
+    "triton_kernels.padding",
     "triton_kernels.dense_hopper",
     "triton_kernels.dense",
     "triton_kernels.dots",
