@@ -578,3 +578,62 @@ def test_compiles_for_tensor_cores(tmp_path):
     assert all(r["wgmma"] and r["shared_bytes"] <= 227 * 1024 for r in report.values()), report
     assert not any(r["spill_bytes"] for name, r in report.items() if "gluon" not in name), report
     assert all(r["spill_bytes"] <= 160 for name, r in report.items() if name.startswith("256,256 gluon")), report
+
+
+# --- torch's products -----------------------------------------------------------------------------------------------
+
+
+def gradients_and_turned(x, weight, bias, g, monkeypatch):
+    """Gradients of a product, and how often a weight was turned for them."""
+    turned, plain = [], F.linear
+    monkeypatch.setattr(dense.F, "linear", lambda x, w, b=None: (turned.append(w.is_contiguous()), plain(x, w, b))[1])
+    y = dense.linear(x, weight, bias)
+    del turned[:]
+    made = torch.autograd.grad(y, [t for t in (x, weight, bias) if t is not None and t.requires_grad], g)
+    assert all(turned)
+    return made, len(turned)
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("shape", [(50, 6), (5, 10, 6)])
+def test_gradients_of_features_by_a_turned_weight(shape, has_bias, monkeypatch):
+    monkeypatch.setattr(dense, "_has_tf32", lambda device: True)
+    monkeypatch.setattr(dense, "MIN_TURNED_ROWS", 50)
+    monkeypatch.setattr(dense, "MIN_TURNED_WIDTH", 4)
+    x, weight = normal(*shape).requires_grad_(), normal(4, 6, seed=1).requires_grad_()
+    g = normal(*shape[:-1], 4, seed=2)
+    bias = normal(4, seed=3).requires_grad_() if has_bias else None
+    made, turned = gradients_and_turned(x, weight, bias, g, monkeypatch)
+    want = torch.autograd.grad(F.linear(x, weight, bias), [t for t in (x, weight, bias) if t is not None], g)
+    assert turned == 1 and all(error(m, w) < 1e-6 for m, w in zip(made, want, strict=True))
+    # Gradients of gradients are torch's.
+    grads = [torch.autograd.grad(product(x, weight, bias).square().sum(), x, create_graph=True)[0]
+             for product in (dense.linear, F.linear)]
+    made, want = (torch.autograd.grad(grad.square().sum(), (x, weight)) for grad in grads)
+    assert all(error(m, w) < 1e-6 for m, w in zip(made, want, strict=True))
+
+
+@pytest.mark.parametrize("least, width, given", [
+    (51, 4, {}), (50, 5, {}), (50, 4, {"x": torch.Tensor.detach}), (50, 4, {"weight": lambda w: w[:, :5]}),
+    (50, 4, {"x": torch.Tensor.double, "weight": torch.Tensor.double})])
+def test_which_weights_are_not_turned(least, width, given, monkeypatch):
+    monkeypatch.setattr(dense, "_has_tf32", lambda device: True)
+    monkeypatch.setattr(dense, "MIN_TURNED_ROWS", least)
+    monkeypatch.setattr(dense, "MIN_TURNED_WIDTH", width)
+    x, weight = normal(50, 6).requires_grad_(), normal(4, 6).requires_grad_()
+    change = {"x": lambda t: t, "weight": lambda t: t} | given
+    assert not dense._has_own_gradient(change["x"](x), change["weight"](weight), None)
+
+
+@pytest.mark.gpu
+def test_gradients_of_features_in_tf32(monkeypatch):
+    """As exact as torch's, with a weight that lies turned; torch's way for narrow ones, and in float32."""
+    x, g = (normal(dense.MIN_TURNED_ROWS, 128, seed=k).cuda() for k in range(2))
+    weight = normal(128, 128, seed=2).cuda().requires_grad_()
+    wide = g.double() @ weight.double()
+    for precision, own in (("ieee", False), ("tf32", True)):
+        torch.backends.cuda.matmul.fp32_precision = precision
+        assert dense._has_own_gradient(x.requires_grad_(), weight, None) == own
+    assert not dense._has_own_gradient(x[:, :64].detach().requires_grad_(), weight[:, :64], None)
+    (made, _), turned = gradients_and_turned(x, weight, None, g, monkeypatch)
+    assert turned == 1 and error(made, wide) <= 1.1 * error(g @ weight, wide)

@@ -157,7 +157,7 @@ def test_zeros_are_behind_rows_and_nobody_pads_again(width, dtype, device, monke
     if width == 1:
         assert not made
         return
-    scaled = [t for m in made for t in m.values()]
+    scaled = [t for m in made for t in m.values() if t.device.type == device]  # others foresee kernels
     assert [t.shape for t in scaled] == [x.shape] * 2 and {t.dtype for t in scaled} == {dtype}
     lanes = 16 // dtype.itemsize
     for t in scaled:
