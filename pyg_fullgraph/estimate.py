@@ -17,7 +17,7 @@ from pyg_fullgraph.phases import EdgePhase, stores_half
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node
 from pyg_fullgraph.saga.pipeline import Outer, Pipeline, Product
-from pyg_fullgraph.saga.plans import Batch, Plan, Sweep, Target, is_local, is_staged, read_by
+from pyg_fullgraph.saga.plans import Batch, Plan, Sweep, Target, is_local, is_scaled, is_staged, read_by
 
 #: How inputs are called whose product with a weight was kept open (see :mod:`pyg_fullgraph.nn.order`).
 FEATURES = ".features"
@@ -115,7 +115,8 @@ def plan_work(plan: Plan, sizes: Sizes, dtypes: Mapping[Node, torch.dtype],
         for result in sweep.results:
             is_exact = kinds.get(result) == "lse" or result.domain == Domain.PARAM or result in plan.exact
             made[result] = sizes.id if result.is_integer else sizes.exact if is_exact else sizes.value
-    made.update((step[0], sizes.exact) for step in plan.steps if not isinstance(step, Sweep))
+    steps = [step[0] for step in plan.steps if not isinstance(step, Sweep)]
+    made.update((result, sizes.value if is_scaled(result) else sizes.exact) for result in steps)
     for batch, pipeline in ((b, None) for b, _ in plan.batches) if batches is None else batches:
         if pipeline is not None:
             made.update((s.result, sizes.exact) for s in pipeline.steps if isinstance(s, Product))

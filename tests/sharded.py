@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 import pyg_fullgraph.nn as fused_nn
 import zoo
 from oracle import check, program_of, random_case
-from pyg_fullgraph import columns, debug, edge_order, errors, execution, explain, pipelines, selection
+from pyg_fullgraph import columns, debug, edge_order, errors, execution, explain, phases, pipelines, selection
 from pyg_fullgraph.autograd import run
 from pyg_fullgraph.distributed import DistributedModel, Group, ShardedGraph, shard, shard_edges, timeline
 from pyg_fullgraph.distributed.feature_split import FeatureSplit
@@ -36,6 +36,7 @@ from pyg_fullgraph.nn import order
 from pyg_fullgraph.partition import Partition
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
+from pyg_fullgraph.saga.plans import is_scaled
 from triton_kernels import segment
 
 LAYERS = {layer.name: layer for layer in (*SQUARE, *MORE, *PAIRS, *MORE_PAIRS)}
@@ -98,6 +99,17 @@ def check_spans(rank: int, size: int, *args: Any) -> None:
             prepare(self, *a), taken.append(len(self.spans)))[0]))
         check_layers(rank, size, *args)
     assert max(taken) > 1
+
+
+def check_scaled(rank: int, size: int, *args: Any) -> None:
+    """As :func:`check_layers`, with rows multiplied by numbers of their vertices before they are sent."""
+    scaled: list[ir.Node] = []
+    run_rows = execution.run_rows
+    with mock.patch.object(phases, "MIN_SCALED_EDGES", 0), mock.patch.object(phases, "SCALED_EDGES", 0), \
+            mock.patch.object(execution, "run_rows", lambda steps, *a, **k: (
+                scaled.extend(r for r, _ in steps if is_scaled(r)), run_rows(steps, *a, **k))[1]):
+        check_layers(rank, size, *args)
+    assert {n.domain for n in scaled} == {Domain.SRC, Domain.DST}
 
 
 def check_large(rank: int, size: int, *args: Any) -> None:

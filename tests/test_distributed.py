@@ -61,6 +61,7 @@ def test_layers_on_large_graphs_equal_the_whole(size):
 def test_layers_equal_the_whole_by_kernels():
     ranks(2).run(sharded.check_layers, ["gcn_weight", "gat_edge", "sage_max", "edge_conv"], "self_loops", *BOTH)
     ranks(3).run(sharded.check_layers, ["gatv2"], "isolated", *BOTH)
+    ranks(2).run(sharded.check_scaled, ["gcn", "sage"], "hub", *EACH)
 
 
 @pytest.mark.multi_gpu
@@ -76,6 +77,11 @@ def test_layers_equal_the_whole_by_nccl(layer, graph, ways):
 def test_products_between_kernels_by_nccl():
     """`halo` takes spans of all edges, `broadcast` holds the products in kernels."""
     ranks(2, "nccl").run(sharded.check_spans, ["edge_conv", "point_transformer_nn"], "hub", *BOTH)
+
+
+@pytest.mark.multi_gpu
+def test_rows_multiplied_before_they_are_sent_by_nccl():
+    ranks(2, "nccl").run(sharded.check_scaled, ["gcn", "sage"], "hub", *EACH)
 
 
 @pytest.mark.multi_gpu

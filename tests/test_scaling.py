@@ -9,6 +9,7 @@ from oracle import check, error, program_of, random_case
 from programs import normalized
 from pyg_fullgraph import execution, launches, padding, phases
 from pyg_fullgraph.autograd import observing, run
+from pyg_fullgraph.estimate import Sizes, plan_work
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn import GCNConv
 from pyg_fullgraph.saga import ir
@@ -123,6 +124,15 @@ def test_steps_of_training(program, is_both_ways):
 @pytest.mark.parametrize("name", ["gat", "gatv2", "transformer-edge", "edge-max", "gin", "sage-max"])
 def test_attention_and_what_has_no_numbers_of_vertices(name):
     assert not any(scaled_in(p) for p in plans_of(program_of(name)))
+
+
+def test_estimates_count_the_pass():
+    """Rows are written once per vertex, as wide as they are stored; edges read no number any more."""
+    sizes = Sizes(num_src=10, num_dst=12, num_edges=100, value=2, exact=4, id=4)
+    plain, scaled = (plan_work(phase_of(normalized(16), most).forward_plan(KERNELS, False, True), sizes, {})
+                     for most in (0, MOST))
+    assert scaled.written_bytes - plain.written_bytes == 10 * 16 * 2
+    assert scaled.read_bytes - plain.read_bytes == 10 * (16 + 1) * 2 - 100 * 2
 
 
 # --- results --------------------------------------------------------------------------------------------------------
