@@ -370,7 +370,7 @@ class Way:
     """
 
     def __init__(self, program: EdgeProgram, kinds: tuple[_Kind | None, ...], is_plain: bool, is_whole: bool,
-                 may_postpone: bool, scaled_bytes: int, has_grad: bool) -> None:
+                 may_postpone: bool, max_scaled_bytes: int, has_grad: bool) -> None:
         """See :meth:`of`.
 
         Args:
@@ -379,7 +379,7 @@ class Way:
             is_plain: Whether all tensors are plain and no compiler is at work.
             is_whole: Whether inputs of both sides may be taken for one.
             may_postpone: Whether products may come after sums, if all vertices have gradients.
-            scaled_bytes: Of the rows that may be multiplied before edges read them, at most.
+            max_scaled_bytes: Of the rows that may be multiplied before edges read them, at most.
             has_grad: Whether gradients are on.
         """
         given = {n: kind for n, kind in zip(program.inputs, kinds, strict=True) if kind is not None}
@@ -403,8 +403,11 @@ class Way:
         self._scalar = scalar_of(*self.like) if is_plain and self.like is not None else None
         self._same, self._postpones = same if is_whole else (), may_postpone and trains
         # What float16 holds of a product with a number much smaller than one may have fewer digits.
-        may_scale = self.like is not None and self.like[0] != torch.float16
-        self._max_scaled = scaled_bytes // self.like[0].itemsize if may_scale and self.like is not None else 0
+        # And rows are to stay as narrow as they are.
+        size = max((kind.dtype.itemsize for kind in vertices), default=0)
+        may_scale = self.like is not None and self.like[0] != torch.float16 and \
+            all(kind.dtype.itemsize == size for kind in vertices)
+        self._max_scaled = max_scaled_bytes // max(size, 1) if may_scale else 0
         self._compiled = self._compile(_NONE)
         self._inputs = tuple((n, n.name) for n in filled.inputs if n is not ir.DEGREE and n is not ir.INV_DEGREE)
         self._draws = any(n not in given for n, _ in self._inputs)

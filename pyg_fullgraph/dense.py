@@ -238,13 +238,15 @@ def _has_own_gradient(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 def _is_turned(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether the gradient of the features of a product that torch multiplies is one by a turned weight."""
+    if torch.compiler.is_compiling():
+        return False
     given = (x, weight) if bias is None else (x, weight, bias)
     return (all(type(t) in PLAIN and t.dtype == torch.float32 and t.device == x.device and t.layout == torch.strided
                 for t in given)
             and x.requires_grad and torch.is_grad_enabled() and x.dim() >= 2 and weight.dim() == 2
             and x.shape[-1] == weight.shape[1] and (bias is None or bias.shape == weight.shape[:1])
-            and _pays_to_turn(x.numel() // max(x.shape[-1], 1), weight) and not torch.compiler.is_compiling()
-            and not torch._C._is_tracing() and not columns.has_transform(given))
+            and _pays_to_turn(x.numel() // max(x.shape[-1], 1), weight) and not torch._C._is_tracing()
+            and not columns.has_transform(given))
 
 
 def _pays_to_turn(num_rows: int, weight: Tensor) -> bool:

@@ -167,7 +167,7 @@ def run_rows(steps: tuple[Step, ...], leaf: chunks.Leaf, like: Tensor, widen: bo
         leaf: Gives the tensor of an input.
         like: A tensor whose dtype constants take and whose device is used.
         widen: Whether vertex values are computed with in the dtype of ``like``, which inputs may be narrower than.
-        stored: The dtype of rows that edges will read, by default that of ``like``.
+        stored: The dtype of rows that edges will read, unless they are made of wider ones; by default that of ``like``.
 
     Returns:
         The results, in the dtypes that :func:`interpret.evaluate` has for them, but for such rows.
@@ -187,8 +187,17 @@ def run_rows(steps: tuple[Step, ...], leaf: chunks.Leaf, like: Tensor, widen: bo
     rest = [(r, e) for r, e in steps if r not in made]
     if rest:
         values = interpret.evaluate(tuple(e for _, e in rest), read, like)
-        made.update((r, v.to(stored) if is_scaled(r) else v) for (r, _), v in zip(rest, values, strict=True))
+        made.update((r, v.to(_row_dtype(e, {n: leaf(n).dtype for n in ir.inputs_of(e)}, stored)) if is_scaled(r) else v)
+                    for (r, e), v in zip(rest, values, strict=True))
     return made
+
+
+def _row_dtype(value: Node, dtypes: Mapping[Node, torch.dtype], stored: torch.dtype) -> torch.dtype:
+    """The dtype of rows that edges will read: ``stored``, or that of what they are made of where it is wider, as of
+    gradients of what is computed with further.
+    """
+    rows = [dtypes[n] for n in ir.inputs_of(value) if n.numel >= value.numel and not n.is_integer]
+    return functools.reduce(torch.promote_types, rows, stored)
 
 
 @lru_cache(maxsize=4096)
@@ -263,7 +272,8 @@ def _rows_launch(steps: tuple[Step, ...], kernel: RowsSource, stored: tuple[torc
     read = tuple((n, like if widen and n.is_row and dtype.is_floating_point else dtype)
                  for n, dtype in zip(kernel.nodes, stored, strict=True))
     made = _dtypes(tuple(e for _, e in steps), read, like)
-    dtypes = tuple(row_dtype if is_scaled(r) else dtype for (r, _), dtype in zip(steps, made, strict=True))
+    dtypes = tuple(_row_dtype(e, dict(zip(kernel.nodes, stored, strict=True)), row_dtype) if is_scaled(r) else dtype
+                   for (r, e), dtype in zip(steps, made, strict=True))
     num_blocks = -(-num_rows // kernel.block_r)
     is_double = torch.float64 in (*made, *(dtype for _, dtype in read))
     constants = {"BLOCK_E": kernel.block_r, "FLOAT": tl.float64 if is_double else tl.float32}

@@ -16,7 +16,7 @@ from torch import Tensor
 from pyg_fullgraph import chunks, padding
 from pyg_fullgraph.edge_order import EdgeOrder, Span, schedule_tiles
 from pyg_fullgraph.memo import claimed
-from pyg_fullgraph.saga.emit import Buffer
+from pyg_fullgraph.saga.emit import Buffer, pitch_of
 from pyg_fullgraph.saga.ir import Domain, Node
 from pyg_fullgraph.saga.kernel_source import KernelSource, Pieces
 from pyg_fullgraph.saga.plans import Sweep, is_local, is_staged
@@ -489,8 +489,8 @@ def padded_rows(value: Tensor, node: Node, like: Tensor) -> Tensor:
     no multiple of 16 bytes are ``[rows, features]`` with zeros behind them. It depends on ``node`` and ``like`` alone.
     """
     lanes = 16 // like.element_size()
-    more = -node.numel % lanes
-    if len(node.shape) != 1 or node.numel < 2 * lanes or not more or not value.is_floating_point():
+    more = pitch_of(node.numel, node.numel, lanes) - node.numel
+    if len(node.shape) != 1 or not more or not value.is_floating_point():
         return value.contiguous()
     rows = padding.whole(value)
     if rows is None or rows.shape[-1] != node.numel + more:

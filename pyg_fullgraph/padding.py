@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from triton_kernels import dense
+from triton_kernels import dense, launch
 from triton_kernels import padding as kernels
 
 __all__ = ["padded", "shown", "whole", "with_zeros"]
@@ -19,7 +21,10 @@ def with_zeros(x: Tensor, count: int) -> Tensor:
     """``x`` ``[N, K]`` with ``count`` zeros behind each row: a new tensor ``[N, K + count]``; not differentiable."""
     pitch = x.shape[1] + count
     has_kernel = x.device.type in ("cuda", "meta") or (x.device.type == "cpu" and dense.is_interpreted())
-    return kernels.pad(x, pitch) if has_kernel and pitch <= kernels.MAX_PITCH else F.pad(x, (0, count))
+    if has_kernel and pitch <= kernels.MAX_PITCH:
+        with contextlib.suppress(*launch.REFUSALS):
+            return kernels.pad(x, pitch)
+    return F.pad(x, (0, count))
 
 
 def padded(x: Tensor, count: int) -> Tensor:

@@ -625,6 +625,16 @@ def test_which_weights_are_not_turned(least, width, given, monkeypatch):
     assert not dense._has_own_gradient(change["x"](x), change["weight"](weight), None)
 
 
+def test_compilers_are_not_asked_what_torch_multiplies_in(monkeypatch):
+    """They cannot trace the question."""
+    monkeypatch.setattr(dense, "MIN_TURNED_ROWS", 1)
+    monkeypatch.setattr(dense, "MIN_TURNED_WIDTH", 1)
+    monkeypatch.setattr(dense, "_has_tf32", lambda device: torch.backends.cuda.matmul.fp32_precision == "ieee")
+    x, weight = normal(50, 6).requires_grad_(), normal(4, 6).requires_grad_()
+    made = torch.compile(lambda x: dense.linear(x, weight) * 2, backend="eager", fullgraph=True)(x)
+    assert torch.equal(made, F.linear(x, weight) * 2)
+
+
 @pytest.mark.gpu
 def test_gradients_of_features_in_tf32(monkeypatch):
     """As exact as torch's, with a weight that lies turned; torch's way for narrow ones, and in float32."""

@@ -18,6 +18,7 @@ from pyg_fullgraph.autograd import run
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
+from triton_kernels import launch
 from triton_kernels import padding as kernels
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -29,9 +30,10 @@ DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 def test_copies(shape, pitch, device):
     for dtype in DTYPES:
         x = torch.randn(shape, dtype=torch.float64).to(device, dtype)
-        for given in (x, x.repeat(1, 2)[:, :shape[1]], x.t().contiguous().t(), x.expand(shape)):
+        twice = x.repeat(1, 2)
+        for given in (x, twice[:, :shape[1]], twice[:, ::2], x.t().contiguous().t(), x[:1].expand(shape)):
             made = kernels.pad(given, pitch)
-            assert made.is_contiguous() and torch.equal(made, F.pad(x, (0, pitch - shape[1])))
+            assert made.is_contiguous() and torch.equal(made, F.pad(given, (0, pitch - shape[1])))
 
 
 @pytest.mark.parametrize("device", ["cpu", INTERPRETER, GPU])
@@ -40,6 +42,15 @@ def test_with_a_kernel_or_without(num_features, device):
     x = torch.randn(3, num_features, device=device)
     rows = padding.with_zeros(x, 1)
     assert torch.equal(rows[:, :-1], x) and not rows[:, -1].any()
+
+
+@pytest.mark.interpreter
+def test_torch_pads_where_the_kernel_is_refused(monkeypatch):
+    def refuse(x, pitch):
+        raise launch.NotCompiledError("too large")
+
+    monkeypatch.setattr(kernels, "pad", refuse)
+    assert torch.equal(padding.with_zeros(torch.ones(2, 3), 2), torch.tensor([[1.0, 1, 1, 0, 0]] * 2))
 
 
 def test_what_is_known_of_views():

@@ -62,6 +62,13 @@ class Buffer:
         return self.node.is_row and not is_staged(self.node) and not is_local(self.node)
 
 
+def pitch_of(num_features: int, run: int, lanes: int) -> int:
+    """The length in memory of runs of ``run`` features, in rows of ``num_features`` that are read through an index: a
+    multiple of 16 bytes, of which ``lanes`` features take as many, but in short rows.
+    """
+    return -(-run // lanes) * lanes if num_features >= 2 * lanes else run
+
+
 class Emitter:
     """Writes the lines that compute values of a sweep.
 
@@ -455,7 +462,7 @@ class Emitter:
         is_end = node.domain != Domain.EDGE and node.domain not in self.fixed
         if not is_end or node.is_integer or not axes or node.numel < 2 * self.lanes or is_cut:
             return 1, 1
-        return axes[-1].size, -(-axes[-1].size // self.lanes) * self.lanes
+        return axes[-1].size, pitch_of(node.numel, axes[-1].size, self.lanes)
 
     def _offset(self, node: Node, pitch: int = 1) -> str:
         return self.tile.offset(node, pitch, self.lowering.places.get(node))

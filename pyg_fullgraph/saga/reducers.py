@@ -83,7 +83,8 @@ def _common_factor(value: Node, rows: Domain) -> tuple[Node | None, Node]:
     """
     if value.op == "mul" and rows != Domain.PARAM:
         for factor, row in (value.args, value.args[::-1]):
-            is_plain = row.op == "input" and row.domain == Domain.EDGE & ~rows and row.shape == value.shape
+            is_plain = row.op == "input" and not row.is_integer and row.domain == Domain.EDGE & ~rows and \
+                row.shape == value.shape
             if is_plain and factor.domain == rows:
                 return factor, ir.lift(row)
     return None, value

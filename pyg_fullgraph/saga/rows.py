@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.saga import ir
-from pyg_fullgraph.saga.emit import Buffer, Emitter
+from pyg_fullgraph.saga.emit import Buffer, Emitter, pitch_of
 from pyg_fullgraph.saga.features import Place, contiguous_strides
 from pyg_fullgraph.saga.ir import Domain, Node
 from pyg_fullgraph.saga.packing import columns_of
@@ -91,13 +91,15 @@ def generate(steps: Sequence[Step], lanes: int = 4) -> RowsSource:
     if any(n.numel == 0 for n in ir.walk(*roots)):
         raise NotFusable(["a value without features"])
     lowering = Lowering(roots, lanes=4)
-    outputs = tuple(Buffer(f"out{k}", result, result.shape, False, _run(result, lanes))
-                    for k, (result, _) in enumerate(steps))
+    outputs = tuple(Buffer(f"out{k}", result, result.shape, False) for k, (result, _) in enumerate(steps))
     written = [(buffer, *part) for buffer, (_, e) in zip(outputs, steps, strict=True) for part in _parts(buffer, e)]
     results = [(part, root) for (_, part, _), root in zip(written, lowering.roots, strict=True)]
     tile = Tile([], results, 4, ROW_FEATURES, has_lanes=False)
     emitter = _RowEmitter(lowering, tile)
+    outputs = tuple(replace(b, run=_run(b.node, tile, lanes)) for b in outputs)
+    buffers = {b.name: b for b in outputs}
     for (buffer, part, place), (_, root) in zip(written, results, strict=True):
+        buffer = buffers[buffer.name]
         emitter.lines += store(tile, buffer, "row", emitter.real(root), "live", part=part, place=place)
     named = [(r.name, e.digest, *(b.run if b.row != b.shape else ())) for (r, e), b in zip(steps, outputs, strict=True)]
     digest = hashlib.sha256(repr(named).encode()).hexdigest()
@@ -121,11 +123,12 @@ def _parts(buffer: Buffer, value: Node) -> list[tuple[Node, Place | None]]:
             for k, column in enumerate(columns)] or [(buffer.node, None)]
 
 
-def _run(result: Node, lanes: int) -> tuple[int, int]:
-    """Features of a row of ``result``, and how many are written: as the kernel of the sweep that reads it expects."""
-    if not is_scaled(result) or len(result.shape) != 1 or result.numel < 2 * lanes:
-        return 1, 1
-    return result.numel, -(-result.numel // lanes) * lanes
+def _run(result: Node, tile: Tile, lanes: int) -> tuple[int, int]:
+    """Features of a row of ``result``, and how many are written: where they lie along one axis of the tile, as the
+    kernel of the sweep that reads it expects.
+    """
+    is_run = is_scaled(result) and len(result.shape) == len(tile.axes.axes(result)) == 1
+    return (result.numel, pitch_of(result.numel, result.numel, lanes)) if is_run else (1, 1)
 
 
 def _block(tile: Tile, loaded: Sequence[Node]) -> tuple[int, int]:

@@ -27,17 +27,24 @@ def scale(steps: Iterable[Step | Sweep], most: int) -> tuple[Step | Sweep, ...]:
     """
     done: list[Step | Sweep] = []
     for step in steps:
-        if isinstance(step, Sweep) and _waits_for_rows(step):
+        if isinstance(step, Sweep) and _adds_products(step):
             scaled, step = _scaled(step, most)
             done += [s for s in scaled if s not in done]
         done.append(step)
     return tuple(done)
 
 
-def _waits_for_rows(sweep: Sweep) -> bool:
-    """Whether ``sweep`` does little beside: it makes rows out of rows, without sums over features or products."""
-    is_heavy = any(n.op == "mm" or ir.OPS[n.op].kind == "reduce" for n in ir.walk(*sweep.operands))
-    return not (is_heavy or sweep.edges) and all(r.domain == sweep.rows for r, _ in sweep.gathers)
+def _adds_products(sweep: Sweep) -> bool:
+    """Whether ``sweep`` adds up products for each row and does nothing else. What is made of a product otherwise may be
+    made of it in another sweep as well, or lose digits, and has to have it as it is.
+    """
+    return not sweep.edges and all(r.domain == sweep.rows and sweep.kinds[r] in ("sum", "mean")
+                                   and next(_factors(_unlifted(g.args[0]))) is not _unlifted(g.args[0])
+                                   for r, g in sweep.gathers)
+
+
+def _unlifted(node: Node) -> Node:
+    return node.args[0] if node.op == "lift" else node
 
 
 def _scaled(sweep: Sweep, most: int) -> tuple[list[Step], Sweep]:
@@ -45,27 +52,21 @@ def _scaled(sweep: Sweep, most: int) -> tuple[list[Step], Sweep]:
     edge still reads a number beside.
     """
     others = Domain.EDGE & ~sweep.rows
-    known: dict[Node, Node] = {}
     steps: dict[Node, Node] = {}
-    seen: set[Node] = set()
-    waiting = list(sweep.operands)
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        factors = list(_factors(node)) if node.op == "mul" else []
+    operands: list[Node] = []
+    for operand in sweep.operands:
+        product = _unlifted(operand)
+        factors = list(_factors(product))
         own = [f for f in factors if f.domain == others and not (f.is_integer or ir.is_truth(f))]
-        if len(own) > 1 and any(_is_row(f, node) for f in own) and 1 < node.numel <= most:
+        if len(own) > 1 and any(_is_row(f, product) for f in own) and 1 < product.numel <= most:
             row = _product(own)
             result = ir.input(f"{SCALED}{row.digest[:8]}", others, row.shape)
             steps[result] = row
-            known[node] = _product([*(f for f in factors if f not in own), result])
-        else:
-            waiting += node.args
-    over = sweep.over(ir.substitute(sweep.operands, known)) if known else sweep
+            product = _product([*(f for f in factors if f not in own), result])
+        operands.append(ir.lift(product))
+    over = sweep.over(operands)
     read, left = ([n for n in s.inputs if n.domain == others] for s in (sweep, over))
-    if not known or not steps.keys() >= {*left} or sum(n.numel for n in left) > sum(n.numel for n in read):
+    if not steps or not steps.keys() >= {*left} or sum(n.numel for n in left) > sum(n.numel for n in read):
         return [], sweep
     return [(n, steps[n]) for n in left], over
 
