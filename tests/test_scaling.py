@@ -17,6 +17,7 @@ from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
 from pyg_fullgraph.saga.passes import split
 from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, Sweep, is_scaled
+from pyg_fullgraph.saga.reducers import Sum
 from pyg_fullgraph.saga.scaling import scale
 from pyg_fullgraph.selection import kernel_on
 
@@ -88,8 +89,9 @@ def test_one_row_is_read_where_there_were_two(value, product, left):
     ir.pointwise("add", mul(N, X), mul(ir.pointwise("add", N, 1.0), X)),  # two rows in place of one
     mul(N, N), mul(ir.pointwise("float", KIND), ir.pointwise("lt", X, 0.0)),
     # What is made of a product, or taken off it, may need all its digits.
+    mul(X, X), mul(X, RELU),  # which is one row as it is
     ir.pointwise("tanh", mul(D, mul(X, N))), ir.pointwise("sub", mul(N, X), mul(D, ir.input("y", DST, (6,)))),
-], ids=range(11))
+], ids=range(13))
 def test_others_stay_as_they_are(value):
     sweep = sweep_over(value)
     assert scale([sweep], MOST) == (sweep,)
@@ -112,8 +114,23 @@ def test_other_reductions_read_products_as_they_are(kind):
     assert scale([sweep], MOST) == (sweep,)
     both = Sweep(DST, (*sweep.gathers, *sweep_over(mul(N, X)).gathers), ())
     assert scale([both], MOST) == (both,)
-    assert scale([with_edges := Sweep(DST, sweep_over(mul(N, X)).gathers, ((ir.input("%e", EDGE, (6,)), ir.lift(X)),))],
-                 MOST) == (with_edges,)
+    with_edges = Sweep(DST, sweep_over(mul(N, X)).gathers, ((ir.input("%edge", EDGE, (1,)), ir.lift(D)),))
+    assert scale([with_edges], MOST) == (with_edges,)
+
+
+@pytest.mark.parametrize("value", [mul(E, M), mul(ir.view(M, (1,)), X)], ids=["number", "row"])
+def test_all_that_a_sweep_reads_counts(value):
+    """Where an edge reads a number beside, or two rows for one, nothing is multiplied."""
+    beside = ir.input("%other", DST, value.shape), ir.gather("sum", DST, ir.lift(value))
+    sweep = Sweep(DST, (*sweep_over(mul(N, X)).gathers, beside), ())
+    assert scale([sweep], MOST) == (sweep,)
+
+
+def test_integers_are_multiplied_as_integers():
+    whole, kinds = ir.input("whole", DST, (6,), True), ir.input("kinds", SRC, (6,), True)
+    result = ir.input("%total", DST, (6,))
+    for row, factor in ((kinds, None), (X, whole)):
+        assert Sum("0", mul(whole, row), [("sum", result)]).factor is factor
 
 
 @pytest.mark.parametrize("program, is_both_ways", [(normalized(5), True), (normalized(5, has_bias=True), True),
@@ -225,6 +242,20 @@ def test_gradients_that_cancel_stay_as_exact_as_they_are(aggr, device, monkeypat
         (got,) = torch.autograd.grad(SimpleConv(aggr=aggr)(narrow, edge_index.to(device)), narrow, grad.to(device))
         errors.append(error(got.cpu(), want))
     assert errors[0] <= 1.1 * errors[1] < 1e-2
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+def test_rows_made_of_wider_ones_are_as_wide(device, monkeypatch):
+    """Gradients of what is computed with further are in float32."""
+    made, rows = [], execution.run_rows
+    monkeypatch.setattr(execution, "run_rows", lambda *a: (made.append(rows(*a)), made[-1])[1])
+    value = ir.pointwise("exp", ir.gather("mean", DST, ir.lift(ir.input("x", SRC, (19,)))))
+    graph = Graph.from_edge_index(torch.randint(30, (2, 1500), device=device), 30)
+    x = torch.randn(30, 19).bfloat16().to(device).requires_grad_()
+    (out,) = run(EdgeProgram((Output("vertex", value),)), graph, {"x": x})
+    out.backward(torch.randn(30, 19).bfloat16().to(device))
+    scaled = {t.dtype for m in made for r, t in m.items() if is_scaled(r)}
+    assert scaled == {torch.float32} and x.grad.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])

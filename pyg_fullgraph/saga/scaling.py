@@ -48,8 +48,8 @@ def _unlifted(node: Node) -> Node:
 
 
 def _scaled(sweep: Sweep, most: int) -> tuple[list[Step], Sweep]:
-    """The vertex steps, and ``sweep`` over their results; none, and ``sweep`` itself, where that reads more or where an
-    edge still reads a number beside.
+    """The vertex steps, and ``sweep`` over their results; none, and ``sweep`` itself, where that reads no less or where
+    an edge still reads a number beside.
     """
     others = Domain.EDGE & ~sweep.rows
     steps: dict[Node, Node] = {}
@@ -66,7 +66,7 @@ def _scaled(sweep: Sweep, most: int) -> tuple[list[Step], Sweep]:
         operands.append(ir.lift(product))
     over = sweep.over(operands)
     read, left = ([n for n in s.inputs if n.domain == others] for s in (sweep, over))
-    if not steps or not steps.keys() >= {*left} or sum(n.numel for n in left) > sum(n.numel for n in read):
+    if not steps or not steps.keys() >= {*left} or sum(n.numel for n in left) >= sum(n.numel for n in read):
         return [], sweep
     return [(n, steps[n]) for n in left], over
 
