@@ -402,8 +402,7 @@ class Way:
             if deciding else None
         self._scalar = scalar_of(*self.like) if is_plain and self.like is not None else None
         self._same, self._postpones = same if is_whole else (), may_postpone and trains
-        # What float16 holds of a product with a number much smaller than one may have fewer digits.
-        # And rows are to stay as narrow as they are.
+        # Rows are to stay as narrow as they are, and float16 may hold fewer digits of what is much smaller than one.
         size = max((kind.dtype.itemsize for kind in vertices), default=0)
         may_scale = self.like is not None and self.like[0] != torch.float16 and \
             all(kind.dtype.itemsize == size for kind in vertices)

@@ -222,7 +222,7 @@ def row_kernels(steps: tuple[Step, ...], is_narrow: bool,
                for side in (Domain.DST, Domain.SRC)]
     while waiting:
         group = waiting.pop(0)
-        # Torch takes 1.3 times as long for a product of rows and a number each, and twice that with zeros behind them.
+        # Torch takes 1.3 times as long for a product of rows and a number each, and five with zeros behind them.
         if num_passes([e for _, e in group], is_narrow) < 2 and not any(is_scaled(r) for r, _ in group):
             continue
         try:
