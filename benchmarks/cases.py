@@ -41,7 +41,8 @@ class Case:
         num_in: Width of the features of a synthetic graph.
         width: Output features of the layer, of all heads together; of the first layer of a model.
         heads: Attention heads.
-        is_model: Time a training step of a 2-layer model (loss, backward, Adam) instead of one layer.
+        is_model: Time a training step of a model (loss, backward, Adam) instead of one layer.
+        num_layers: Of a model.
         last_heads: Heads of the model's last layer, which are averaged.
         num_classes: Of a model on a synthetic graph.
         dtype: Of features and parameters.
@@ -65,6 +66,7 @@ class Case:
     width: int = 256
     heads: int = 1
     is_model: bool = False
+    num_layers: int = 2
     last_heads: int = 1
     num_classes: int = 0
     dtype: str = "float32"
@@ -234,6 +236,9 @@ CASES: dict[str, Case] = {c.name: c for c in [
          num_classes=41, is_sampled=True, gathers=2 * 256 + 2 * 4 * 41),
     *[Case(f"train-gat-cora{name}", "gat", "cora", width=64, heads=8, is_model=True, dropout=0.6,  # as in GAT's paper
            compiles_adam=bool(name)) for name in ("", "-compiled-adam")],
+    *[Case(f"train-gcn-{graph}", "gcn", graph, num_in=num_in, width=256, is_model=True, num_layers=3,
+           num_classes=num_classes, dropout=0.5, is_sampled=graph in _LARGE)
+      for graph, num_in, num_classes in (("arxiv", 128, 40), ("products", 100, 47))],
     Case("train-gat-tiny", "gat", "tiny", "cpu", num_in=12, width=16, heads=4, is_model=True, last_heads=4,
          num_classes=5),
     Case("gcn-tiny", "gcn", "tiny", "cpu", num_in=12, width=16),
@@ -293,25 +298,29 @@ class CaseSkipped(Exception):
 
 
 class Net(nn.Module):
-    """One layer, or two with an activation between them."""
+    """One layer, or several with an activation between them."""
 
     def __init__(self, layers: SimpleNamespace, case: Case, num_in: int, num_classes: int) -> None:
         super().__init__()
         make = LAYERS[case.layer]
         convs = [make(layers, num_in, case.width, case.heads, False)]
         if case.is_model:
+            convs += [make(layers, case.width, case.width, case.heads, False) for _ in range(case.num_layers - 2)]
             convs.append(make(layers, case.width, num_classes, case.last_heads, True))
         self.convs = nn.ModuleList(convs)
         self.dropout = case.dropout
         for conv in convs if case.dropout else ():
             conv.dropout = case.dropout
-        self.activation = F.elu if case.layer in _ATTENTION else F.relu
+        self.between = layers.between if case.is_model else None
+        self.activation = "elu" if case.layer in _ATTENTION else "relu"
 
     def forward(self, x: Tensor, graph: Any, *data: Tensor) -> Tensor:
         """Scores ``[N, width]`` from ``x`` ``[N, in]``; ``data`` has a row per node or edge."""
         for k, conv in enumerate(self.convs):
-            x = self.activation(x) if k else x
-            x = F.dropout(x, self.dropout, self.training) if self.dropout else x
+            if k:
+                x = self.between(x, self.activation, self.dropout, self.training)
+            elif self.dropout:
+                x = F.dropout(x, self.dropout, self.training)
             x = conv(x, graph, *data)
         return x
 

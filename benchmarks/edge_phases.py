@@ -7,6 +7,7 @@ node, heads and channels of a head side by side.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -17,9 +18,17 @@ from torch import Tensor, nn
 from torch_geometric.utils import softmax
 
 
+def by_torch(x: Tensor, activation: str, p: float, training: bool) -> Tensor:
+    """What is between two layers, as models write it; signature of :func:`pyg_fullgraph.activation_dropout`."""
+    x = {"relu": F.relu, "elu": F.elu}[activation](x)
+    return F.dropout(x, p, training) if p else x
+
+
 @lru_cache
-def edge_phases(layers: ModuleType) -> SimpleNamespace:
-    """What ``layers`` has, and ``Sum, GATAttention, GATv2Attention, DotAttention`` on its ``MessagePassing``."""
+def edge_phases(layers: ModuleType, between: Callable[..., Tensor] = by_torch) -> SimpleNamespace:
+    """What ``layers`` has, and ``Sum, GATAttention, GATv2Attention, DotAttention`` on its ``MessagePassing``; and
+    ``between`` layers of a model an activation and dropout.
+    """
     base: Any = layers.MessagePassing
 
     class Sum(base):
@@ -82,5 +91,5 @@ def edge_phases(layers: ModuleType) -> SimpleNamespace:
             return alpha.unsqueeze(-1) * value_j
 
     found = {k: v for k, v in vars(layers).items() if not k.startswith("_")}
-    return SimpleNamespace(**found, Sum=Sum, GATAttention=GATAttention, GATv2Attention=GATv2Attention,
+    return SimpleNamespace(**found, between=between, Sum=Sum, GATAttention=GATAttention, GATv2Attention=GATv2Attention,
                            DotAttention=DotAttention)

@@ -209,17 +209,18 @@ def _memory(device: str) -> str:
 
 
 class Net(nn.Module):
-    """Layers of GCNConv with ReLU between them."""
+    """Layers of GCNConv with ReLU between them; with ``sums``, one whose backward sums the gradient of a bias."""
 
-    def __init__(self, layers: Any, case: EpochCase) -> None:
+    def __init__(self, layers: Any, case: EpochCase, sums: bool = False) -> None:
         super().__init__()
+        self.relu: Callable[[Tensor], Tensor] = pfg.ActivationDropout("relu", 0.0) if sums else F.relu
         # The graph has them, so that nobody keeps a second one.
         self.convs = nn.ModuleList(layers.GCNConv(i, o, add_self_loops=False)
                                    for i, o in zip(case.widths, case.widths[1:], strict=False))
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         for k, conv in enumerate(self.convs):
-            x = x.relu() if k else x  # a name of its own would hold both during the layer
+            x = self.relu(x) if k else x  # a name of its own would hold both during the layer
             x = conv(x, edge_index)
         return x
 
@@ -334,7 +335,7 @@ class Epoch:
             self.graph = problem.shard(graph, method, name.removesuffix(COPIES),
                                        "copy_engines" if name.endswith(COPIES) else "collectives")
             del graph
-            net = Net(fullgraph_nn, problem.case)
+            net = Net(fullgraph_nn, problem.case, sums=True)
             net.load_state_dict(problem.state)
             self.module = DistributedModel(net.to(problem.device, problem.dtype))
         self.x, self.train, self.y, weight = problem.rows(method)

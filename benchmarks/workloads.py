@@ -1,5 +1,5 @@
 """Providers side by side: the same problem as a step of plain PyG, of PyG under ``torch.compile``, of kernels of others
-(:mod:`benchmarks.peers`), of ours, and of ours replayed as a CUDA graph.
+(:mod:`benchmarks.peers`), of ours, and of ours replayed as a CUDA graph, also with torch's functions between layers.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ def _both_orders(problem: Problem) -> Graph:
 
 PROVIDERS = {
     "pyg": Provider(edge_phases(pyg_nn), lambda problem: problem.edge_index),
-    "ours": Provider(edge_phases(fullgraph_nn), _both_orders),
-    "ours_captured": Provider(edge_phases(fullgraph_nn), _both_orders, is_captured=True),
+    "ours": Provider(edge_phases(fullgraph_nn, pfg.activation_dropout), _both_orders),
+    "ours_captured": Provider(edge_phases(fullgraph_nn, pfg.activation_dropout), _both_orders, is_captured=True),
+    "ours_torch_between": Provider(edge_phases(fullgraph_nn), _both_orders, is_captured=True),
     "torch_compile": Provider(edge_phases(pyg_nn), lambda problem: problem.edge_index, torch.compile),
     "cusparse": Provider(peers.CUSPARSE, lambda p: peers.csr_pair(p.edge_index, p.num_nodes, p.case.torch_dtype)),
     "turbo_gnn": Provider(peers.TURBO, lambda p: peers.turbo_graph(p.edge_index, p.num_nodes)),

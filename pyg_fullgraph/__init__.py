@@ -13,15 +13,15 @@ if getattr(triton_kernels, "OWNER", None) != "pyg-fullgraph":
 from pyg_fullgraph.graph import Graph
 from triton_kernels.tune import tune_kernels
 
-__all__ = ["CapturedStep", "DistributedModel", "Graph", "ShardedGraph", "__version__", "capture",
-           "convert", "debug", "explain", "nn", "reuse_constants", "revert", "shard", "timeline", "transforms",
-           "tune_kernels", "use_tensor_cores"]
+__all__ = ["ActivationDropout", "CapturedStep", "DistributedModel", "Graph", "ShardedGraph", "__version__",
+           "activation_dropout", "capture", "convert", "debug", "explain", "nn", "reuse_constants", "revert", "shard",
+           "timeline", "transforms", "tune_kernels", "use_tensor_cores"]
 
 # Loaded on first use: they bring the compiler and all of torch_geometric.nn, which a graph alone does not need.
-_MODULE_OF = {"CapturedStep": "replay", "capture": "replay", "convert": "model",
-              "explain": "explanation", "revert": "model", "debug": "", "nn": "", "reuse_constants": "reuse",
-              "DistributedModel": "distributed", "ShardedGraph": "distributed", "shard": "distributed",
-              "timeline": "distributed", "transforms": "", "use_tensor_cores": "dense"}
+_MODULE_OF = {"ActivationDropout": "activation", "activation_dropout": "activation", "CapturedStep": "replay",
+              "capture": "replay", "convert": "model", "explain": "explanation", "revert": "model", "debug": "",
+              "nn": "", "reuse_constants": "reuse", "DistributedModel": "distributed", "ShardedGraph": "distributed",
+              "shard": "distributed", "timeline": "distributed", "transforms": "", "use_tensor_cores": "dense"}
 
 
 def __getattr__(name: str) -> Any:

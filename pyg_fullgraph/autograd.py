@@ -56,6 +56,7 @@ class _EdgePhaseFunction(torch.autograd.Function):
         ctx.kept, places = phase.steps.get(kind) or _begin(phase, graph, like, tensors, kind)
         results, statistics = phase.forward(graph, tensors, like, True)
         ctx.phase, ctx.graph, ctx.like, ctx.back = phase, graph, like, back
+        ctx.sums_gradient = phase.sums_gradient(kind[0])
         ctx.meta = [(t.dtype, t.shape) for t in tensors]
         pool = [*tensors, *results, *statistics]
         ctx.results = ()

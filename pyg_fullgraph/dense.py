@@ -355,7 +355,7 @@ class _Linear(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         # As torch does: what is not read may be written to, or freed, before backward.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
-        ctx.is_ours = is_ours
+        ctx.is_ours, ctx.sums_gradient = is_ours, ctx.needs_input_grad[2] and not is_ours
         if is_ours:
             _begin_gradients(x.shape, x.stride(), weight.shape, weight.stride(), ctx.needs_input_grad[:3], is_chained,
                              x.device)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from pyg_fullgraph import columns
 from pyg_fullgraph.functions import PLAIN, applying
-from pyg_fullgraph.selection import interpreted
 from triton_kernels import dots as kernels
 from triton_kernels import reference
 
@@ -79,7 +79,7 @@ def scores(asked: Sequence[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[t
 
 def _module(x: Tensor) -> Any:
     """Kernels where they run, else their twins."""
-    return kernels if x.device.type == "cuda" or interpreted() else reference
+    return kernels if columns.has_kernels(x.device) else reference
 
 
 class _RowDots(torch.autograd.Function):

@@ -194,6 +194,11 @@ class EdgePhase:
         grad = self.adjoint.grads.get(self.inputs[back])
         return grad is not None and grad.op == "gather" and grad.attr("kind") in ("sum", "mean")
 
+    def sums_gradient(self, needs: Needs) -> bool:
+        """Whether :meth:`backward` sums the gradient of the first result over its rows, as that of a bias is."""
+        return any(need and not n.is_row and n not in self.grads_of_added
+                   for n, need in zip(self._added_inputs, needs[len(self.core.inputs):], strict=True))
+
     def place_to_give_back(self, tensors: Sequence[Tensor]) -> int:
         """The place of the first input that is features ``[N, K]`` with a gradient, -1 without any."""
         return next((k for k, (n, t) in enumerate(zip(self.core.inputs, tensors, strict=False))
@@ -246,7 +251,8 @@ class EdgePhase:
         for node, need in zip(self._added_inputs, needs[len(self.core.inputs):], strict=True):
             if need and not node.is_row:
                 by_row = made[node.name] if node in self.grads_of_added else grads[0]
-                made[node.name] = columns.column_sum(by_row.view(by_row.shape[0], node.numel)).view(node.shape)
+                by_row = by_row if by_row.dim() == 2 else by_row.view(by_row.shape[0], node.numel)
+                made[node.name] = columns.column_sum(by_row).view(node.shape)
         if more is not None:
             name = self.inputs[back].name
             made[name] = more if name not in made else made[name] + more

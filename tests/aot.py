@@ -42,7 +42,7 @@ from pyg_fullgraph.saga.plans import KERNELS, Plan, Sweep, is_packed, is_staged
 from pyg_fullgraph.saga.rows import RowsSource, generate
 from pyg_fullgraph.selection import MIN_PIPELINE, SIDE_WORK, Piped, kernel_of, pipeline_on
 from tests.programs import CASES, MORE_CASES, ROW_CASES, WIDE_CASES
-from triton_kernels import columns, dense, dense_hopper, dots, launch, padding
+from triton_kernels import activation, columns, dense, dense_hopper, dots, launch, padding
 
 TARGET = GPUTarget("cuda", 90, 32)
 
@@ -267,6 +267,22 @@ def compile_padding() -> dict[str, dict[str, int]]:
     return _compile_taken(taken)
 
 
+def compile_activation(num_features: int) -> dict[str, dict[str, int]]:
+    """The kernels of each activation of features ``[N, num_features]`` with dropout, in float32 and float16."""
+    found = {}
+    for kind in activation.KINDS:
+        for dtype in (torch.float32, torch.float16):
+            taken: list[_Taken] = []
+            what, x, seed = activation.Activation(kind, 0.5, 0.5), torch.empty(1000, num_features, dtype=dtype), \
+                torch.zeros(1, dtype=torch.int64)
+            with _taking(taken):
+                activation.activate(x, what, seed, None)
+                activation.activate_backward(x, x, what, seed, None, dtype.itemsize == 2, True)
+            compiled = _compile_taken(t for t in taken if t[0] is not columns.fold_kernel)
+            found.update({f"{kind} {dtype} {name}": report for name, report in compiled.items()})
+    return found
+
+
 @contextlib.contextmanager
 def _taking(taken: list[_Taken]) -> Iterator[None]:
     """Put what would be launched into ``taken``."""
@@ -282,7 +298,7 @@ def _compile_taken(taken: Iterable[_Taken]) -> dict[str, dict[str, int]]:
     for kernel, args, constants, num_warps in taken:
         names = [a for a in kernel.arg_names if a not in constants]
         given = dict(zip(names, args, strict=True))
-        types = {torch.float32: "*fp32", torch.float16: "*fp16"}
+        types = {torch.float32: "*fp32", torch.float16: "*fp16", torch.int64: "*i64"}
         signature = {a: types[v.dtype] if isinstance(v, torch.Tensor) else "i32" for a, v in given.items()}
         even = [a for a, v in given.items() if isinstance(v, int) and v % 16 == 0]
         fixed = {a: 1 for a, v in given.items() if isinstance(v, int) and v == 1}
@@ -344,6 +360,10 @@ def main(names: list[str]) -> None:
         widths = [tuple(map(int, name.split(","))) for name in names[1:]]
         print(json.dumps({f"{n},{k} {name}": report for n, k in widths
                           for name, report in compile_dense(n, k).items()}, indent=1))
+        return
+    if names[:1] == ["--activation"]:
+        print(json.dumps({f"{k} {name}": report for k in names[1:]
+                          for name, report in compile_activation(int(k)).items()}, indent=1))
         return
     if names[:1] == ["--padding"]:
         print(json.dumps(compile_padding()))

@@ -26,6 +26,7 @@ import pyg_fullgraph.nn as fused_nn
 import zoo
 from oracle import check, program_of, random_case
 from pyg_fullgraph import columns, debug, edge_order, errors, execution, explain, phases, pipelines, selection
+from pyg_fullgraph.activation import ActivationDropout
 from pyg_fullgraph.autograd import run
 from pyg_fullgraph.distributed import DistributedModel, Group, ShardedGraph, shard, shard_edges, timeline
 from pyg_fullgraph.distributed.feature_split import FeatureSplit
@@ -228,7 +229,7 @@ def check_programs(rank: int, size: int, names: list[str], way: str) -> None:
 
 
 class Net(torch.nn.Module):
-    """Two layers with batch norm, dropout on vertices and, for attention, on edges."""
+    """Two layers with batch norm, dropout on vertices, by torch or with the activation, and for attention on edges."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -237,11 +238,12 @@ class Net(torch.nn.Module):
         else:
             self.conv1, self.conv2 = fused_nn.GATConv(6, 4, heads=2, dropout=0.4), fused_nn.GATv2Conv(8, 4, dropout=0.3)
         self.norm = pyg_nn.BatchNorm(8)
+        self.between = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Dropout(0.5)) if kind == "gcn" else \
+            ActivationDropout("elu", 0.5)
 
     def forward(self, x: Tensor, edge_index: Any) -> Tensor:
         x = F.dropout(x, 0.3, self.training)
-        x = torch.relu(self.norm(self.conv1(x, edge_index)))
-        return self.conv2(F.dropout(x, 0.5, self.training), edge_index)
+        return self.conv2(self.between(self.norm(self.conv1(x, edge_index))), edge_index)
 
 
 def device_of(rank: int) -> torch.device:

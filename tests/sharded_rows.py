@@ -11,7 +11,7 @@ from sharded import LAYERS, alone, close, make_case, refused, sharded
 from torch import Tensor
 
 import pyg_fullgraph.nn as fused_nn
-from pyg_fullgraph import errors
+from pyg_fullgraph import activation_dropout, errors
 from pyg_fullgraph.distributed import DistributedModel, shard
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.partition import Partition
@@ -69,7 +69,8 @@ class Thinned(fused_nn.MessagePassing):
         super().__init__(aggr="sum")
 
     def forward(self, x: Tensor, edge_index: Any, weight: Tensor) -> Tensor:
-        return self.propagate(edge_index, x=F.dropout(x, 0.5), weight=F.dropout(weight, 0.5))
+        x = activation_dropout(F.dropout(x, 0.5), "leaky_relu", 0.5)
+        return self.propagate(edge_index, x=x, weight=F.dropout(weight, 0.5))
 
     def message(self, x_j: Tensor, weight: Tensor) -> Tensor:
         return x_j * weight

@@ -83,6 +83,20 @@ def dropout(seed, counter, THRESHOLD: tl.constexpr, SCALE: tl.constexpr, FLOAT: 
 
 
 @triton.jit
+def row_dropout(seed, counter, THRESHOLD: tl.constexpr, SCALE: tl.constexpr, FLOAT: tl.constexpr):
+    """Dropout factors ``[R, 4 Q]`` of four features for each ``counter`` ``[R, Q]`` (row id x groups of four + group).
+
+    Twin: ``row_dropout_mask``. One call of Philox gives four words; for each number by itself they would take longer
+    than memory does.
+    """
+    low = (counter & 0xFFFFFFFF).to(tl.uint32)
+    high = ((counter >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    a, b, c, d = tl.philox(seed, low, high, low * 0, low * 0)
+    words = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
+    return (words >= THRESHOLD).to(FLOAT) * SCALE
+
+
+@triton.jit
 def rounded(product, COUNT: tl.constexpr = 2):
     """``product`` as it is before ``COUNT`` of them are summed up over lanes, of which each has one.
 

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from triton_kernels.activation import Activation
 
 _MASK = 0xFFFFFFFF
 
@@ -51,8 +56,8 @@ def segment_reduce(value: Tensor, dst: Tensor, num_dst: int, kind: str) -> Tenso
     return zeros.scatter_reduce(0, index, value, "amax" if kind == "max" else "amin", include_self=False)
 
 
-def philox(seed: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """First word of Philox-4x32-10 with counter ``(low, high, 0, 0)`` and a 64-bit key.
+def philox(seed: Tensor, low: Tensor, high: Tensor) -> list[Tensor]:
+    """The four words of Philox-4x32-10 with counter ``(low, high, 0, 0)`` and a 64-bit key.
 
     Args:
         seed: Key, int64 ``[1]``.
@@ -60,7 +65,7 @@ def philox(seed: Tensor, low: Tensor, high: Tensor) -> Tensor:
         high: High counter word, int64, 32 bits used.
 
     Returns:
-        int64 tensor with values in ``[0, 2**32)``.
+        int64 tensors with values in ``[0, 2**32)``.
 
     Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
     """
@@ -73,7 +78,7 @@ def philox(seed: Tensor, low: Tensor, high: Tensor) -> Tensor:
         c = [((second >> 32) & _MASK) ^ c[1] ^ key0, second & _MASK,
              ((first >> 32) & _MASK) ^ c[3] ^ key1, first & _MASK]
         key0, key1 = (key0 + 0x9E3779B9) & _MASK, (key1 + 0xBB67AE85) & _MASK
-    return c[0]
+    return c
 
 
 def dropout_threshold(p: float) -> int:
@@ -99,9 +104,28 @@ def dropout_mask(seed: Tensor, eid: Tensor, shape: tuple[int, ...], p: float,
         return torch.zeros((eid.numel(), *shape), dtype=dtype, device=eid.device)
     numel = max(math.prod(shape), 1)
     counter = eid.long()[:, None] * numel + torch.arange(numel, device=eid.device)
-    word = philox(seed, counter, counter >> 32)
+    word = philox(seed, counter, counter >> 32)[0]
     keep = (word >= dropout_threshold(p)).reshape(eid.numel(), *shape)
     return keep.to(dtype) * (1.0 / (1.0 - p))
+
+
+def row_dropout_mask(seed: Tensor, ids: Tensor, num_features: int, p: float, dtype: torch.dtype) -> Tensor:
+    """Dropout factors ``0`` or ``1 / (1 - p)`` of rows, which depend on seed, row and feature only.
+
+    Args:
+        seed: int64 ``[1]``.
+        ids: ``[N]`` what each row is known by.
+        num_features: K, of which each four share a counter.
+        p: Probability of dropping, less than 1.
+        dtype: Of the factors.
+
+    Returns:
+        ``[N, K]`` of ``dtype``.
+    """
+    num_groups = -(-num_features // 4)
+    counter = ids.long()[:, None] * num_groups + torch.arange(num_groups, device=ids.device)
+    words = torch.stack(philox(seed, counter, counter >> 32), -1).flatten(1)[:, :num_features]
+    return (words >= dropout_threshold(p)).to(dtype) * (1.0 / (1.0 - p))
 
 
 def row_dots(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
@@ -130,3 +154,36 @@ def row_dots_backward(x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tens
 def column_sum(x: Tensor) -> Tensor:
     """The sum of the rows of ``x`` ``[..., C]``."""
     return x.sum(list(range(x.dim() - 1)))
+
+
+def activate(x: Tensor, activation: Activation, seed: Tensor | None, ids: Tensor | None) -> Tensor:
+    """Rows ``[N, K]`` through an activation and dropout, with a ``seed`` where there is a mask; see the kernel."""
+    kind, slope, _ = activation
+    functions = {"relu": F.relu, "leaky_relu": lambda t: F.leaky_relu(t, slope), "elu": lambda t: F.elu(t, slope)}
+    y = functions[kind](x) if kind in functions else x
+    return y if seed is None else y * _factors(x, activation, seed, ids)
+
+
+def activate_backward(g: Tensor, kept: Tensor | None, activation: Activation, seed: Tensor | None, ids: Tensor | None,
+                      is_input: bool, needs_sum: bool) -> tuple[Tensor, Tensor | None]:
+    """The gradient of :func:`activate`, differentiable, and the sum of its rows; see the kernel."""
+    kind, slope, p = activation
+    if kind == "relu":
+        assert kept is not None
+        made = torch.where(kept <= 0, 0.0, g * (1.0 / (1.0 - p)))
+    else:
+        made = g if kept is None else g * _derivative(kept if is_input or kind != "elu" else kept * (1.0 - p), kind,
+                                                      slope, is_input)
+        made = made if seed is None else made * _factors(g, activation, seed, ids)
+    return made, column_sum(made) if needs_sum else None
+
+
+def _derivative(value: Tensor, kind: str, slope: float, is_input: bool) -> Tensor:
+    """Of an activation, by what went in or what came out."""
+    below = slope if kind == "leaky_relu" else value.exp() * slope if is_input else value + slope
+    return torch.where(value > 0, torch.ones_like(value), below)
+
+
+def _factors(like: Tensor, activation: Activation, seed: Tensor, ids: Tensor | None) -> Tensor:
+    ids = torch.arange(like.shape[0], device=like.device) if ids is None else ids
+    return row_dropout_mask(seed, ids, like.shape[1], activation.p, like.dtype)

@@ -15,10 +15,11 @@ from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 
 from pyg_fullgraph._version import __version__
+from pyg_fullgraph.activation import activation_dropout, apply
 from pyg_fullgraph.distributed.group import Group
 from pyg_fullgraph.distributed.refusals import check_modules
 from pyg_fullgraph.graph import Graph
-from triton_kernels import reference
+from triton_kernels.activation import Activation
 
 __all__ = ["DistributedModel"]
 
@@ -238,6 +239,8 @@ class _WholeGraph(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.dropout and self.graph is not None:
             return self._dropout(*args, **kwargs)
+        if func is activation_dropout and self.graph is not None:
+            return self._activation_dropout(*args, **kwargs)
         if func is F.batch_norm and self.group.size > 1:
             return self._batch_norm(*args, **kwargs)
         return func(*args, **kwargs)
@@ -245,10 +248,17 @@ class _WholeGraph(TorchFunctionMode):
     def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         if not training or p == 0.0 or not 0.0 <= p < 1.0 or input.dim() == 0:
             return F.dropout(input, p, training, inplace)
+        made = self._activate(input, Activation("identity", 0.0, p))
+        return input.copy_(made) if inplace else made
+
+    def _activation_dropout(self, x: Tensor, activation: str, p: float, training: bool, **more: float) -> Tensor:
+        if not training or p == 0.0 or p == 1.0 or x.dim() == 0:
+            return activation_dropout(x, activation, p, training, **more)
+        return self._activate(x, Activation.of(activation, p, **more))
+
+    def _activate(self, x: Tensor, activation: Activation) -> Tensor:
         assert self.graph is not None
-        mask = reference.dropout_mask(self.graph.draw_seed().to(input.device), self._ids(input.shape[0], input.device),
-                                      input.shape[1:], p, input.dtype)
-        return input.mul_(mask) if inplace else input * mask
+        return apply(x, activation, self.graph.draw_seed().to(x.device), self._ids(x.shape[0], x.device))
 
     def _ids(self, count: int, device: torch.device) -> Tensor:
         """What rows are known by in the whole graph; those that are neither vertices nor edges, by rank."""
