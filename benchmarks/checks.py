@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch_geometric.nn as pyg_nn
 from torch import Tensor
+from torch_geometric.utils import add_remaining_self_loops
 
 from benchmarks.cases import LAYERS, Case, Problem
 from benchmarks.edge_phases import edge_phases
@@ -186,13 +187,14 @@ def _sampled_rows(problem: Problem) -> Tensor:
 
 
 def sampled_rows_exactly(problem: Problem, k: int, x: Tensor, rows: Tensor) -> Tensor:
-    """Rows ``rows`` of layer ``k``'s output for inputs ``x``, by PyG in float64 from the edges into them alone.
-
-    Not for layers that look further than the neighbors of a row, as GCN does for degrees.
+    """Rows ``rows`` of layer ``k``'s output for inputs ``x``, by PyG in float64 from the edges into them alone; GCN,
+    which looks further for degrees, is told of its edges' weights.
     """
     case, edge_index = problem.case, problem.edge_index
+    more: list[Tensor] = []
     if case.layer == "gcn":
-        raise CheckFailed("Expected a layer whose rows depend on their in-edges only (got 'gcn')")
+        edge_index = add_remaining_self_loops(edge_index, num_nodes=problem.num_nodes)[0]
+        scale = torch.bincount(edge_index[1], minlength=problem.num_nodes).double().rsqrt()
     is_wanted = torch.zeros(problem.num_nodes, dtype=torch.bool, device=x.device)
     is_wanted[rows] = True
     kept = is_wanted[edge_index[1]].nonzero().squeeze(1)
@@ -201,15 +203,17 @@ def sampled_rows_exactly(problem: Problem, k: int, x: Tensor, rows: Tensor) -> T
     place = torch.full((problem.num_nodes,), -1, dtype=torch.int64, device=x.device)
     place[nodes] = torch.arange(len(nodes), device=x.device)
     conv = _layer(problem, k, x.shape[1])
+    if case.layer == "gcn":
+        conv.normalize, more = False, [scale[part[0]] * scale[part[1]]]
     with torch.no_grad():
-        out = conv(x[nodes].double(), place[part], *(t[nodes].double() for t in problem.node_data),
+        out = conv(x[nodes].double(), place[part], *more, *(t[nodes].double() for t in problem.node_data),
                    *(_in_float64(t[kept]) for t in problem.edge_data))
     return out[place[rows]]
 
 
 def _layer(problem: Problem, k: int, num_in: int) -> torch.nn.Module:
     case: Case = problem.case
-    is_last = k > 0
+    is_last = case.is_model and k == case.num_layers - 1
     out, heads = (problem.num_classes, case.last_heads) if is_last else (case.width, case.heads)
     conv = LAYERS[case.layer](edge_phases(pyg_nn), num_in, out, heads, is_last)
     prefix = f"convs.{k}."

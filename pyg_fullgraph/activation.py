@@ -18,7 +18,7 @@ from pyg_fullgraph.errors import InputError
 from pyg_fullgraph.functions import PLAIN, applying, is_recorded
 from triton_kernels import activation as kernels
 from triton_kernels import reference
-from triton_kernels.activation import Activation
+from triton_kernels.reference import Activation
 
 __all__ = ["ActivationDropout", "activation_dropout", "apply"]
 
@@ -98,8 +98,8 @@ def apply(x: Tensor, activation: Activation, seed: Tensor | None, ids: Tensor | 
 
 
 def _check(activation: str, p: float, negative_slope: float, alpha: float) -> None:
-    if activation not in kernels.KINDS:
-        raise InputError("activation", f"to be one of {', '.join(kernels.KINDS)}", repr(activation))
+    if activation not in reference.ACTIVATIONS:
+        raise InputError("activation", f"to be one of {', '.join(reference.ACTIVATIONS)}", repr(activation))
     if not 0.0 <= p <= 1.0:
         raise InputError("p", "to be in [0, 1]", p)
     for name, value in (("negative_slope", negative_slope), ("alpha", alpha)):

@@ -42,7 +42,7 @@ from pyg_fullgraph.saga.plans import KERNELS, Plan, Sweep, is_packed, is_staged
 from pyg_fullgraph.saga.rows import RowsSource, generate
 from pyg_fullgraph.selection import MIN_PIPELINE, SIDE_WORK, Piped, kernel_of, pipeline_on
 from tests.programs import CASES, MORE_CASES, ROW_CASES, WIDE_CASES
-from triton_kernels import activation, columns, dense, dense_hopper, dots, launch, padding
+from triton_kernels import activation, columns, dense, dense_hopper, dots, launch, padding, reference
 
 TARGET = GPUTarget("cuda", 90, 32)
 
@@ -270,10 +270,10 @@ def compile_padding() -> dict[str, dict[str, int]]:
 def compile_activation(num_features: int) -> dict[str, dict[str, int]]:
     """The kernels of each activation of features ``[N, num_features]`` with dropout, in float32 and float16."""
     found = {}
-    for kind in activation.KINDS:
+    for kind in reference.ACTIVATIONS:
         for dtype in (torch.float32, torch.float16):
             taken: list[_Taken] = []
-            what, x, seed = activation.Activation(kind, 0.5, 0.5), torch.empty(1000, num_features, dtype=dtype), \
+            what, x, seed = reference.Activation(kind, 0.5, 0.5), torch.empty(1000, num_features, dtype=dtype), \
                 torch.zeros(1, dtype=torch.int64)
             with _taking(taken):
                 activation.activate(x, what, seed, None)

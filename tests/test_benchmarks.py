@@ -343,8 +343,13 @@ def test_one_of_the_small_graphs_may_have_a_kink(monkeypatch, wrong):
     assert len(seeds) == len(checks.SMALL_SEEDS)
 
 
-def test_sampled_check_sees_a_wrong_row(monkeypatch):
-    problem = Problem(replace(TINY, is_sampled=True))
+#: Three layers of GCN with dropout between them.
+TINY_GCN = replace(CASES["train-gcn-arxiv"], graph="tiny", device="cpu", num_in=12, width=16, num_classes=5)
+
+
+@pytest.mark.parametrize("case", [TINY, TINY_GCN], ids=lambda case: case.layer)
+def test_sampled_check_sees_a_wrong_row(case, monkeypatch):
+    problem = Problem(replace(case, is_sampled=True))
     monkeypatch.setitem(graphs.SIZES, "small", graphs.SIZES["tiny"])
     assert check(problem, Workload(problem, "ours"))["rows_error"] < 1e-5
     rows = torch.arange(7)

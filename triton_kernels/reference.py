@@ -4,16 +4,44 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from triton_kernels.activation import Activation
-
+#: Kinds of activations: of ``identity`` nothing but dropout is left.
+ACTIVATIONS = ("identity", "relu", "leaky_relu", "elu")
 _MASK = 0xFFFFFFFF
+
+
+class Activation(NamedTuple):
+    """What becomes of each number.
+
+    Attributes:
+        kind: One of :data:`ACTIVATIONS`.
+        slope: Of negative numbers: that of ``leaky_relu``, and ``alpha`` of ``elu``; at least 0.
+        p: Probability that it is dropped, less than 1.
+    """
+
+    kind: str
+    slope: float
+    p: float
+
+    @staticmethod
+    def of(kind: str, p: float, negative_slope: float, alpha: float) -> Activation:
+        """Of all numbers the one that ``kind`` takes."""
+        return Activation(kind, float({"leaky_relu": negative_slope, "elu": alpha}.get(kind, 0.0)), float(p))
+
+    @property
+    def draws(self) -> bool:
+        """Whether there is a mask."""
+        return self.p > 0
+
+    @property
+    def reads_seed(self) -> bool:
+        """Whether backward draws the mask again."""
+        return self.draws and self.kind != "relu"
 
 
 def edge_softmax(logit: Tensor, dst: Tensor, num_dst: int) -> Tensor:

@@ -19,7 +19,7 @@ from pyg_fullgraph.activation import activation_dropout, apply
 from pyg_fullgraph.distributed.group import Group
 from pyg_fullgraph.distributed.refusals import check_modules
 from pyg_fullgraph.graph import Graph
-from triton_kernels.activation import Activation
+from triton_kernels.reference import Activation
 
 __all__ = ["DistributedModel"]
 
