@@ -35,7 +35,7 @@ phases)
     gat="$(printf 'gat-phase-%s-[0-9]*,' small arxiv reddit products)"
     run --case "${gat}gatv2-phase-*-256*,dot-phase-*" --providers ours,turbo_gnn --budget-s 1 --deadline-s 240
     sums="$(printf 'sum-%s-[0-9]*,' {arxiv,reddit,products}{,-shuffled})"
-    run --case "${sums}sum-small-*" --providers ours,cusparse --budget-s 0.5 --deadline-s 240
+    run --case "${sums}sum-small-*" --providers ours,cusparse,torch_sparse --budget-s 0.5 --deadline-s 240
     # Shorter than their launch from Python.
     run --case 'sum-arxiv-[0-9]*,sum-small-*,*-phase-small-*' --providers ours_captured --budget-s 0.5 --deadline-s 60
     ;;

@@ -1,4 +1,6 @@
-"""Other people's kernels as layers of :mod:`benchmarks.edge_phases`: cuSPARSE, and turbo-gnn where it is installed."""
+"""Other people's kernels as layers of :mod:`benchmarks.edge_phases`: cuSPARSE, and turbo-gnn and torch_sparse where
+these are installed.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch_geometric.nn as pyg_nn
 from torch import Tensor, nn
 
+from benchmarks.edge_phases import edge_phases
 from pyg_fullgraph.edge_order import EdgeOrder
 from pyg_fullgraph.graph import Graph
 
@@ -90,15 +94,37 @@ def turbo() -> Any:
 
     Raises: NotOffered.
     """
-    try:
-        return importlib.import_module("turbo_gnn")
-    except ImportError as error:
-        raise NotOffered("turbo-gnn is not installed") from error
+    return _package("turbo_gnn", "turbo-gnn")
 
 
 def turbo_graph(edge_index: Tensor, num_nodes: int) -> Any:
     """The graph in turbo-gnn's own form."""
     return turbo().AdjacencyForwardBackwardWithNodeBuckets.from_edge_list(edge_index, num_nodes=num_nodes).to("cuda")
+
+
+class TorchSparseSum(nn.Module):
+    """``sum_j x_j`` by torch_sparse, as PyG's layers call it for a ``SparseTensor``."""
+
+    def forward(self, x: Tensor, matrix: Any) -> Tensor:
+        made: Tensor = _package("torch_sparse").matmul(matrix, x, reduce="sum")
+        return made
+
+
+def sparse_tensor(edge_index: Tensor, num_nodes: int) -> Any:
+    """The adjacency as torch_sparse's ``SparseTensor``, by destination and by source.
+
+    Raises: NotOffered.
+    """
+    matrix = _package("torch_sparse").SparseTensor(row=edge_index[1], col=edge_index[0],
+                                                   sparse_sizes=(num_nodes, num_nodes))
+    return matrix.fill_cache_()
+
+
+def _package(name: str, called: str = "") -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise NotOffered(f"{called or name} is not installed") from error
 
 
 class Offer(SimpleNamespace):
@@ -108,5 +134,7 @@ class Offer(SimpleNamespace):
         raise NotOffered(f"there is no {name} in it")
 
 
+#: Layers of PyG, of which those that sum rows, with a weight or without, do so by torch_sparse.
+TORCH_SPARSE = SimpleNamespace(**{**vars(edge_phases(pyg_nn)), "Sum": TorchSparseSum})
 CUSPARSE = Offer(Sum=CuSparseSum)
 TURBO = Offer(GATv2Attention=TurboGATv2, DotAttention=TurboDotAttention)

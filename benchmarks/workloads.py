@@ -45,6 +45,7 @@ PROVIDERS = {
     "ours_torch_between": Provider(edge_phases(fullgraph_nn), _both_orders, is_captured=True),
     "torch_compile": Provider(edge_phases(pyg_nn), lambda problem: problem.edge_index, torch.compile),
     "cusparse": Provider(peers.CUSPARSE, lambda p: peers.csr_pair(p.edge_index, p.num_nodes, p.case.torch_dtype)),
+    "torch_sparse": Provider(peers.TORCH_SPARSE, lambda p: peers.sparse_tensor(p.edge_index, p.num_nodes)),
     "turbo_gnn": Provider(peers.TURBO, lambda p: peers.turbo_graph(p.edge_index, p.num_nodes)),
 }
 

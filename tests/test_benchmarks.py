@@ -23,6 +23,8 @@ from pyg_fullgraph.distributed import Group
 from pyg_fullgraph.phases import EdgePhase
 
 TINY = CASES["train-gat-tiny"]
+#: Three layers of GCN with dropout between them.
+TINY_GCN = replace(CASES["train-gcn-arxiv"], graph="tiny", device="cpu", num_in=12, width=16, num_classes=5)
 
 
 def test_graph_has_the_stated_size_and_both_directions():
@@ -253,6 +255,17 @@ def test_edge_phases_side_by_side_with_other_libraries(capsys):
     assert "skipped gatv2-phase-tiny by cusparse: there is no GATv2Attention in it" in capsys.readouterr().out
 
 
+def test_layers_by_torch_sparse(monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "torch_sparse", None)
+        assert not [*bench.run_case(CASES["sum-tiny"], ["torch_sparse"], budget_s=0.01)]
+    assert "skipped sum-tiny by torch_sparse: torch_sparse is not installed" in capsys.readouterr().out
+    pytest.importorskip("torch_sparse", reason="the extra `sparse` is not installed")
+    for case in (CASES["sum-tiny"], CASES["gcn-tiny"], replace(CASES["gcn-tiny"], layer="sage"), TINY_GCN):
+        (row,) = bench.run_case(case, ["torch_sparse"], budget_s=0.01)
+        assert row["check"]["error"] < 1e-5 and row["p50_ms"] > 0
+
+
 @pytest.mark.parametrize("layer, more, edge_data", [("gat-phase", (2, 2), 0), ("gatv2-phase", (8,), 0),
                                                     ("dot-phase", (8, 8), 0), ("dot-phase", (8, 8), 8)])
 def test_edge_phases_equal_pyg_with_all_gradients_and_on_sampled_rows(monkeypatch, layer, more, edge_data):
@@ -341,10 +354,6 @@ def test_one_of_the_small_graphs_may_have_a_kink(monkeypatch, wrong):
         found = check(problem, Workload(problem, "ours"))
         assert found["error"] == 1e-7 and found["largest_error"] == (1e-3 if wrong else 1e-7)
     assert len(seeds) == len(checks.SMALL_SEEDS)
-
-
-#: Three layers of GCN with dropout between them.
-TINY_GCN = replace(CASES["train-gcn-arxiv"], graph="tiny", device="cpu", num_in=12, width=16, num_classes=5)
 
 
 @pytest.mark.parametrize("case", [TINY, TINY_GCN], ids=lambda case: case.layer)
