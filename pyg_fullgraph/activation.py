@@ -6,6 +6,8 @@ result, or drawn again. The gradient of the bias before it comes from the same p
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,10 +22,7 @@ from triton_kernels import activation as kernels
 from triton_kernels import reference
 from triton_kernels.reference import Activation
 
-__all__ = ["ActivationDropout", "activation_dropout", "apply"]
-
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-
+__all__ = ["ActivationDropout", "activation_dropout", "apply", "composed"]
 
 def activation_dropout(x: Tensor, activation: str = "relu", p: float = 0.5, training: bool = True, *,
                        negative_slope: float = 0.01, alpha: float = 1.0) -> Tensor:
@@ -32,7 +31,8 @@ def activation_dropout(x: Tensor, activation: str = "relu", p: float = 0.5, trai
         x = pfg.activation_dropout(conv(x, edge_index), "relu", 0.5, self.training)
     For backward the result alone is kept; of ``elu`` in half precision, whose slope a rounded result does not tell,
     ``x`` as well. Where there are no kernels (on a CPU, under ``torch.compile``, ``torch.export`` and transforms of
-    ``torch.func``, for tensors of other classes) it is torch's functions.
+    ``torch.func``, for tensors of other classes) it is torch's functions, and so it is within ``message``, which is
+    compiled as if they stood there.
 
     Args:
         x: [N, ...] features, of a floating dtype.
@@ -43,8 +43,10 @@ def activation_dropout(x: Tensor, activation: str = "relu", p: float = 0.5, trai
         alpha: of "elu", at least 0.
     Returns: [N, ...] of the dtype of ``x``.
     Raises: InputError (ValueError) for another activation, or a number out of its bounds.
-    Numerics: computes in float32 (float64 for float64) and rounds once. Masks are a function of a seed from torch's
-        generator, row and feature; they are others than ``F.dropout`` draws, the same for a graph in parts.
+    Numerics: computes in float32 (float64 for float64) and rounds once. The slope of ``elu`` in float32 and float64 is
+        that of the result, with an error of ``alpha`` times what one is rounded by. Masks are a function of a seed from
+        torch's generator, row and feature; they are others than ``F.dropout`` draws. In a :class:`DistributedModel`
+        rows are known by their vertices or edges.
     """
     _check(activation, p, negative_slope, alpha)
     if has_torch_function_unary(x) and not torch.compiler.is_compiling():
@@ -52,9 +54,16 @@ def activation_dropout(x: Tensor, activation: str = "relu", p: float = 0.5, trai
                                              negative_slope=negative_slope, alpha=alpha)
         return made
     what = Activation.of(activation, p if training else 0.0, negative_slope, alpha)
-    if not _takes(x, what):
-        return F.dropout(reference.activate(x, what, None, None), p, training)
-    return apply(x, what, torch.randint(2**63 - 1, (1,), device=x.device) if what.draws else None)
+    if what.p < 1.0 and _has_kernel(x) and _pays(x, what):
+        return apply(x, what, torch.randint(2**63 - 1, (1,), device=x.device) if what.draws else None)
+    return composed(x, activation, p, training, negative_slope=negative_slope, alpha=alpha)
+
+
+def composed(x: Tensor, activation: str = "relu", p: float = 0.5, training: bool = True, *,
+             negative_slope: float = 0.01, alpha: float = 1.0) -> Tensor:
+    """:func:`activation_dropout` by torch's functions."""
+    what = Activation.of(activation, 0.0, negative_slope, alpha)
+    return F.dropout(reference.activate(x, what, None, None), p, training)
 
 
 class ActivationDropout(nn.Module):
@@ -82,19 +91,25 @@ class ActivationDropout(nn.Module):
 
 
 def apply(x: Tensor, activation: Activation, seed: Tensor | None, ids: Tensor | None = None) -> Tensor:
-    """``x`` ``[N, ...]`` through ``activation``, by kernels where they run, else by their twins; differentiable, also
-    twice.
+    """``x`` ``[N, ...]`` through ``activation``, by kernels where there are some for it, else by torch's functions;
+    differentiable, also twice.
 
     Args:
         x, activation: What goes through what.
         seed: int64 ``[1]`` of the mask, None without one.
         ids: ``[N]`` what rows are known by there; their places without.
     """
+    if not _has_kernel(x):
+        return reference.activate(x, activation, seed, ids)
     if x.dim() == 2:
         made: Tensor = _apply(x, activation, seed, ids)
         return made
-    made = _apply(x.reshape(x.shape[0], -1), activation, seed, ids)
+    made = _apply(x.reshape(x.shape[0], math.prod(x.shape[1:])), activation, seed, ids)
     return made.view(x.shape)
+
+
+#: Whether a tensor is many gradients, as ``is_grads_batched`` makes them.
+_is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 
 
 def _check(activation: str, p: float, negative_slope: float, alpha: float) -> None:
@@ -107,24 +122,24 @@ def _check(activation: str, p: float, negative_slope: float, alpha: float) -> No
             raise InputError(name, "to be at least 0", value)
 
 
-def _takes(x: Tensor, activation: Activation) -> bool:
-    """Whether a kernel is for ``x``, and does something that torch's functions do not do as well."""
-    if torch.compiler.is_compiling() or is_recorded() or not (
-            type(x) in PLAIN and x.dtype in _DTYPES and x.layout is torch.strided and x.dim() > 0 and x.numel() > 0
-            and activation.p < 1.0 and columns.has_kernels(x.device)):
-        return False
-    if not activation.draws:  # one pass and one tensor, if that is what torch keeps: the result of a rectifier
-        needs_grad = torch.is_grad_enabled() and x.requires_grad
-        if not needs_grad or activation.kind == "identity" or (activation.kind == "relu" and not columns.is_summed(x)):
-            return False
-    return not columns.has_transform((x,))
+def _has_kernel(x: Tensor) -> bool:
+    """Whether there are kernels for ``x``, and nobody looks at every operation or derives otherwise than backward."""
+    return (not torch.compiler.is_compiling() and not is_recorded() and type(x) in PLAIN and x.dtype in columns.DTYPES
+            and x.layout is torch.strided and x.dim() > 0 and x.numel() > 0 and not x.is_neg()
+            and columns.has_kernels(x.device) and not columns.has_transform((x,)))
+
+
+def _pays(x: Tensor, activation: Activation) -> bool:
+    """Whether a kernel does what torch's functions do not do as well, in one pass that keeps one tensor."""
+    if activation.draws or not (torch.is_grad_enabled() and x.requires_grad):
+        return activation.draws
+    return activation.kind in ("leaky_relu", "elu") or (activation.kind == "relu" and columns.is_summed(x))
 
 
 class _Activate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, activation: Activation, seed: Tensor | None, ids: Tensor | None) -> Tensor:
-        module = kernels if columns.has_kernels(x.device) else reference
-        made = module.activate(x, activation, seed, ids)
+        made = kernels.activate(x, activation, seed, ids)
         ctx.activation, ctx.is_input = activation, activation.kind == "elu" and x.dtype.itemsize == 2
         ctx.needs_sum = columns.is_summed(x)
         kept = None if activation.kind == "identity" else x if ctx.is_input else made
@@ -134,10 +149,10 @@ class _Activate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         kept, seed, ids = ctx.saved_tensors
-        # Gradients may be differentiated themselves, by torch.
-        is_last = not torch.is_grad_enabled()
-        module = kernels if is_last and columns.has_kernels(g.device) else reference
-        made, total = module.activate_backward(g, kept, ctx.activation, seed, ids, ctx.is_input,
+        # Gradients may be differentiated themselves, by torch, or come many at a time.
+        is_last = not torch.is_grad_enabled() and not (columns.has_transform((g,)) or _is_batched(g))
+        module = kernels if is_last else reference
+        made, total = module.activate_backward(g.resolve_neg(), kept, ctx.activation, seed, ids, ctx.is_input,
                                                ctx.needs_sum and is_last)
         if total is not None:
             columns.note_sum(made, total)

@@ -18,16 +18,17 @@ from pyg_fullgraph.functions import PLAIN, applying, is_of_transform
 from triton_kernels import columns as kernels
 from triton_kernels import dense, reference
 
-__all__ = ["add", "column_sum", "has_kernels", "has_transform", "is_summed", "may_take", "note_sum", "takes"]
+__all__ = ["DTYPES", "add", "column_sum", "has_kernels", "has_transform", "is_summed", "may_take", "note_sum", "takes"]
 
 #: Numbers from which a gradient is summed by our kernel: torch takes 138 us for 43 million in float32 on an H200, 2.5
 #: times what reading them takes, and launches two kernels less; narrower rows it adds as well as any. Not measured.
 MIN_NUMBERS, MIN_COLUMNS = 1 << 22, 16
 #: How many times wider than its arguments what a layer adds to may be.
 _WIDENS = 4
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+#: Of tensors that there are kernels for.
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
-# Gradients whose sum was computed with them: their version then, and the sum.
+# Gradients whose sum was computed with them: the backward that runs and their version then, and the sum.
 _sums: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -49,7 +50,7 @@ def takes(bias: Any, shape: tuple[int, ...], *others: Any) -> bool:
             and len(shape) >= 2 and shape[-1] == bias.shape[0] >= MIN_COLUMNS and math.prod(shape) >= MIN_NUMBERS):
         return False
     device = bias.device
-    return (bias.dtype in _DTYPES and has_kernels(device) and not torch.is_autocast_enabled(device.type)
+    return (bias.dtype in DTYPES and has_kernels(device) and not torch.is_autocast_enabled(device.type)
             and all(type(t) in PLAIN and t.dtype == bias.dtype and t.device == device and t.layout == torch.strided
                     for t in given)
             and not torch.compiler.is_compiling() and not torch._C._is_tracing() and not has_transform(given))
@@ -76,12 +77,12 @@ def column_sum(g: Tensor) -> Tensor:
     Numerics: sums in float32 (float64 for float64); bit-identical from run to run.
     """
     known = _sums.pop(g, None) if _sums else None
-    if known is not None and known[0] == g._version and not torch.is_grad_enabled():
-        total: Tensor = known[1]
+    if known is not None and known[:2] == _now(g) and not torch.is_grad_enabled():
+        total: Tensor = known[2]
         return total
     rows = g.view(-1, g.shape[-1]) if g.dim() > 2 and g.is_contiguous() else g
     pays = type(rows) is Tensor and rows.dim() == 2 and rows.stride(1) == 1 and rows.shape[1] >= MIN_COLUMNS and \
-        rows.numel() >= MIN_NUMBERS and rows.dtype in _DTYPES and has_kernels(rows.device)
+        rows.numel() >= MIN_NUMBERS and rows.dtype in DTYPES and has_kernels(rows.device)
     if pays and not torch.is_grad_enabled():
         return kernels.column_sum(rows)
     return reference.column_sum(rows)
@@ -96,8 +97,15 @@ def is_summed(x: Tensor) -> bool:
 
 
 def note_sum(g: Tensor, total: Tensor) -> None:
-    """Let :func:`column_sum` of ``g`` be ``total``, unless somebody writes to ``g`` before, as sums of gradients do."""
-    _sums[g] = g._version, total
+    """Let :func:`column_sum` of the tensor ``g`` be ``total`` within this backward, unless ``g`` is written to before,
+    as where gradients are added up. Hooks, which torch asks not to write, may do so in ways that torch counts.
+    """
+    if not g.is_inference():
+        _sums[g] = *_now(g), total
+
+
+def _now(g: Tensor) -> tuple[int, int]:
+    return torch._C._current_graph_task_id(), g._version
 
 
 def has_kernels(device: torch.device) -> bool:

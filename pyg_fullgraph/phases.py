@@ -81,6 +81,7 @@ class EdgePhase:
         more += [f"scaled{max_scaled}"] * (max_scaled > 0)
         self.key = "-".join([core.digest, *["exact"] * is_exact, *["postponed"] * postpones, *more])
         self._added_inputs = ir.inputs_of(*added)
+        self._sums: dict[Needs, bool] = {}
         self.inputs: tuple[Node, ...] = (*core.inputs, *self._added_inputs)
         self.results = tuple(ir.input(f"out.{o.name}", o.domain, o.value.shape) for o in core.outputs)
         self.steps: dict[ahead.Kind, ahead.Step] = {}
@@ -196,8 +197,10 @@ class EdgePhase:
 
     def sums_gradient(self, needs: Needs) -> bool:
         """Whether :meth:`backward` sums the gradient of the first result over its rows, as that of a bias is."""
-        return any(need and not n.is_row and n not in self.grads_of_added
-                   for n, need in zip(self._added_inputs, needs[len(self.core.inputs):], strict=True))
+        if needs not in self._sums:
+            self._sums[needs] = any(need and not n.is_row and n not in self.grads_of_added for n, need in
+                                    zip(self._added_inputs, needs[len(self.core.inputs):], strict=True))
+        return self._sums[needs]
 
     def place_to_give_back(self, tensors: Sequence[Tensor]) -> int:
         """The place of the first input that is features ``[N, K]`` with a gradient, -1 without any."""
@@ -251,6 +254,7 @@ class EdgePhase:
         for node, need in zip(self._added_inputs, needs[len(self.core.inputs):], strict=True):
             if need and not node.is_row:
                 by_row = made[node.name] if node in self.grads_of_added else grads[0]
+                # What is known of a gradient is known of this tensor, and not of a view.
                 by_row = by_row if by_row.dim() == 2 else by_row.view(by_row.shape[0], node.numel)
                 made[node.name] = columns.column_sum(by_row).view(node.shape)
         if more is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -76,8 +77,24 @@ class Thinned(fused_nn.MessagePassing):
         return x_j * weight
 
 
+class Weighted(fused_nn.MessagePassing):
+    """Dropout of edge values of any shape in ``forward``."""
+
+    def __init__(self) -> None:
+        super().__init__(aggr="sum")
+
+    def forward(self, x: Tensor, edge_index: Any, weight: Tensor) -> Tensor:
+        weight = F.dropout(weight, 0.5)
+        return self.propagate(edge_index, x=x, weight=weight.view(weight.shape[0], math.prod(weight.shape[1:])))
+
+    def message(self, x_j: Tensor, weight: Tensor) -> Tensor:
+        return x_j * weight
+
+
 def check_dropout(rank: int, size: int) -> None:
-    """Masks of edge values are those of the edges, also where the first rank has as many edges as vertices."""
+    """Masks of edge values are those of the edges, also where the first rank has as many edges as vertices, and where
+    all others have none.
+    """
     count, generator = 24, torch.Generator().manual_seed(0)
     first = torch.stack([torch.randint(count, (count // size,), generator=generator), torch.arange(count // size)])
     rest = torch.stack([torch.randint(count, (60,), generator=generator),
@@ -92,6 +109,17 @@ def check_dropout(rank: int, size: int) -> None:
         whole = DistributedModel(Thinned())(x, graph, weight)
     torch.manual_seed(7 + rank)
     close(part.join(DistributedModel(Thinned())(part.take(x), part, part.take(weight, "edge"))), whole, 1e-5, "masks")
+    few = Graph.from_edge_index(torch.stack([torch.arange(count), torch.arange(count) % 3]), count)
+    for shape in ((count,), (count, 2, 1)):
+        weight = torch.randn(shape, generator=generator)
+        torch.manual_seed(7)
+        with alone():
+            whole = DistributedModel(Weighted())(x, few, weight)
+        part = shard(few, "halo", Partition.from_owner(owner, size))
+        assert rank == 0 or part.num_edges == 0
+        torch.manual_seed(7 + rank)
+        out = DistributedModel(Weighted())(part.take(x), part, part.take(weight, "edge"))
+        close(part.join(out), whole, 1e-5, "masks of no edges")
 
 
 def check_refused_modules(rank: int, size: int) -> None:

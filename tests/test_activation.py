@@ -182,6 +182,23 @@ def test_gradients_of_gradients(kind, device):
 
         assert torch.autograd.gradcheck(function, x, fast_mode=True)
         assert torch.autograd.gradgradcheck(function, x, fast_mode=True)
+    half = torch.tensor([[12.0, -1.0, 1.0, -3.0]], dtype=torch.float16, device=device, requires_grad=True)
+    found = []
+    for function in (lambda t: apply(t, Activation(kind, KINDS[kind], 0.0), None), PLAIN[kind]):
+        first, = torch.autograd.grad(function(half), half, torch.ones_like(half), create_graph=True)
+        found.append(torch.autograd.grad(first.square().sum(), half)[0] if first.requires_grad else first * 0)
+    assert error(*found) < 1e-3
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+def test_many_gradients_at_a_time(device):
+    """As torch asks for them with ``is_grads_batched``."""
+    x, grads = normal(6, 5).to(device).requires_grad_(), normal(3, 6, 5, seed=1).to(device)
+    for kind in KINDS:
+        out = apply(x, Activation(kind, KINDS[kind], 0.4), torch.tensor([3], device=device))
+        made, = torch.autograd.grad(out, x, grads, is_grads_batched=True, retain_graph=True)
+        for g, one in zip(grads, made, strict=True):
+            assert error(one, torch.autograd.grad(out, x, g, retain_graph=True)[0]) < 1e-12
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
@@ -276,11 +293,29 @@ def test_bad_input():
 
 @pytest.mark.parametrize("device", ["cpu", INTERPRETER, GPU])
 def test_nothing_in_nothing_out(device):
-    for shape in ((0, 4), (4, 0)):
-        x = torch.ones(shape, device=device, requires_grad=True)
-        out = pfg.activation_dropout(x)
-        out.sum().backward()
-        assert out.shape == x.grad.shape == shape
+    seed = torch.tensor([3], device=device)
+    for shape in ((0,), (0, 4), (4, 0), (0, 2, 3)):
+        for function in (pfg.activation_dropout, lambda t: apply(t, Activation("elu", 1.0, 0.5), seed)):
+            x = torch.ones(shape, device=device, requires_grad=True)
+            out = function(x)
+            out.sum().backward()
+            assert out.shape == x.grad.shape == shape
+
+
+@pytest.mark.parametrize("device", ["cpu", INTERPRETER, GPU])
+def test_tensors_that_kernels_do_not_read(device):
+    """Numbers behind a sign, whole and complex ones, sparse and expanded tensors; gradients behind a sign."""
+    seed, dropped = torch.tensor([3], device=device), Activation("identity", 0.0, 0.5)
+    x = normal(30, 4).to(device)
+    mask = apply(torch.ones_like(x), dropped, seed)
+    assert mask.any() and not mask.all()
+    for given in (torch._neg_view(x), (x * 5).long(), torch.complex(x, x), x.to_sparse(), x[:1].expand(30, 4)):
+        assert torch.equal(apply(given, dropped, seed).to_dense().resolve_neg(), given.to_dense().resolve_neg() * mask)
+    leaf = x.requires_grad_()
+    for kind in KINDS:
+        what = Activation(kind, KINDS[kind], 0.5)
+        made = [torch.autograd.grad(apply(leaf, what, seed), leaf, g)[0] for g in (torch._neg_view(mask), -mask)]
+        assert torch.equal(*made)
 
 
 def test_the_module():
@@ -304,8 +339,43 @@ def test_in_a_model_of_pyg(device):
     plain = pyg_nn.GCN(6, 8, 3, 5).to(device)
     plain.load_state_dict(model.state_dict())
     assert error(model.eval()(x, edge_index), plain.eval()(x, edge_index)) < 1e-5
+    for net in (model, plain):
+        net(x, edge_index).square().sum().backward()
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        assert error(a.grad, b.grad) < 1e-5
     model.train()
     assert not torch.equal(model(x, edge_index), model(x, edge_index))
+
+
+class Between(pfg.nn.MessagePassing):
+    """An activation and dropout of edge values."""
+
+    def __init__(self, module):
+        super().__init__(aggr="sum")
+        self.module = module
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_i, x_j):
+        return self.module(x_j - x_i)
+
+
+@pytest.mark.parametrize("device", ["cpu", INTERPRETER, GPU])
+def test_in_messages(device):
+    """Compiled as torch's functions are."""
+    x, edge_index = normal(30, 6).to(device), random_case(30, 30, 200).edge_index.to(device)
+    ours, torchs = pfg.ActivationDropout("elu", 0.4, alpha=1.3), torch.nn.Sequential(torch.nn.ELU(1.3),
+                                                                                    torch.nn.Dropout(0.4))
+    for is_on in (True, False):
+        found = []
+        for module in (ours, torchs):
+            layer, leaf = Between(module).train(is_on), x.clone().requires_grad_()
+            torch.manual_seed(5)
+            with pfg.debug.strict():
+                out = layer(leaf, edge_index)
+            found.append([out, *torch.autograd.grad(out.square().sum(), leaf)])
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 # --- sums that ride along ---------------------------------------------------------------------------------------
@@ -356,6 +426,7 @@ def test_gradients_of_biases(form, is_taken, device, launched):
     made = torch.autograd.grad(apply(layer(x), Activation("relu", 0.0, 0.4), seed), [bias, x], g)
     assert all(error(a, b) < 1e-12 for a, b in zip(made, want, strict=True))
     assert (not launched) == is_taken
+    assert not columns._sums  # nor is anything held
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
@@ -381,12 +452,20 @@ def test_gradients_that_are_not_what_was_summed(device, launched):
     def write(t):
         t.mul_(2)
 
+    gradients(ours)
+    assert not launched  # by a launch of its own, where nobody comes between
     for use in (lambda f: lambda y: f(y) + y, lambda f: lambda y: y * 3 + f(y), lambda f: lambda y: f(y) * f(y)):
         assert error(gradients(use(ours)), gradients(use(F.relu))) < 1e-12
     for change in (write, lambda t: t * 3, lambda t: t.t().contiguous().t()):
         assert error(gradients(ours, change), gradients(F.relu, change)) < 1e-12
     assert error(gradients(ours, twice=True), gradients(F.relu, twice=True)) < 1e-12
     y = columns.add(x, bias)
+    grad, = torch.autograd.grad(ours(y), y, g, retain_graph=True)
+    grad.data.mul_(3)  # which torch does not count
+    assert error(torch.autograd.grad(y, bias, grad, retain_graph=True)[0], grad.sum(0)) < 1e-12
+    out = ours(y)
+    with torch.inference_mode():
+        out.backward(g)
     grad, = torch.autograd.grad(pfg.activation_dropout(y, "elu", 0.0), bias, g, create_graph=True)
     want, = torch.autograd.grad(F.elu(y), bias, g, create_graph=True)
     for a, b in zip(torch.autograd.grad(grad.sum(), bias), torch.autograd.grad(want.sum(), bias), strict=True):

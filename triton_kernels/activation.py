@@ -15,18 +15,15 @@ import triton.language as tl
 from torch import Tensor
 
 from triton_kernels import device, launch
-from triton_kernels.columns import fold
+from triton_kernels.columns import MAX_WORKERS, ROW_VALUES, fold
 from triton_kernels.reference import Activation, dropout_threshold
 
 __all__ = ["activate", "activate_backward"]
 
-#: Values of a block of rows in registers, and most columns of a program. Measured on an H100, 2.4 million rows of 256
-#: in float32, ms: forward 1.71, a copy 1.67, backward of a rectifier 2.6, with a sum 2.73. With four warps, or 4096
-#: values, ``elu`` of 47 takes 1.0 to 1.7 in place of 0.6.
-VALUES, ROW_VALUES = 2048, 256
-#: Most programs that sum columns; each leaves a row. A number of its own, for the same sums on every GPU.
-MAX_WORKERS = 1024
-NUM_WARPS = 8
+#: Values of a block of rows in registers, with so many warps. Measured on an H100, 2.4 million rows of 256 in float32,
+#: ms: forward 1.71, a copy 1.67, backward of a rectifier 2.6, with a sum 2.73. With four warps, or 4096 values, ``elu``
+#: of 47 takes 1.0 to 1.7 in place of 0.6.
+VALUES, NUM_WARPS = 2048, 8
 
 
 @triton.jit

@@ -185,7 +185,7 @@ def column_sum(x: Tensor) -> Tensor:
 
 
 def activate(x: Tensor, activation: Activation, seed: Tensor | None, ids: Tensor | None) -> Tensor:
-    """Rows ``[N, K]`` through an activation and dropout, with a ``seed`` where there is a mask; see the kernel."""
+    """Rows ``[N, ...]`` through an activation and dropout, with a ``seed`` where there is a mask; see the kernel."""
     kind, slope, _ = activation
     functions = {"relu": F.relu, "leaky_relu": lambda t: F.leaky_relu(t, slope), "elu": lambda t: F.elu(t, slope)}
     y = functions[kind](x) if kind in functions else x
@@ -208,10 +208,11 @@ def activate_backward(g: Tensor, kept: Tensor | None, activation: Activation, se
 
 def _derivative(value: Tensor, kind: str, slope: float, is_input: bool) -> Tensor:
     """Of an activation, by what went in or what came out."""
-    below = slope if kind == "leaky_relu" else value.exp() * slope if is_input else value + slope
+    # What is not chosen must not overflow: its gradient would be no number.
+    below = slope if kind == "leaky_relu" else value.clamp(max=0).exp() * slope if is_input else value + slope
     return torch.where(value > 0, torch.ones_like(value), below)
 
 
 def _factors(like: Tensor, activation: Activation, seed: Tensor, ids: Tensor | None) -> Tensor:
     ids = torch.arange(like.shape[0], device=like.device) if ids is None else ids
-    return row_dropout_mask(seed, ids, like.shape[1], activation.p, like.dtype)
+    return row_dropout_mask(seed, ids, math.prod(like.shape[1:]), activation.p, like.dtype).view(like.shape)

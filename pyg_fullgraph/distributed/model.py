@@ -248,7 +248,7 @@ class _WholeGraph(TorchFunctionMode):
     def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         if not training or p == 0.0 or not 0.0 <= p < 1.0 or input.dim() == 0:
             return F.dropout(input, p, training, inplace)
-        made = self._activate(input, Activation("identity", 0.0, p))
+        made = self._activate(input, Activation("identity", 0.0, float(p)))
         return input.copy_(made) if inplace else made
 
     def _activation_dropout(self, x: Tensor, activation: str, p: float, training: bool, **more: float) -> Tensor:
@@ -260,9 +260,13 @@ class _WholeGraph(TorchFunctionMode):
         assert self.graph is not None
         return apply(x, activation, self.graph.draw_seed().to(x.device), self._ids(x.shape[0], x.device))
 
-    def _ids(self, count: int, device: torch.device) -> Tensor:
-        """What rows are known by in the whole graph; those that are neither vertices nor edges, by rank."""
+    def _ids(self, count: int, device: torch.device) -> Tensor | None:
+        """What rows are known by in the whole graph, None for their places; those that are neither vertices nor edges,
+        by rank.
+        """
         assert self.graph is not None
+        if not self.graph.is_part:
+            return None
         ids = self.graph.ids_of_rows(count)
         return torch.arange(count, device=device) + (self.group.rank << 40) if ids is None else ids.to(device)
 

@@ -25,6 +25,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from pyg_fullgraph.activation import activation_dropout, composed
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.aten import TRACING, Importer, dropout_mask, fake_mode, fake_rows, traced
@@ -183,6 +184,9 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if function is activation_dropout:
+            with self:
+                return composed(*args, **kwargs)
         # Numbers that are rounded to the dtype of a tensor answer, too.
         self.asked_dtype |= function in _ASK_DTYPE or (function is _NEW_TENSOR and args[0].is_floating_point())
         line = ""
