@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch_geometric.nn import SAGEConv, SimpleConv
 
-from pyg_fullgraph import chunks, debug, selection
+from pyg_fullgraph import chunks, columns, debug, selection
 from pyg_fullgraph.saga.kernel_source import KernelSource
+from triton_kernels import columns as column_kernels
 
 # The same examples in every run: a change fails for what it does. New ones are for HYPOTHESIS_PROFILE=thorough and
 # `tests/property_run.py`.
@@ -146,3 +147,18 @@ def only_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         return run_in_chunks(sweep, rows, tiles, like, *args)
 
     monkeypatch.setattr(chunks, "run_tiles", refuse)
+
+
+@pytest.fixture
+def column_sums(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Shapes of matrices whose rows a kernel of its own summed up; small ones are taken as well."""
+    seen, plain = [], column_kernels.column_sum
+    monkeypatch.setattr(columns, "MIN_NUMBERS", 1)
+    monkeypatch.setattr(columns, "MIN_COLUMNS", 1)
+
+    def column_sum(x: torch.Tensor) -> torch.Tensor:
+        seen.append(tuple(x.shape))
+        return plain(x)
+
+    monkeypatch.setattr(column_kernels, "column_sum", column_sum)
+    return seen

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn as pyg_nn
+from test_columns import normal
 from test_kernels import GPU, INTERPRETER, poisoned  # noqa: F401
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -21,7 +22,6 @@ from pyg_fullgraph import columns, dense
 from pyg_fullgraph.activation import apply
 from pyg_fullgraph.errors import InputError
 from triton_kernels import activation as kernels
-from triton_kernels import columns as column_kernels
 from triton_kernels import reference
 from triton_kernels.reference import Activation
 
@@ -31,10 +31,6 @@ PLAIN = {"identity": lambda t: t, "relu": F.relu, "leaky_relu": lambda t: F.leak
 MORE = {"negative_slope": 0.2, "alpha": 1.3}
 #: Rows and columns: one of each, none that fills a block, several blocks, several programs per row.
 SHAPES = [(1, 1), (37, 5), (700, 16), (45, 300)]
-
-
-def normal(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def moved(*tensors, device):
@@ -381,21 +377,6 @@ def test_in_messages(device):
 # --- sums that ride along ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def launched(monkeypatch):
-    """Shapes whose rows a launch of its own summed up; small ones are taken as well."""
-    seen, plain = [], column_kernels.column_sum
-    monkeypatch.setattr(columns, "MIN_NUMBERS", 1)
-    monkeypatch.setattr(columns, "MIN_COLUMNS", 1)
-
-    def column_sum(x):
-        seen.append(tuple(x.shape))
-        return plain(x)
-
-    monkeypatch.setattr(column_kernels, "column_sum", column_sum)
-    return seen
-
-
 def biased(form, device):
     """A layer with a bias, and its arguments behind the features."""
     torch.manual_seed(0)
@@ -416,21 +397,21 @@ def biased(form, device):
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
 @pytest.mark.parametrize("form, is_taken", [("add", True), ("linear", True), ("gcn", True), ("gat", True),
                                             ("sage", False)])
-def test_gradients_of_biases(form, is_taken, device, launched):
+def test_gradients_of_biases(form, is_taken, device, column_sums):
     """From the pass that computes the gradient of the rows, where the activation comes right after the bias."""
     bias, layer = biased(form, device)
     x, g, seed = normal(30, 6).to(device), normal(30, 6, seed=1).to(device), torch.tensor([5], device=device)
     mask = reference.row_dropout_mask(seed, torch.arange(30, device=device), 6, 0.4, torch.float64)
     want = torch.autograd.grad(layer(x.requires_grad_()).relu() * mask, [bias, x], g)
-    launched.clear()
+    column_sums.clear()
     made = torch.autograd.grad(apply(layer(x), Activation("relu", 0.0, 0.4), seed), [bias, x], g)
     assert all(error(a, b) < 1e-12 for a, b in zip(made, want, strict=True))
-    assert (not launched) == is_taken
+    assert (not column_sums) == is_taken
     assert not columns._sums  # nor is anything held
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
-def test_gradients_that_are_not_what_was_summed(device, launched):
+def test_gradients_that_are_not_what_was_summed(device, column_sums):
     """Another use of the rows, a hook that writes or replaces, a second backward, gradients of gradients."""
     bias, layer = biased("gcn", device)
     x, g = normal(30, 6).to(device), normal(30, 6, seed=1).to(device)
@@ -453,7 +434,7 @@ def test_gradients_that_are_not_what_was_summed(device, launched):
         t.mul_(2)
 
     gradients(ours)
-    assert not launched  # by a launch of its own, where nobody comes between
+    assert not column_sums  # by a launch of its own, where nobody comes between
     for use in (lambda f: lambda y: f(y) + y, lambda f: lambda y: y * 3 + f(y), lambda f: lambda y: f(y) * f(y)):
         assert error(gradients(use(ours)), gradients(use(F.relu))) < 1e-12
     for change in (write, lambda t: t * 3, lambda t: t.t().contiguous().t()):

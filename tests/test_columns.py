@@ -23,21 +23,6 @@ from triton_kernels import reference
 SHAPES = [(1, 1), (37, 5), (300, 40), (45, 256), (9, 1500), (0, 3), (3, 0)]
 
 
-@pytest.fixture
-def taken(monkeypatch):
-    """Shapes that came to the kernel; small ones are taken as well."""
-    seen, plain = [], kernels.column_sum
-    monkeypatch.setattr(columns, "MIN_NUMBERS", 1)
-    monkeypatch.setattr(columns, "MIN_COLUMNS", 1)
-
-    def column_sum(x):
-        seen.append(tuple(x.shape))
-        return plain(x)
-
-    monkeypatch.setattr(kernels, "column_sum", column_sum)
-    return seen
-
-
 def normal(*shape, seed=0, dtype=torch.float64):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
@@ -116,7 +101,7 @@ def _in_mode(function):
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
 @pytest.mark.parametrize("shape", [(30, 6), (2, 7, 5)], ids=str)
 @pytest.mark.parametrize("form", FORMS)
-def test_sums(form, shape, device, taken):
+def test_sums(form, shape, device, column_sums):
     x, bias = normal(*shape).to(device).requires_grad_(), normal(shape[-1], seed=1).to(device).requires_grad_()
     weight = normal(*shape, seed=2).to(device)
     want = torch.autograd.grad((torch.add(x, bias) * weight).sum(), [x, bias])
@@ -124,23 +109,23 @@ def test_sums(form, shape, device, taken):
     assert error(out, torch.add(x, bias)) < 1e-12
     for got, right in zip(torch.autograd.grad((out * weight).sum(), [x, bias]), want, strict=True):
         assert got.shape == right.shape and error(got, right) < 1e-12
-    assert taken == [(x.numel() // shape[-1], shape[-1])]
+    assert column_sums == [(x.numel() // shape[-1], shape[-1])]
     (only,) = torch.autograd.grad((FORMS[form](x.detach(), bias) * weight).sum(), [bias])
-    assert error(only, want[1]) < 1e-12 and len(taken) == 2
+    assert error(only, want[1]) < 1e-12 and len(column_sums) == 2
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
 @pytest.mark.parametrize("form", FORMS)
-def test_gradients_of_gradients_are_torchs(form, device, taken):
+def test_gradients_of_gradients_are_torchs(form, device, column_sums):
     x, bias = normal(20, 6).to(device).requires_grad_(), normal(6, seed=1).to(device).requires_grad_()
     (grad,) = torch.autograd.grad(FORMS[form](x, bias).pow(3).sum(), [bias], create_graph=True)
-    assert error(grad, (3 * (x + bias).square()).sum(0)) < 1e-12 and not taken
+    assert error(grad, (3 * (x + bias).square()).sum(0)) < 1e-12 and not column_sums
     twice = torch.autograd.grad(grad.sum(), [x, bias])
     assert error(twice[0], 6 * (x + bias)) < 1e-12 and error(twice[1], 6 * (x + bias).sum(0)) < 1e-12
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
-def test_what_torch_keeps(device, taken, monkeypatch):
+def test_what_torch_keeps(device, column_sums, monkeypatch):
     """Small and narrow rows, no gradient, other shapes and dtypes, autocast, transforms; gradients not in rows."""
     x, bias = normal(30, 6).to(device), normal(6, seed=1).to(device).requires_grad_()
     columns.add(x, bias).sum().backward()  # the gradient is one number, expanded
@@ -156,12 +141,12 @@ def test_what_torch_keeps(device, taken, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(columns, name, 181)
             columns.add(x, bias).square().sum().backward()
-    assert not taken
+    assert not column_sums
     columns.add(x, bias).square().sum().backward()
-    assert taken == [(30, 6)]
+    assert column_sums == [(30, 6)]
 
 
-def test_tensors_of_a_cpu_stay_with_torch(taken):
+def test_tensors_of_a_cpu_stay_with_torch(column_sums):
     if interpreted():
         pytest.skip("kernels run on a CPU")
     bias = normal(6).requires_grad_()
@@ -196,7 +181,7 @@ def step(layer, x, edge_index):
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
 @pytest.mark.parametrize("name", LAYERS)
-def test_layers(name, device, taken):
+def test_layers(name, device, column_sums):
     make, count = LAYERS[name]
     edge_index = torch.randint(12, (2, 80), generator=torch.Generator().manual_seed(1)).to(device)
     x = normal(12, 6).to(device).requires_grad_()
@@ -205,17 +190,17 @@ def test_layers(name, device, taken):
     layer = make(getattr(pfg.nn, name)).to(device, torch.float64)
     layer.load_state_dict(plain.state_dict())
     want = step(plain, x, edge_index)
-    assert not taken
+    assert not column_sums
     for _ in range(4):  # lazy at first, as it is when nothing came of that
-        taken.clear()
+        column_sums.clear()
         got = step(layer, x, edge_index)
         assert max(error(g, w) for g, w in zip(got, want, strict=True)) < 1e-11
-        assert len(taken) == count
+        assert len(column_sums) == count
     assert debug.counters()["plain"] == 0
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
-def test_layers_under_a_compiler(device, taken):
+def test_layers_under_a_compiler(device, column_sums):
     edge_index = torch.randint(12, (2, 80), generator=torch.Generator().manual_seed(1)).to(device)
     layer = pfg.nn.GCNConv(6, 4).to(device)
     x = normal(12, 6, dtype=torch.float32).to(device).requires_grad_()
