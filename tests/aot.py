@@ -6,7 +6,8 @@ i32 if not told otherwise) and prints one JSON object: kernel -> registers, spil
 With ``--short`` neither: kernel -> lines that may not hold where tensors have more than 2**31 elements, and the same
 without conversions of row ids. With ``--dense`` those of ``triton_kernels.dense`` for the widths N,K that follow,
 with ``--dots`` those of ``triton_kernels.dots`` for heads and features H,C, with ``--columns`` that of
-``triton_kernels.columns`` for widths.
+``triton_kernels.columns`` for widths, with ``--activation`` those of ``triton_kernels.activation`` for widths, and with
+``--padding`` that of ``triton_kernels.padding``.
 A process of its own, because Triton decides at import whether it interprets.
 """
 

@@ -1,13 +1,9 @@
 """Activation and dropout in one pass: results, gradients, masks, what is kept, and sums that ride along."""
 
 import copy
-import json
-import os
 import pickle
-import subprocess
-import sys
-from pathlib import Path
 
+import compiling
 import pytest
 import torch
 import torch.nn.functional as F
@@ -126,12 +122,7 @@ def test_more_than_two_billion_elements():
 @pytest.mark.slow(15)
 def test_kernels_compile_without_spilling(tmp_path):
     """For sm_90, without a GPU."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path / "triton"), "PFG_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-W", "ignore", "-m", "tests.aot", "--activation", "16", "47", "256", "602"],
-                          cwd=Path(__file__).parents[1], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    report = json.loads(done.stdout)
+    report = compiling.report(tmp_path, "--activation", "16", "47", "256", "602")
     assert len(report) == 4 * len(KINDS) * 2 * 2
     # Three programs of eight warps at once on a multiprocessor.
     assert not any(r["spill_bytes"] or r["registers"] > 80 for r in report.values()), report

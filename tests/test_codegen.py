@@ -4,13 +4,13 @@ After a change that is meant to change kernels: `PFG_ACCEPT=1 python -m pytest t
 """
 
 import ast
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import compiling
 import pytest
 import torch
 from tiled import run_in_tiles
@@ -345,12 +345,7 @@ def test_every_kernel_compiles_for_sm_90(tmp_path):
     names = [*CASES, *MORE_CASES, *WIDE_CASES, *ROW_CASES, "gatv2-256:fp16", "maxima-256:fp16",
              "dots-wide:fp16:i32", "chain:fp64:i64", "gat:bf16:i32", "gat-bias:fp16:i32", "gat:fp64:i64",
              "sage-max:bf16:i64", "edge-mlp-deep:fp64:i64"]
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path / "triton"), "PFG_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-W", "ignore", "-m", "tests.aot", *names], cwd=Path(__file__).parents[1],
-                          env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    report = json.loads(done.stdout)
+    report = compiling.report(tmp_path, *names)
     assert {k.partition("/")[0] for k in report} == set(names)
     refused = [r["refused"] for r in report.values() if "refused" in r]
     assert len(refused) == 1
@@ -365,19 +360,10 @@ def test_every_kernel_compiles_for_sm_90(tmp_path):
     assert all(r["spill_bytes"] <= limits[k] for k, r in spilling.items()), spilling
 
 
-def lines_of_ir(folder, *arguments):
-    """What tests.aot says without compiling; in a process where Triton does not interpret."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PFG_CACHE_DIR": str(folder)}
-    done = subprocess.run([sys.executable, "-W", "ignore", "-m", "tests.aot", *arguments],
-                          cwd=Path(__file__).parents[1], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
-
-
 def test_kernels_of_float64_compute_in_float64(tmp_path):
     """Triton takes some numbers for float32: two in a `tl.where`, say. The interpreter, which is NumPy, does not."""
     names = ["pointwise", "gat-dropout", "several", "products", "series", "integers", "edge-mlp"]
-    report = lines_of_ir(tmp_path, "--narrow", *names)
+    report = compiling.report(tmp_path, "--narrow", *names)
     assert {k.partition("/")[0] for k in report} == set(names)
     assert {k: lines for k, lines in report.items() if lines} == {}
 
@@ -487,7 +473,7 @@ def test_few_edges_in_flight_where_features_are_summed_up_per_edge(name, rows, f
 def test_addresses_have_64_bits(tmp_path):
     """Rows of 256 features beyond the first 8 million are more than 2**31 elements away, and ids have 32 bits."""
     names = ["gat-dropout", "several", "integers", "sage-max", "edge-mlp", "gat-edge"]
-    report, without_conversions = lines_of_ir(tmp_path, "--short", *names)
+    report, without_conversions = compiling.report(tmp_path, "--short", *names)
     assert {k.partition("/")[0] for k in report} == set(names)
     assert {k: lines for k, lines in report.items() if lines} == {}
     assert without_conversions and all(without_conversions)

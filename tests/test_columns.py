@@ -1,11 +1,7 @@
 """Gradients of what is added to every row: one pass over the rows, with PyG's numbers."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
+import compiling
 import pytest
 import torch
 import torch.nn.functional as F
@@ -74,12 +70,7 @@ def test_more_than_two_billion_elements():
 @pytest.mark.slow(15)
 def test_kernel_compiles_without_spilling(tmp_path):
     """For sm_90, without a GPU."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path / "triton"), "PFG_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-W", "ignore", "-m", "tests.aot", "--columns", "16", "47", "256", "1500"],
-                          cwd=Path(__file__).parents[1], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    report = json.loads(done.stdout)
+    report = compiling.report(tmp_path, "--columns", "16", "47", "256", "1500")
     # 1024 programs of four warps at once on 132 multiprocessors.
     assert len(report) == 16
     assert not any(r["spill_bytes"] or r["registers"] > 64 for r in report.values()), report

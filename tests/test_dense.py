@@ -1,11 +1,8 @@
 """Float32 products on tensor cores: about as exact as torch's, finite or not, and only where they are asked for."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
+import compiling
 import pytest
 import torch
 import torch.nn.functional as F
@@ -567,12 +564,7 @@ def test_benchmark(tmp_path, monkeypatch):
 @pytest.mark.slow(25)
 def test_compiles_for_tensor_cores(tmp_path):
     """The shapes that are launched by default use tensor cores, spill next to nothing and fit into shared memory."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path / "triton"), "PFG_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-W", "ignore", "-m", "tests.aot", "--dense", "256,256", "512,602"],
-                          cwd=Path(__file__).parents[1], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    report = json.loads(done.stdout)
+    report = compiling.report(tmp_path, "--dense", "256,256", "512,602")
     assert len(report) == 2 * 8
     report = {name: r for name, r in report.items() if "split" not in name}
     assert all(r["wgmma"] and r["shared_bytes"] <= 227 * 1024 for r in report.values()), report

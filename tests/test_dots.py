@@ -3,12 +3,9 @@
 import copy
 import dis
 import functools
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import compiling
 import pytest
 import torch
 import torch_geometric.nn as pyg_nn
@@ -99,12 +96,7 @@ def test_no_rows(device):
 @pytest.mark.slow(25)
 def test_kernels_compile_without_spilling(tmp_path):
     """For sm_90, without a GPU."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path / "triton"), "PFG_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-W", "ignore", "-m", "tests.aot", "--dots", "4,64", "1,40", "8,256"],
-                          cwd=Path(__file__).parents[1], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    report = json.loads(done.stdout)
+    report = compiling.report(tmp_path, "--dots", "4,64", "1,40", "8,256")
     assert len(report) == 6 and not any(r["spill_bytes"] for r in report.values()), report
 
 

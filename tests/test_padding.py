@@ -1,12 +1,8 @@
 """Zeros behind rows: what is copied, what is known of it, and who need not copy again."""
 
 import gc
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
+import compiling
 import pytest
 import torch
 import torch.nn.functional as F
@@ -99,10 +95,5 @@ def test_sums_read_rows_with_zeros(shape, copies, device, monkeypatch):
 
 
 def test_the_kernel_compiles_for_sm_90(tmp_path):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path / "triton"), "PFG_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-W", "ignore", "-m", "tests.aot", "--padding"],
-                          cwd=Path(__file__).parents[1], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    (report,) = json.loads(done.stdout).values()
+    (report,) = compiling.report(tmp_path, "--padding").values()
     assert not report["spill_bytes"] and not report["shared_bytes"]
