@@ -50,6 +50,9 @@ captured)
     layers="$(printf '%s-arxiv,' gcn sage sage-max gat gatv2 transformer edgeconv pna)"
     run --case "train-gat-cora,edgeconv-points,${layers%,}" --providers pyg,ours,ours_captured --budget-s 1 \
         --deadline-s 300
+    # What is between layers: ours in one pass each way, and by torch.
+    run --case 'train-gcn-*' --providers pyg,torch_compile,ours,ours_captured,ours_torch_between --budget-s 0.5 \
+        --deadline-s 200
     ;;
 dense)
     "$python" -m benchmarks.dense --also "$rows" >>"$out/log.txt" 2>&1 || status=1

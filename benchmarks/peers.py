@@ -94,7 +94,7 @@ def turbo() -> Any:
 
     Raises: NotOffered.
     """
-    return _package("turbo_gnn", "turbo-gnn")
+    return _package("turbo_gnn")
 
 
 def turbo_graph(edge_index: Tensor, num_nodes: int) -> Any:
@@ -120,11 +120,11 @@ def sparse_tensor(edge_index: Tensor, num_nodes: int) -> Any:
     return matrix.fill_cache_()
 
 
-def _package(name: str, called: str = "") -> Any:
+def _package(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise NotOffered(f"{called or name} is not installed") from error
+        raise NotOffered(f"{name} is not installed") from error
 
 
 class Offer(SimpleNamespace):

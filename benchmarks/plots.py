@@ -18,6 +18,8 @@ from matplotlib.figure import Figure
 
 from benchmarks.table import RESULTS, read_rows
 
+#: The GPU whose rows are drawn in docs.
+DEVICE = "NVIDIA H100 80GB HBM3"
 FOLDER = Path(__file__).parents[1] / "docs" / "plots"
 _GREY, _BLUE, _LIGHT, _ORANGE, _DARK = "#9a9a9a", "#5b6b8c", "#e8b06a", "#d9822b", "#a3471f"
 #: Names and colours of providers.
@@ -135,7 +137,7 @@ def _bars(axes: Axes, found: dict[str, dict[str, dict[str, Any]]], providers: Se
 
 
 def main(
-    device: Annotated[str, typer.Option(help="Name of the GPU whose rows are drawn.")] = "NVIDIA H100 80GB HBM3",
+    device: Annotated[str, typer.Option(help="Name of the GPU whose rows are drawn.")] = DEVICE,
     out: Annotated[Path, typer.Option(help="Folder of the pictures.")] = FOLDER,
 ) -> None:
     """Draw results."""

@@ -24,6 +24,7 @@ from triton_kernels.reference import Activation
 
 __all__ = ["ActivationDropout", "activation_dropout", "apply", "composed"]
 
+
 def activation_dropout(x: Tensor, activation: str = "relu", p: float = 0.5, training: bool = True, *,
                        negative_slope: float = 0.01, alpha: float = 1.0) -> Tensor:
     """``F.dropout(F.relu(x), p, training)`` and its like in one pass forward and one backward.
@@ -55,7 +56,7 @@ def activation_dropout(x: Tensor, activation: str = "relu", p: float = 0.5, trai
         return made
     what = Activation.of(activation, p if training else 0.0, negative_slope, alpha)
     if what.p < 1.0 and _has_kernel(x) and _pays(x, what):
-        return apply(x, what, torch.randint(2**63 - 1, (1,), device=x.device) if what.draws else None)
+        return _by_kernels(x, what, torch.randint(2**63 - 1, (1,), device=x.device) if what.draws else None)
     return composed(x, activation, p, training, negative_slope=negative_slope, alpha=alpha)
 
 
@@ -99,8 +100,10 @@ def apply(x: Tensor, activation: Activation, seed: Tensor | None, ids: Tensor | 
         seed: int64 ``[1]`` of the mask, None without one.
         ids: ``[N]`` what rows are known by there; their places without.
     """
-    if not _has_kernel(x):
-        return reference.activate(x, activation, seed, ids)
+    return _by_kernels(x, activation, seed, ids) if _has_kernel(x) else reference.activate(x, activation, seed, ids)
+
+
+def _by_kernels(x: Tensor, activation: Activation, seed: Tensor | None, ids: Tensor | None = None) -> Tensor:
     if x.dim() == 2:
         made: Tensor = _apply(x, activation, seed, ids)
         return made

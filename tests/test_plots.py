@@ -57,7 +57,7 @@ def test_files(tmp_path):
 
 @pytest.mark.parametrize("plot", PLOTS, ids=lambda plot: plot.name)
 def test_pictures_in_docs_are_of_the_rows(plot):
-    rows = [r for r in read_rows(sorted(RESULTS.glob("*.jsonl"))) if r["device_name"] == "NVIDIA H100 80GB HBM3"]
+    rows = [r for r in read_rows(sorted(RESULTS.glob("*.jsonl"))) if r["device_name"] == plots.DEVICE]
     found = rows_of(rows, plot)
     assert found.keys() == plot.cases.keys()
     shown = re.findall(r">([^<>]+)</text>", (plots.FOLDER / f"{plot.name}.svg").read_text())

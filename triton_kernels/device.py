@@ -86,8 +86,7 @@ def dropout(seed, counter, THRESHOLD: tl.constexpr, SCALE: tl.constexpr, FLOAT: 
 def row_dropout(seed, counter, THRESHOLD: tl.constexpr, SCALE: tl.constexpr, FLOAT: tl.constexpr):
     """Dropout factors ``[R, 4 Q]`` of four features for each ``counter`` ``[R, Q]`` (row id x groups of four + group).
 
-    Twin: ``row_dropout_mask``. One call of Philox gives four words; for each number by itself they would take longer
-    than memory does.
+    Twin: ``row_dropout_mask``. One call of Philox gives four words.
     """
     low = (counter & 0xFFFFFFFF).to(tl.uint32)
     high = ((counter >> 32) & 0xFFFFFFFF).to(tl.uint32)
