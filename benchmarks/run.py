@@ -75,12 +75,11 @@ def _run_case(case: Case, providers: Sequence[str], budget_s: float) -> list[Row
     return [{**row, **where} for row in rows.values() if "error" in row or "p50_ms" in row]
 
 
-def _time(case: Case, problem: Problem, ready: dict[str, tuple[Workload, measure.PeakMemory]], rows: dict[str, Row],
-          budget_s: float) -> None:
-    times = measure.time_steps({p: workload.step for p, (workload, _) in ready.items()}, case.device, budget_s)
-    for provider, (workload, memory) in ready.items():
+def _time(case: Case, problem: Problem, ready: dict[str, Workload], rows: dict[str, Row], budget_s: float) -> None:
+    times = measure.time_steps({p: workload.step for p, workload in ready.items()}, case.device, budget_s)
+    for provider, workload in ready.items():
         row = rows[provider]
-        _guarded(row, lambda w=workload, m=memory, t=times[provider], r=row: _finish(problem, w, m, t, r))
+        _guarded(row, lambda w=workload, t=times[provider], r=row: _finish(problem, w, t, r))
 
 
 def _describe(case: Case, provider: str, problem: Problem) -> Row:
@@ -116,7 +115,7 @@ def _free() -> None:
         torch.cuda.empty_cache()
 
 
-def _prepare(problem: Problem, provider: str, row: Row) -> tuple[Workload, measure.PeakMemory]:
+def _prepare(problem: Problem, provider: str, row: Row) -> Workload:
     device = problem.case.device
     before = torch.cuda.memory_allocated() if device == "cuda" else 0
     measure.synchronize(device)
@@ -133,6 +132,9 @@ def _prepare(problem: Problem, provider: str, row: Row) -> tuple[Workload, measu
     if device == "cuda":  # on a CPU the next provider is prepared before this one is timed
         row["first_peak_bytes"] = memory.peak_bytes()
     workload.settle()
+    if device == "cuda":  # before the checks: what cuBLAS needs for a stream stays, and they have streams of their own
+        _free()
+        row["peak_bytes"] = _peak_bytes(workload, memory)
     if provider != "pyg":
         with measure.matmul("fp32"):
             row["check"] = check(problem, Workload(problem, provider, graph))
@@ -141,21 +143,23 @@ def _prepare(problem: Problem, provider: str, row: Row) -> tuple[Workload, measu
         if provider in REPEATABLE and not row["is_repeatable"]:
             raise CheckFailed("Expected two runs from the same seed to agree in every bit (got a difference)")
     _free()
-    return workload, memory
+    return workload
 
 
-def _finish(problem: Problem, workload: Workload, memory: measure.PeakMemory, times_ms: list[tuple[float, float]],
-            row: Row) -> None:
+def _peak_bytes(workload: Workload, memory: measure.PeakMemory) -> int | None:
+    """What one more step needs, above what was there when ``memory`` was made."""
+    memory.restart()
+    workload.step()
+    peak = memory.peak_bytes()
+    # A replay allocates nothing, because the graph has memory of its own.
+    return peak if peak is None or workload.captured is None else peak + workload.captured.pool_bytes
+
+
+def _finish(problem: Problem, workload: Workload, times_ms: list[tuple[float, float]], row: Row) -> None:
     case, step = problem.case, workload.step
     row.update(measure.percentiles(times_ms), repeats=len(times_ms))
-    if case.device == "cuda":
-        memory.restart()
-    else:
-        memory = measure.PeakMemory(case.device)
-    step()
-    row["peak_bytes"] = memory.peak_bytes()
-    if workload.captured is not None:  # a replay allocates nothing, because the graph has memory of its own
-        row["peak_bytes"] += workload.captured.pool_bytes
+    if case.device != "cuda":
+        row["peak_bytes"] = _peak_bytes(workload, measure.PeakMemory(case.device))
     row["kernels"] = measure.count_kernels(step, case.device)
     if case.device == "cuda" and case.gathers is not None:
         from benchmarks.ceilings import copy_gbs, gather_gbs  # Triton, and a GPU

@@ -13,6 +13,8 @@ import gc
 import threading
 import types
 import warnings
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -40,6 +42,9 @@ __all__ = ["CapturedStep", "capture"]
 _NUM_FIRST = 4
 #: Recordings that were given up after which it is said that replaying does not pay.
 _MAX_RESTARTS = 4
+#: Streams of steps that are gone, by device, for steps to come: torch keeps what cuBLAS needs for a stream until the
+#: process ends (64 MiB on a Hopper GPU). Steps that are there have a stream each: their replays may run side by side.
+_idle_streams: defaultdict[int, list[torch.cuda.Stream]] = defaultdict(list)
 
 
 def capture(step: Callable[[], Any]) -> CapturedStep:
@@ -146,7 +151,12 @@ class CapturedStep:
 
     def _side_stream(self) -> torch.cuda.Stream:
         if self._stream is None:
-            self._stream = torch.cuda.Stream()
+            idle = _idle_streams[torch.cuda.current_device()]
+            try:
+                self._stream = idle.pop()
+            except IndexError:
+                self._stream = torch.cuda.Stream()
+            weakref.finalize(self, idle.append, self._stream).atexit = False
         return self._stream
 
     def _record(self) -> _Recorded:

@@ -189,7 +189,7 @@ def test_only_models_keep_sums_of_constant_features(name, is_kept, monkeypatch):
 
     def count(case, problem, ready, rows, budget_s):
         """Edge phases of a step, once what is constant has been seen often enough."""
-        (workload, _) = ready["ours"]
+        workload = ready["ours"]
         for _ in range(3):
             ran.clear()
             workload.step()

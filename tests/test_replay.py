@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import types
@@ -158,17 +159,23 @@ class Calls:
 @pytest.fixture
 def cuda(monkeypatch) -> Calls:
     calls = Calls()
-    stream = types.SimpleNamespace(wait_stream=lambda other: None, device_index=0)
+
+    def make_stream() -> types.SimpleNamespace:
+        return types.SimpleNamespace(wait_stream=lambda other: None, device_index=0)
+
+    stream = make_stream()
     generator = types.SimpleNamespace(clone_state=torch.default_generator.clone_state, device="cpu",
                                       set_state=lambda state: None)
     for name, value in {
-            "is_available": lambda: True, "current_stream": lambda: stream, "Stream": lambda: stream,
+            "is_available": lambda: True, "current_stream": lambda: stream, "Stream": make_stream,
+            "current_device": lambda: 0,
             "stream": lambda s: contextlib.nullcontext(), "set_stream": lambda s: None,
             "default_generators": [generator], "CUDAGraph": calls.make_graph,
             "graph": lambda graph, **options: contextlib.nullcontext(),
             "synchronize": lambda: None, "get_sync_debug_mode": lambda: 0,
             "set_sync_debug_mode": lambda mode: None}.items():
         monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(replay, "_idle_streams", collections.defaultdict(list))
     monkeypatch.setattr(replay, "_check_devices", lambda outputs: None)
     monkeypatch.setattr(replay._Optimizers, "check", lambda self: None)
     return calls
@@ -213,6 +220,15 @@ def test_four_steps_run_the_fifth_is_recorded(cuda):
     assert step.__name__ == "step"
     step.reset()
     assert not step.is_recorded and step.pool_bytes == 0
+
+
+def test_streams_of_steps_that_are_gone_are_used_again(cuda):
+    first, second = pfg.capture(lambda: None), pfg.capture(lambda: None)
+    stream, other = first._side_stream(), second._side_stream()
+    assert first._side_stream() is stream is not other
+    del first
+    third = pfg.capture(lambda: None)
+    assert third._side_stream() is stream and pfg.capture(lambda: None)._side_stream() not in (stream, other)
 
 
 def rebind(job: Job) -> None:

@@ -290,6 +290,28 @@ def test_replays_allocate_nothing_and_memory_comes_back():
     assert torch.cuda.memory_reserved() <= reserved - held
 
 
+def test_steps_one_after_another_leave_no_memory_behind():
+    # cuBLAS keeps memory for each stream that it multiplied on.
+    x, weight = torch.randn(512, 512, device="cuda"), torch.randn(512, 512, device="cuda", requires_grad=True)
+
+    def multiply() -> Tensor:
+        weight.grad = None
+        loss = (x @ weight).square().mean()
+        loss.backward()
+        return loss
+
+    held = []
+    for _ in range(4):
+        step = pfg.capture(multiply)
+        call(step, 6)
+        step.reset()
+        del step
+        weight.grad = None
+        torch.cuda.synchronize()
+        held.append(torch.cuda.memory_allocated())
+    assert held[1:] == held[:1] * 3
+
+
 @pytest.mark.parametrize("kind", ["gat", "gcn"])
 def test_training_by_replays_follows_the_curve(kind):
     data = generate(nodes=200, degree=6, classes=3, features=12)
