@@ -153,6 +153,11 @@ def one_sided() -> EdgeProgram:
                         Output("mean", w, "mean"), Output("edge", ir.pointwise("mul", x, x), "edge")))
 
 
+def one_number() -> EdgeProgram:
+    """The largest of weights that are one number of a destination."""
+    return EdgeProgram((Output("max", ir.softmax(ir.pointwise("tanh", ir.input("y", DST, (1,))))),))
+
+
 def bare_edges() -> EdgeProgram:
     """Edge data that is only summed up: its gradient is a destination's, on every edge."""
     w, v = ir.input("w", EDGE, (WIDTH,)), ir.input("v", EDGE, ())
@@ -343,6 +348,7 @@ MORE_CASES: dict[str, Callable[[], EdgeProgram]] = {
     "gat-bias": with_bias(gat()),
     "normalized": lambda: normalized(WIDTH, has_bias=True),
     "shared-factor": shared_factor,
+    "one-number": one_number,
 }
 
 

@@ -5,23 +5,27 @@ import triton.language as tl
 
 
 @triton.jit
-def tanh(x):
-    """Hyperbolic tangent; a short series near zero, where the quotient would cancel."""
-    e = tl.exp(-2.0 * tl.abs(x))
-    far = (1.0 - e) / (1.0 + e)
-    square = x * x
-    near = tl.abs(x) * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0)))
-    size = tl.where(tl.abs(x) < 0.02, near, far)
-    return tl.where(x < 0, -size, size)
+def expm1(x):
+    """``exp(x) - 1``; a series near zero, where the difference would cancel."""
+    TERMS: tl.constexpr = 16 if x.dtype == tl.float64 else 9
+    near = 1.0 + x * (1.0 / TERMS)
+    for k in tl.static_range(TERMS - 2):
+        near = 1.0 + x * near * (1.0 / (TERMS - 1 - k))
+    return tl.where(tl.abs(x) < 0.5, x * near, tl.exp(x) - 1.0)
 
 
 @triton.jit
-def expm1(x):
-    """``exp(x) - 1``; a series near zero, where the difference would cancel."""
-    near = 1.0 + x * (1.0 / 16.0)
-    for k in tl.static_range(14):
-        near = 1.0 + x * near * (1.0 / (15 - k))
-    return tl.where(tl.abs(x) < 0.5, x * near, tl.exp(x) - 1.0)
+def tanh(x):
+    """Hyperbolic tangent; near zero, where the quotient would cancel, a short series, in float64 by :func:`expm1`."""
+    if x.dtype == tl.float64:
+        more = expm1(-2.0 * tl.abs(x))
+        size = -more / (2.0 + more)
+    else:
+        e = tl.exp(-2.0 * tl.abs(x))
+        square = x * x
+        near = tl.abs(x) * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0)))
+        size = tl.where(tl.abs(x) < 0.02, near, (1.0 - e) / (1.0 + e))
+    return tl.where(x < 0, -size, size)
 
 
 @triton.jit
@@ -29,9 +33,10 @@ def log1p(x):
     """``log(1 + x)``; near zero the series of ``2 atanh(x / (2 + x))``."""
     ratio = x / (2.0 + x)
     square = ratio * ratio
-    near = square * 0.0 + 1.0 / 21.0
-    for k in tl.static_range(10):
-        near = 1.0 / (19 - 2 * k) + square * near
+    TERMS: tl.constexpr = 10 if x.dtype == tl.float64 else 4
+    near = square * 0.0 + 1.0 / (2 * TERMS + 1)
+    for k in tl.static_range(TERMS):
+        near = 1.0 / (2 * (TERMS - k) - 1) + square * near
     return tl.where(tl.abs(x) < 0.25, 2.0 * ratio * near, tl.log(1.0 + x))
 
 
@@ -49,9 +54,10 @@ def atan2(y, x):
                     tl.where(slope > 0.198912367379658, zero + 0.39269908169872414, zero))
     ratio = (slope - center) / (1.0 + slope * center)
     square = ratio * ratio
-    series = zero + 1.0 / 23.0
-    for k in tl.static_range(11):
-        series = 1.0 / (21 - 2 * k) - square * series
+    TERMS: tl.constexpr = 11 if x.dtype == tl.float64 else 5
+    series = zero + 1.0 / (2 * TERMS + 1)
+    for k in tl.static_range(TERMS):
+        series = 1.0 / (2 * (TERMS - k) - 1) - square * series
     angle = base + ratio * series
     angle = tl.where(is_steep, 1.5707963267948966 - angle, angle)
     angle = tl.where(x < 0, 3.141592653589793 - angle, angle)

@@ -175,7 +175,11 @@ class ArgPeak(Reducer):
         value, ids = gen.number(self.value), gen.edge_ids()
         fresh = f"fresh_{self.peak}"
         # The first edge of a row is taken even at minus infinity, so that every row with edges has an argument.
-        return [f"{fresh} = {value}", *self._take(fresh, ids, "live & ")]
+        return [self._spread(fresh, value), *self._take(fresh, ids, "live & ")]
+
+    def _spread(self, name: str, value: str) -> str:
+        # Triton's interpreter cannot combine the truth of one number with that of a tile.
+        return f"{name} = tl.broadcast_to({value}, {self.peak}.shape)"
 
     def _take(self, value: str, ids: str, condition: str = "") -> list[str]:
         # Not "at most the peak" is true of a larger value and of NaN. Of equals the smallest id: neither the edges of a
@@ -191,9 +195,8 @@ class ArgPeak(Reducer):
                                f"device.lane_max({self.peak}, {self.ids}, UNSET, {{axis}})", self.held)
 
     def merge_piece(self) -> list[str]:
-        # Triton's interpreter cannot combine the truth of one number with that of a tile.
         new = f"new_{self.peak}"
-        return [f"{new} = {new} + tl.zeros_like({self.peak})", *self._take(new, f"new_{self.ids}")]
+        return [self._spread(new, new), *self._take(new, f"new_{self.ids}")]
 
 
 class Softmax(Reducer):
