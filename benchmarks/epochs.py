@@ -497,7 +497,7 @@ def _measured(epoch: Epoch, device: str, ranks: Group, budget_s: float) -> dict[
     memory = measure.PeakMemory(device)
     epoch.step()
     # A replay allocates nothing: its memory is the recording's.
-    pool = epoch.captured.pool_bytes if epoch.captured else 0
+    pool = epoch.captured.idle_pool_bytes if epoch.captured else 0
     found = {"peak_bytes": (memory.peak_bytes() or 0) + pool}
     symmetric = epoch.graph.group.symmetric_bytes if epoch.graph is not None else 0
     total = pool + symmetric + (torch.cuda.max_memory_allocated() if device == "cuda" else 0)

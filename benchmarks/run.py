@@ -152,7 +152,7 @@ def _peak_bytes(workload: Workload, memory: measure.PeakMemory) -> int | None:
     workload.step()
     peak = memory.peak_bytes()
     # A replay allocates nothing, because the graph has memory of its own.
-    return peak if peak is None or workload.captured is None else peak + workload.captured.pool_bytes
+    return peak if peak is None or workload.captured is None else peak + workload.captured.idle_pool_bytes
 
 
 def _finish(problem: Problem, workload: Workload, times_ms: list[tuple[float, float]], row: Row) -> None:

@@ -17,7 +17,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -85,6 +85,8 @@ class CapturedStep:
         is_recorded: Whether the next call replays, unless something changed.
         num_recordings: How often the step was recorded.
         pool_bytes: Memory of the recorded graph, apart from all other tensors; 0 while nothing is recorded.
+        idle_pool_bytes: The part of it that no tensor holds between replays. ``torch.cuda.memory_allocated()`` counts
+            the rest: what the step returns, and gradients.
     """
 
     def __init__(self, step: Callable[[], Any]) -> None:
@@ -102,7 +104,11 @@ class CapturedStep:
 
     @property
     def pool_bytes(self) -> int:
-        return 0 if self._recorded is None else self._recorded.pool_bytes
+        return 0 if self._recorded is None else self._recorded.pool_bytes("total")
+
+    @property
+    def idle_pool_bytes(self) -> int:
+        return 0 if self._recorded is None else self.pool_bytes - self._recorded.pool_bytes("allocated")
 
     def __call__(self) -> Any:
         """One step: as it is, or recorded and replayed, or replayed."""
@@ -226,10 +232,10 @@ class _Recorded:
         self.held = optimizers.tensors()
         self.fingerprint = optimizers.fingerprint()
 
-    @property
-    def pool_bytes(self) -> int:
+    def pool_bytes(self, kind: Literal["total", "allocated"]) -> int:
+        """Memory of the graph, in all or in tensors."""
         pool = tuple(self.graph.pool())
-        return sum(s["total_size"] for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == pool)
+        return sum(s[f"{kind}_size"] for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == pool)
 
     def change(self) -> str | None:
         """Why a replay would not do what the step does now; None if it would, as far as can be seen."""

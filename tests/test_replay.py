@@ -219,7 +219,7 @@ def test_four_steps_run_the_fifth_is_recorded(cuda):
     step = settled(Job(), cuda)
     assert step.__name__ == "step"
     step.reset()
-    assert not step.is_recorded and step.pool_bytes == 0
+    assert not step.is_recorded and step.pool_bytes == step.idle_pool_bytes == 0
 
 
 def test_streams_of_steps_that_are_gone_are_used_again(cuda):

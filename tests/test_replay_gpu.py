@@ -284,7 +284,9 @@ def test_replays_allocate_nothing_and_memory_comes_back():
     assert torch.cuda.memory_allocated() == allocated == torch.cuda.max_memory_allocated()
     assert torch.cuda.memory_reserved() == reserved
     held = step.pool_bytes
+    assert 0 < step.idle_pool_bytes < held
     step.reset()
+    assert step.idle_pool_bytes == 0
     job.optimizer.zero_grad()
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved() <= reserved - held
