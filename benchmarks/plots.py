@@ -117,12 +117,12 @@ def _bars(axes: Axes, found: dict[str, dict[str, dict[str, Any]]], providers: Se
         for place, of_label in enumerate(found.values()):
             row = of_label.get(provider)
             at = place + (k - (len(providers) - 1) / 2) * size
-            if row is not None and row.get(field) is not None:
-                places.append(at)
-                values.append(row[field] * factor)
-            elif row is not None and "error" in row:
+            if row is not None and "error" in row:  # a step that was refused may have a peak
                 axes.text(at, 0.02, row["error"], rotation=90, ha="center", va="bottom", fontsize=6, color=color,
                           transform=axes.get_xaxis_transform())
+            elif row is not None and row.get(field) is not None:
+                places.append(at)
+                values.append(row[field] * factor)
         bars = axes.bar(places, values, size, label=name, color=color)
         axes.bar_label(bars, [f"{v:.3g}" if v < 1000 else f"{v:.0f}" for v in values], fontsize=5, padding=1)
     axes.set_yscale("log")

@@ -42,9 +42,14 @@ __all__ = ["CapturedStep", "capture"]
 _NUM_FIRST = 4
 #: Recordings that were given up after which it is said that replaying does not pay.
 _MAX_RESTARTS = 4
-#: Streams of steps that are gone, by device, for steps to come: torch keeps what cuBLAS needs for a stream until the
-#: process ends (64 MiB on a Hopper GPU). Steps that are there have a stream each: their replays may run side by side.
+#: By device, streams of steps that are gone, for steps to come: torch keeps what cuBLAS needs for a stream (64 MiB for
+#: a step on a Hopper GPU).
 _idle_streams: defaultdict[int, list[torch.cuda.Stream]] = defaultdict(list)
+#: By device, all streams that steps have had.
+_known_streams: defaultdict[int, set[int]] = defaultdict(set)
+#: How many streams torch hands out, in turn.
+_MAX_STREAMS = 32
+
 
 
 def capture(step: Callable[[], Any]) -> CapturedStep:
@@ -157,12 +162,9 @@ class CapturedStep:
 
     def _side_stream(self) -> torch.cuda.Stream:
         if self._stream is None:
-            idle = _idle_streams[torch.cuda.current_device()]
-            try:
-                self._stream = idle.pop()
-            except IndexError:
-                self._stream = torch.cuda.Stream()
-            weakref.finalize(self, idle.append, self._stream).atexit = False
+            device = torch.cuda.current_device()
+            self._stream = _take_stream(device)
+            weakref.finalize(self, _idle_streams[device].append, self._stream).atexit = False
         return self._stream
 
     def _record(self) -> _Recorded:
@@ -196,6 +198,25 @@ class CapturedStep:
             explained = _explained(failure)
             raise explained from (None if explained is failure else failure)
         return _Recorded(graph, outputs, taken, self._optimizers, grads_before, _bindings(self.step))
+
+
+def _take_stream(device: int) -> torch.cuda.Stream:
+    """A stream that no other step has that is there, as far as torch has so many: replays of two graphs that were
+    recorded on one stream must not overlap, and the end of one may free what cuBLAS needs in the other (pytorch/pytorch
+    issue 193402).
+    """
+    try:
+        return _idle_streams[device].pop()
+    except IndexError:
+        pass
+    known = _known_streams[device]
+    stream = torch.cuda.Stream()
+    for _ in range(_MAX_STREAMS):
+        if stream.cuda_stream not in known:
+            break
+        stream = torch.cuda.Stream()
+    known.add(stream.cuda_stream)
+    return stream
 
 
 _num_recording, _collects, _lock = 0, True, threading.Lock()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import itertools
 import types
 
 import pytest
@@ -160,8 +161,10 @@ class Calls:
 def cuda(monkeypatch) -> Calls:
     calls = Calls()
 
+    handles = itertools.cycle(range(4))  # in turn, as torch's
+
     def make_stream() -> types.SimpleNamespace:
-        return types.SimpleNamespace(wait_stream=lambda other: None, device_index=0)
+        return types.SimpleNamespace(wait_stream=lambda other: None, device_index=0, cuda_stream=next(handles))
 
     stream = make_stream()
     generator = types.SimpleNamespace(clone_state=torch.default_generator.clone_state, device="cpu",
@@ -176,6 +179,7 @@ def cuda(monkeypatch) -> Calls:
             "set_sync_debug_mode": lambda mode: None}.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(replay, "_idle_streams", collections.defaultdict(list))
+    monkeypatch.setattr(replay, "_known_streams", collections.defaultdict(set))
     monkeypatch.setattr(replay, "_check_devices", lambda outputs: None)
     monkeypatch.setattr(replay._Optimizers, "check", lambda self: None)
     return calls
@@ -222,13 +226,22 @@ def test_four_steps_run_the_fifth_is_recorded(cuda):
     assert not step.is_recorded and step.pool_bytes == step.idle_pool_bytes == 0
 
 
-def test_streams_of_steps_that_are_gone_are_used_again(cuda):
-    first, second = pfg.capture(lambda: None), pfg.capture(lambda: None)
-    stream, other = first._side_stream(), second._side_stream()
-    assert first._side_stream() is stream is not other
-    del first
-    third = pfg.capture(lambda: None)
-    assert third._side_stream() is stream and pfg.capture(lambda: None)._side_stream() not in (stream, other)
+def test_every_step_has_a_stream_of_its_own_and_leaves_it_to_another(cuda):
+    steps = [pfg.capture(lambda: None) for _ in range(4)]
+    handles = []
+    for step in steps:
+        handles.append(step._side_stream().cuda_stream)
+        assert step._side_stream() is step._side_stream()
+        torch.cuda.Stream()  # somebody else's
+        torch.cuda.Stream()
+    assert sorted(handles) == [0, 1, 2, 3]
+    stream = steps.pop(1)._side_stream()
+    del step
+    assert pfg.capture(lambda: None)._side_stream() is stream
+    assert pfg.capture(lambda: None)._side_stream() is stream  # the one before is gone, too
+    crowded = pfg.capture(lambda: None)
+    assert crowded._side_stream() is stream
+    assert pfg.capture(lambda: None)._side_stream().cuda_stream in handles
 
 
 def rebind(job: Job) -> None:

@@ -16,15 +16,9 @@ def expm1(x):
 
 @triton.jit
 def tanh(x):
-    """Hyperbolic tangent; near zero, where the quotient would cancel, a short series, in float64 by :func:`expm1`."""
-    if x.dtype == tl.float64:
-        more = expm1(-2.0 * tl.abs(x))
-        size = -more / (2.0 + more)
-    else:
-        e = tl.exp(-2.0 * tl.abs(x))
-        square = x * x
-        near = tl.abs(x) * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0)))
-        size = tl.where(tl.abs(x) < 0.02, near, (1.0 - e) / (1.0 + e))
+    """Hyperbolic tangent, by :func:`expm1`: a quotient of exponentials would cancel near zero."""
+    more = expm1(-2.0 * tl.abs(x))
+    size = -more / (2.0 + more)
     return tl.where(x < 0, -size, size)
 
 
