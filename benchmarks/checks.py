@@ -222,8 +222,8 @@ def _layer(problem: Problem, k: int, num_in: int) -> torch.nn.Module:
 
 
 def is_repeatable(problem: Problem, provider: str, graph: Any, steps: int = 3) -> bool:
-    """Whether two runs from the same weights and seed agree in every bit of the losses of ``steps`` training steps, after
-    the first ones, and of the weights then; of replays, if steps are captured."""
+    """Whether two runs from the same weights and seed agree in every bit of the losses of ``steps`` training steps
+    behind the first ones, and of the weights then; of replays, if steps are captured."""
     runs = []
     for _ in range(2):
         torch.manual_seed(0)
