@@ -16,9 +16,16 @@ def expm1(x):
 
 @triton.jit
 def tanh(x):
-    """Hyperbolic tangent, by :func:`expm1`: a quotient of exponentials would cancel near zero."""
-    more = expm1(-2.0 * tl.abs(x))
-    size = -more / (2.0 + more)
+    """Hyperbolic tangent; near zero, where the quotient would cancel, a series, in float64 that of :func:`expm1`."""
+    if x.dtype == tl.float64:
+        more = expm1(-2.0 * tl.abs(x))
+        size = -more / (2.0 + more)
+    else:
+        e = tl.exp(-2.0 * tl.abs(x))
+        square = x * x
+        series = 1.0 / 3.0 - square * (2.0 / 15.0 - square * (17.0 / 315.0 - square * (62.0 / 2835.0)))
+        near = tl.abs(x) * (1.0 - square * series)
+        size = tl.where(tl.abs(x) < 0.25, near, (1.0 - e) / (1.0 + e))
     return tl.where(x < 0, -size, size)
 
 

@@ -43,7 +43,7 @@ def max_argmax_by_dst_ef460d(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr,
         other_flat = next_other_flat.to(OFFSET)
         next_other_flat = tl.load(other_ptr + position_flat + BLOCK_E, mask=position_flat + BLOCK_E < end, other=0)
         v0 = tl.reshape(tl.load(in0_ptr + ((f0_0)[None, :]) + other_flat.to(OFFSET)[:, None] * in0_stride, mask=alive_flat[:, None] & ((f0_0 < 5))[None, :], other=0).to(FLOAT), [BLOCK_E // 16, 16, 8])
-        fresh_max0 = v0
+        fresh_max0 = tl.broadcast_to(v0, max0.shape)
         take_max0 = live & ((arg0 == UNSET) | (~(fresh_max0 <= max0) & (max0 == max0)) | (((fresh_max0 == max0) | (fresh_max0 != fresh_max0)) & (eid < arg0)))
         max0 = tl.where(take_max0, fresh_max0, max0)
         arg0 = tl.where(take_max0, eid, arg0)
@@ -56,7 +56,7 @@ def max_argmax_by_dst_ef460d(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr,
         for slot in range(kept, kept + 1):
             new_max0 = tl.load(ws0_ptr + slot * 5 + f0, mask=(f0 < 5), other=0)
             new_arg0 = tl.load(ws1_ptr + slot * 5 + f0, mask=(f0 < 5), other=0)
-            new_max0 = new_max0 + tl.zeros_like(max0)
+            new_max0 = tl.broadcast_to(new_max0, max0.shape)
             take_max0 = ((arg0 == UNSET) | (~(new_max0 <= max0) & (max0 == max0)) | (((new_max0 == max0) | (new_max0 != new_max0)) & (new_arg0 < arg0)))
             max0 = tl.where(take_max0, new_max0, max0)
             arg0 = tl.where(take_max0, new_arg0, arg0)
@@ -80,7 +80,7 @@ def merge_row_of_max_argmax_by_dst_ef460d(row, first, last, part, row_ptr_ptr, o
     for slot in tl.range(first, last, num_stages=4):
         new_max0 = tl.load(ws0_ptr + slot * 5 + f0, mask=(f0 < 5), other=0)
         new_arg0 = tl.load(ws1_ptr + slot * 5 + f0, mask=(f0 < 5), other=0)
-        new_max0 = new_max0 + tl.zeros_like(max0)
+        new_max0 = tl.broadcast_to(new_max0, max0.shape)
         take_max0 = ((arg0 == UNSET) | (~(new_max0 <= max0) & (max0 == max0)) | (((new_max0 == max0) | (new_max0 != new_max0)) & (new_arg0 < arg0)))
         max0 = tl.where(take_max0, new_max0, max0)
         arg0 = tl.where(take_max0, new_arg0, arg0)
