@@ -51,7 +51,6 @@ _known_streams: defaultdict[int, set[int]] = defaultdict(set)
 _MAX_STREAMS = 32
 
 
-
 def capture(step: Callable[[], Any]) -> CapturedStep:
     """Let ``step`` run as a CUDA graph: one launch instead of hundreds, for graphs so small that launching takes longer
     than computing.
@@ -163,8 +162,9 @@ class CapturedStep:
     def _side_stream(self) -> torch.cuda.Stream:
         if self._stream is None:
             device = torch.cuda.current_device()
-            self._stream = _take_stream(device)
-            weakref.finalize(self, _idle_streams[device].append, self._stream).atexit = False
+            self._stream, is_shared = _take_stream(device)
+            if not is_shared:  # else it is the other step that gives it back
+                weakref.finalize(self, _idle_streams[device].append, self._stream).atexit = False
         return self._stream
 
     def _record(self) -> _Recorded:
@@ -200,23 +200,21 @@ class CapturedStep:
         return _Recorded(graph, outputs, taken, self._optimizers, grads_before, _bindings(self.step))
 
 
-def _take_stream(device: int) -> torch.cuda.Stream:
-    """A stream that no other step has that is there, as far as torch has so many: replays of two graphs that were
-    recorded on one stream must not overlap, and the end of one may free what cuBLAS needs in the other (pytorch/pytorch
-    issue 193402).
+def _take_stream(device: int) -> tuple[torch.cuda.Stream, bool]:
+    """A stream that no other step has that is there, or, where all that torch has are taken, one that is shared, and
+    whether it is: replays of two graphs that were recorded on one stream must not overlap, and the end of one may free
+    what cuBLAS needs in the other (pytorch/pytorch issue 193402).
     """
     try:
-        return _idle_streams[device].pop()
+        return _idle_streams[device].pop(), False
     except IndexError:
-        pass
-    known = _known_streams[device]
-    stream = torch.cuda.Stream()
+        known = _known_streams[device]
     for _ in range(_MAX_STREAMS):
-        if stream.cuda_stream not in known:
-            break
         stream = torch.cuda.Stream()
-    known.add(stream.cuda_stream)
-    return stream
+        if stream.cuda_stream not in known:
+            known.add(stream.cuda_stream)
+            return stream, False
+    return stream, True
 
 
 _num_recording, _collects, _lock = 0, True, threading.Lock()

@@ -160,7 +160,6 @@ class Calls:
 @pytest.fixture
 def cuda(monkeypatch) -> Calls:
     calls = Calls()
-
     handles = itertools.cycle(range(4))  # in turn, as torch's
 
     def make_stream() -> types.SimpleNamespace:
@@ -239,9 +238,14 @@ def test_every_step_has_a_stream_of_its_own_and_leaves_it_to_another(cuda):
     del step
     assert pfg.capture(lambda: None)._side_stream() is stream
     assert pfg.capture(lambda: None)._side_stream() is stream  # the one before is gone, too
-    crowded = pfg.capture(lambda: None)
-    assert crowded._side_stream() is stream
-    assert pfg.capture(lambda: None)._side_stream().cuda_stream in handles
+    steps.append(pfg.capture(lambda: None))
+    assert steps[-1]._side_stream() is stream
+    beyond = pfg.capture(lambda: None)
+    assert beyond._side_stream().cuda_stream in handles
+    steps.clear()
+    del beyond
+    steps += [pfg.capture(lambda: None) for _ in range(4)]
+    assert sorted(step._side_stream().cuda_stream for step in steps) == [0, 1, 2, 3]
 
 
 def rebind(job: Job) -> None:
