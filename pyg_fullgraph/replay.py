@@ -206,9 +206,12 @@ def _take_stream(device: int) -> tuple[torch.cuda.Stream, bool]:
     what cuBLAS needs in the other (pytorch/pytorch issue 193402).
     """
     try:
-        return _idle_streams[device].pop(), False
+        idle = _idle_streams[device].pop()
     except IndexError:
         known = _known_streams[device]
+    else:
+        torch.cuda.synchronize()  # the last replay of the step that is gone may be under way, on any stream
+        return idle, False
     for _ in range(_MAX_STREAMS):
         stream = torch.cuda.Stream()
         if stream.cuda_stream not in known:

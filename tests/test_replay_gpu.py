@@ -316,6 +316,27 @@ def test_steps_one_after_another_leave_no_memory_behind():
     assert held[1:] == held[:1] * 3
 
 
+def test_a_step_waits_for_the_last_replay_of_one_that_is_gone():
+    # What cuBLAS needs is the stream's on which a graph was recorded, wherever it is replayed.
+    x = torch.randn(512, 512, device="cuda")
+
+    def multiply() -> Tensor:
+        torch.cuda._sleep(200_000_000)  # cycles: a tenth of a second
+        return x @ x
+
+    step = pfg.capture(multiply)
+    call(step, 6)
+    elsewhere, event = torch.cuda.Stream(), torch.cuda.Event()
+    with torch.cuda.stream(elsewhere):
+        step()
+        event.record()
+    stream = step._side_stream()
+    assert not event.query()
+    del step
+    step = pfg.capture(lambda: x @ x)
+    assert step._side_stream() is stream and event.query()
+
+
 @pytest.mark.parametrize("kind", ["gat", "gcn"])
 def test_training_by_replays_follows_the_curve(kind):
     data = generate(nodes=200, degree=6, classes=3, features=12)
