@@ -145,16 +145,19 @@ def test_from_the_third_step_on_layers_wait_for_nothing(name):
 
 
 class Calls:
-    """Stands for CUDA: counts replays, which change nothing."""
+    """Stands for CUDA: counts replays, which change nothing, and how often the host waits for all that was launched."""
 
     def __init__(self) -> None:
-        self.replays = 0
+        self.replays = self.waits = 0
 
     def make_graph(self) -> types.SimpleNamespace:
         return types.SimpleNamespace(replay=self.replay, pool=lambda: (0, 0))
 
     def replay(self) -> None:
         self.replays += 1
+
+    def synchronize(self) -> None:
+        self.waits += 1
 
 
 @pytest.fixture
@@ -174,7 +177,7 @@ def cuda(monkeypatch) -> Calls:
             "stream": lambda s: contextlib.nullcontext(), "set_stream": lambda s: None,
             "default_generators": [generator], "CUDAGraph": calls.make_graph,
             "graph": lambda graph, **options: contextlib.nullcontext(),
-            "synchronize": lambda: None, "get_sync_debug_mode": lambda: 0,
+            "synchronize": calls.synchronize, "get_sync_debug_mode": lambda: 0,
             "set_sync_debug_mode": lambda mode: None}.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(replay, "_idle_streams", collections.defaultdict(list))
@@ -236,7 +239,9 @@ def test_every_step_has_a_stream_of_its_own_and_leaves_it_to_another(cuda):
     assert sorted(handles) == [0, 1, 2, 3]
     stream = steps.pop(1)._side_stream()
     del step
+    assert cuda.waits == 0
     assert pfg.capture(lambda: None)._side_stream() is stream
+    assert cuda.waits == 1  # the last replay of the step that had it may be under way
     assert pfg.capture(lambda: None)._side_stream() is stream  # the one before is gone, too
     steps.append(pfg.capture(lambda: None))
     assert steps[-1]._side_stream() is stream
