@@ -228,7 +228,10 @@ def test_four_steps_run_the_fifth_is_recorded(cuda):
     assert not step.is_recorded and step.pool_bytes == step.idle_pool_bytes == 0
 
 
-def test_every_step_has_a_stream_of_its_own_and_leaves_it_to_another(cuda):
+def test_every_step_has_a_stream_of_its_own_and_leaves_it_to_another(cuda, monkeypatch):
+    def refuse() -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
     steps = [pfg.capture(lambda: None) for _ in range(4)]
     handles = []
     for step in steps:
@@ -240,6 +243,11 @@ def test_every_step_has_a_stream_of_its_own_and_leaves_it_to_another(cuda):
     stream = steps.pop(1)._side_stream()
     del step
     assert cuda.waits == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "synchronize", refuse)
+        with pytest.raises(RuntimeError, match="is capturing"):
+            pfg.capture(lambda: None)._side_stream()
+    assert replay._idle_streams[0] == [stream]
     assert pfg.capture(lambda: None)._side_stream() is stream
     assert cuda.waits == 1  # the last replay of the step that had it may be under way
     assert pfg.capture(lambda: None)._side_stream() is stream  # the one before is gone, too
