@@ -203,8 +203,8 @@ class CapturedStep:
 def _take_stream(device: int) -> tuple[torch.cuda.Stream, bool]:
     """A stream that no other step has that is there, or, where all that torch has are taken, one that is shared, and
     whether it is: replays of two graphs that were recorded on one stream must not overlap, and the end of one may free
-    what cuBLAS needs in the other (pytorch/pytorch issue 193402). So the host waits for the last
-    replay of a step that is gone.
+    what cuBLAS needs in the other (pytorch/pytorch issue 193402). So the host waits for the last replay of a
+    step that is gone.
     """
     try:
         idle = _idle_streams[device].pop()
