@@ -19,7 +19,7 @@ from pyg_fullgraph.saga.plans import is_local, is_packed, is_staged
 from pyg_fullgraph.saga.tiles import MIN_DOT_SIZE, WARP, Edges, Lowering, Tile, next_power_of_2
 from triton_kernels.reference import dropout_threshold
 
-__all__ = ["Buffer", "Emitter"]
+__all__ = ["Buffer", "Emitter", "pitch_of", "widened"]
 
 #: Operations whose results are truth values.
 _COMPARISONS = ("gt", "ge", "lt", "le", "eq", "ne")
@@ -356,7 +356,6 @@ class Emitter:
         inside = node.domain in self.fixed
         if self.reads_columns and not inside and self._is_column(node):
             return self._load_column(node, buffer)
-        cast = "" if node.is_integer else ".to(FLOAT)"
         is_flat = tile.is_flat(node)
         feature = tile.flat(node) if is_flat else tile.index
         offset = tile.offset(node, run[1], self.lowering.places.get(node), feature)
@@ -385,8 +384,8 @@ class Emitter:
                 offset = f"({offset}) + {index}.to(OFFSET){across} * {stride}"
         place += f" + {offset}"
         if offset == "0" and tile.order and inside:
-            return f"tl.load({place}){cast}"
-        value = f"tl.load({place}{f', mask={mask}, other=0' if mask else ''}){cast}"
+            return widened(node, f"tl.load({place})")
+        value = widened(node, f"tl.load({place}{f', mask={mask}, other=0' if mask else ''})")
         return f"tl.reshape({value}, {tile.shape(node, Edges.ONE if inside else Edges.BLOCK)})" if is_flat else value
 
     def _is_column(self, node: Node) -> bool:
@@ -410,10 +409,10 @@ class Emitter:
             mask = f"tl.expand_dims({tile.mask(node, 'live')}, {rank})"
             load = f"tl.load({buffer.name}_ptr + {first} + tl.expand_dims({row}, {rank}), mask={mask}, other=0)"
             if count == 2:
-                self.lines.append(f"{name}0, {name}1 = tl.split({load}.to(FLOAT))")
+                self.lines.append(f"{name}0, {name}1 = tl.split({widened(node, load)})")
             else:
                 shape = tile.shape(node, Edges.BLOCK).removesuffix("]")
-                self.lines += [f"{name}s = tl.reshape({load}.to(FLOAT), {shape}, 2, 2])",
+                self.lines += [f"{name}s = tl.reshape({widened(node, load)}, {shape}, 2, 2])",
                                f"{name}_even, {name}_odd = tl.split({name}s)",
                                f"{name}0, {name}2 = tl.split({name}_even)", f"{name}1, {name}3 = tl.split({name}_odd)"]
         return f"{name}{place.offset}"
@@ -452,8 +451,8 @@ class Emitter:
         place = f"{buffer.name}_ptr + {nearest} * {max(row.numel, 1)} + {self._offset(row)}"
         value = f"tl.load({place}{f', mask={mask}, other=0' if mask else ''})"
         inside = f"({name} >= 0) & ({name} < {num_rows})"
-        return f"tl.where({inside}, {value}, 0)" if row.is_integer else \
-            f"tl.where({inside}, {value}.to(FLOAT), float('nan'))"
+        otherwise = "0" if row.is_integer else "float('nan')"
+        return f"tl.where({inside}, {widened(row, value)}, {otherwise})"
 
     def _run(self, node: Node) -> tuple[int, int]:
         """Length of the innermost runs of a gathered input, and their length in memory (see :class:`Buffer`)."""
@@ -512,7 +511,7 @@ class Emitter:
         mask = f", mask={' & '.join(masks)}, other=0" if masks else ""
         down, across = (f" * {s}" if s > 1 else "" for s in weight.strides)
         place = f"{buffer.name}_ptr + {name}_k[:, None]{down} + {name}_m[None, :]{across}"
-        self.once_lines += [*rows, *columns, f"{name}_w = tl.load({place}{mask}).to(FLOAT)"]
+        self.once_lines += [*rows, *columns, f"{name}_w = device.widened(tl.load({place}{mask}), FLOAT)"]
         mask = self.tile.mask(x)
         value = f"tl.where({mask}, {self._float(x)}, 0.0)" if mask else self._float(x)
         left = self._flatten(x, value)
@@ -524,6 +523,11 @@ class Emitter:
             product = f"tl.permute(tl.reshape({product}, [BLOCK_E, {shape}]), [{dims}])"
         self.lines.append(f"{name} = tl.reshape({product}, {self.tile.shape(node, Edges.BLOCK)})")
         self._present[node] = frozenset(outer)
+
+
+def widened(node: Node, load: str) -> str:
+    """``load`` of what ``node`` has in memory, as the arithmetic has it."""
+    return load if node.is_integer else f"device.widened({load}, FLOAT)"
 
 
 def _type(node: Node, args: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.saga import ir
-from pyg_fullgraph.saga.emit import Buffer, Emitter, pitch_of
+from pyg_fullgraph.saga.emit import Buffer, Emitter, pitch_of, widened
 from pyg_fullgraph.saga.features import Place, contiguous_strides
 from pyg_fullgraph.saga.ir import Domain, Node
 from pyg_fullgraph.saga.packing import columns_of
@@ -156,5 +156,4 @@ class _RowEmitter(Emitter):
             return super()._load(node)
         buffer = self._buffer(node)
         place = f"{buffer.name}_ptr + row * {buffer.name}_stride + {self._offset(node)}"
-        load = f"tl.load({place}, mask={self.tile.mask(node, 'live')}, other=0)"
-        return load if node.is_integer else f"{load}.to(FLOAT)"
+        return widened(node, f"tl.load({place}, mask={self.tile.mask(node, 'live')}, other=0)")

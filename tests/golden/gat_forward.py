@@ -24,7 +24,7 @@ def softmax_sum_lse_by_dst_977711(other_ptr, eid_ptr, piece_row_ptr, piece_start
     row, start, end, is_done = device.find_piece(piece, piece_row_ptr, piece_start_ptr, piece_end_ptr, row_ptr_ptr,
                                                  num_listed, max_short)
     slot = tl.load(piece_slot_ptr + tl.minimum(piece, num_listed)).to(tl.int64)
-    v1 = tl.load(in1_ptr + row * in1_stride + f0, mask=(f0 < 3), other=0).to(FLOAT)
+    v1 = device.widened(tl.load(in1_ptr + row * in1_stride + f0, mask=(f0 < 3), other=0), FLOAT)
     peak0 = tl.full([1, 4, 4, 1], float("-inf"), FLOAT)
     total0 = tl.full([1, 4, 4, 1], 0.0, FLOAT)
     acc0_0 = tl.full([1, 4, 4, 8], 0.0, FLOAT)
@@ -44,7 +44,7 @@ def softmax_sum_lse_by_dst_977711(other_ptr, eid_ptr, piece_row_ptr, piece_start
         alive_flat = position_flat < end
         other_flat = next_other_flat.to(OFFSET)
         next_other_flat = tl.load(other_ptr + position_flat + BLOCK_E, mask=position_flat + BLOCK_E < end, other=0)
-        v0 = tl.load(in0_ptr + (f0) + other.to(OFFSET) * in0_stride, mask=live & (f0 < 3), other=0).to(FLOAT)
+        v0 = device.widened(tl.load(in0_ptr + (f0) + other.to(OFFSET) * in0_stride, mask=live & (f0 < 3), other=0), FLOAT)
         v2 = (v0 + v1)
         v4 = (v2 > v3)
         v6 = (v2 * v5)
@@ -56,7 +56,7 @@ def softmax_sum_lse_by_dst_977711(other_ptr, eid_ptr, piece_row_ptr, piece_start
         weight0 = tl.exp(logit_peak0 - shift_peak0)
         total0 = total0 * scale0 + tl.sum(weight0, axis=0, keep_dims=True)
         peak0 = top_peak0
-        v10 = tl.reshape(tl.load(in2_ptr + ((f0_0 * 8 + f1_0)[None, :]) + other_flat.to(OFFSET)[:, None] * in2_stride, mask=alive_flat[:, None] & ((f0_0 < 3))[None, :], other=0).to(FLOAT), [BLOCK_E // 4, 4, 4, 8])
+        v10 = tl.reshape(device.widened(tl.load(in2_ptr + ((f0_0 * 8 + f1_0)[None, :]) + other_flat.to(OFFSET)[:, None] * in2_stride, mask=alive_flat[:, None] & ((f0_0 < 3))[None, :], other=0), FLOAT), [BLOCK_E // 4, 4, 4, 8])
         v11 = (weight0 * v10)
         acc0_0 = acc0_0 * scale0 + tl.sum(device.rounded(v11, BLOCK_E // 4), axis=0, keep_dims=True)
     top_peak0 = tl.max(peak0, axis=1, keep_dims=True)

@@ -19,8 +19,8 @@ def rows_of_dst_24e076(num_rows, num_blocks, in0_ptr, in0_stride, in1_ptr, in1_s
     f1 = tl.arange(0, 64)[None, None, :]
     row = (block * BLOCK_E + tl.arange(0, BLOCK_E))[:, None, None]
     live = row < num_rows
-    v0 = tl.load(in0_ptr + row * in0_stride + f0 * 64 + f1, mask=live, other=0).to(FLOAT)
-    v1 = tl.load(in1_ptr + row * in1_stride + f0 * 64 + f1, mask=live, other=0).to(FLOAT)
+    v0 = device.widened(tl.load(in0_ptr + row * in0_stride + f0 * 64 + f1, mask=live, other=0), FLOAT)
+    v1 = device.widened(tl.load(in1_ptr + row * in1_stride + f0 * 64 + f1, mask=live, other=0), FLOAT)
     v2 = (v0 * v1)
     v3 = tl.sum(v2, axis=2, keep_dims=True)
     tl.store(tl.broadcast_to(out0_ptr + row * 4 + f0, [BLOCK_E, 4, 1]), tl.broadcast_to(v3, [BLOCK_E, 4, 1]), mask=tl.broadcast_to(live, [BLOCK_E, 4, 1]))

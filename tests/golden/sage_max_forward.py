@@ -42,7 +42,7 @@ def max_argmax_by_dst_ef460d(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr,
         alive_flat = position_flat < end
         other_flat = next_other_flat.to(OFFSET)
         next_other_flat = tl.load(other_ptr + position_flat + BLOCK_E, mask=position_flat + BLOCK_E < end, other=0)
-        v0 = tl.reshape(tl.load(in0_ptr + ((f0_0)[None, :]) + other_flat.to(OFFSET)[:, None] * in0_stride, mask=alive_flat[:, None] & ((f0_0 < 5))[None, :], other=0).to(FLOAT), [BLOCK_E // 16, 16, 8])
+        v0 = tl.reshape(device.widened(tl.load(in0_ptr + ((f0_0)[None, :]) + other_flat.to(OFFSET)[:, None] * in0_stride, mask=alive_flat[:, None] & ((f0_0 < 5))[None, :], other=0), FLOAT), [BLOCK_E // 16, 16, 8])
         fresh_max0 = tl.broadcast_to(v0, max0.shape)
         take_max0 = live & ((arg0 == UNSET) | (~(fresh_max0 <= max0) & (max0 == max0)) | (((fresh_max0 == max0) | (fresh_max0 != fresh_max0)) & (eid < arg0)))
         max0 = tl.where(take_max0, fresh_max0, max0)
