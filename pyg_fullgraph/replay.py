@@ -42,9 +42,11 @@ __all__ = ["CapturedStep", "capture"]
 _NUM_FIRST = 4
 #: Recordings that were given up after which it is said that replaying does not pay.
 _MAX_RESTARTS = 4
+#: By stream, the end of the last replay on it of what was recorded on another.
+_Ends = dict[int, torch.cuda.Event]
 #: By device, streams of steps that are gone, for steps to come: torch keeps what cuBLAS needs for a stream (64 MiB for
-#: a step on a Hopper GPU).
-_idle_streams: defaultdict[int, list[torch.cuda.Stream]] = defaultdict(list)
+#: a step on a Hopper GPU). With the ends of replays.
+_idle_streams: defaultdict[int, list[tuple[torch.cuda.Stream, _Ends]]] = defaultdict(list)
 #: By device, all streams that steps have had.
 _known_streams: defaultdict[int, set[int]] = defaultdict(set)
 #: How many streams torch hands out, in turn.
@@ -98,7 +100,7 @@ class CapturedStep:
         self.step = step
         self.num_recordings = 0
         self._optimizers = _Optimizers()
-        self._stream: torch.cuda.Stream | None = None
+        self._side: _Side | None = None
         self._num_run = self._num_restarts = 0
         self._recorded: _Recorded | None = None
 
@@ -148,7 +150,7 @@ class CapturedStep:
     def _run(self) -> Any:
         """The step as it is, on the stream that it will be recorded on."""
         before = torch.cuda.current_stream()
-        stream = self._side_stream()
+        stream = self._on_side().stream
         stream.wait_stream(before)
         try:
             with torch.cuda.stream(stream), self._optimizers.prepared(), segment.counting():
@@ -159,13 +161,10 @@ class CapturedStep:
         _check_devices(outputs)
         return _without_history(outputs)
 
-    def _side_stream(self) -> torch.cuda.Stream:
-        if self._stream is None:
-            device = torch.cuda.current_device()
-            self._stream, is_shared = _take_stream(device)
-            if not is_shared:  # else it is the other step that gives it back
-                weakref.finalize(self, _idle_streams[device].append, self._stream).atexit = False
-        return self._stream
+    def _on_side(self) -> _Side:
+        if self._side is None:
+            self._side = _Side(torch.cuda.current_device())
+        return self._side
 
     def _record(self) -> _Recorded:
         self._optimizers.write_rates()
@@ -181,7 +180,7 @@ class CapturedStep:
             warnings.filterwarnings("error", message="The CUDA Graph is empty")
             try:
                 # Threads that load data or talk to other processes may go on.
-                with torch.cuda.graph(graph, stream=self._side_stream(), capture_error_mode="thread_local"):
+                with torch.cuda.graph(graph, stream=self._on_side().stream, capture_error_mode="thread_local"):
                     try:
                         outputs = _without_history(self.step())
                     except Exception as error:  # what ends a broken capture raises another one
@@ -197,32 +196,52 @@ class CapturedStep:
             _restore(generator, random_state)
             explained = _explained(failure)
             raise explained from (None if explained is failure else failure)
-        return _Recorded(graph, outputs, taken, self._optimizers, grads_before, _bindings(self.step))
+        return _Recorded(graph, outputs, taken, self._optimizers, grads_before, _bindings(self.step),
+                         self._on_side())
 
 
-def _take_stream(device: int) -> tuple[torch.cuda.Stream, bool]:
-    """A stream that no other step has that is there, or, where all that torch has are taken, one that is shared, and
-    whether it is: replays of two graphs that were recorded on one stream must not overlap, and the end of one may free
-    what cuBLAS needs in the other (pytorch/pytorch issue 193402). So the host waits for the last replay of a
-    step that is gone.
+class _Side:
+    """A stream beside that of the caller, on which one step runs and is recorded, until nobody has the step or its
+    recording; where all streams that torch has are taken, one that is shared.
+
+    Replays of two graphs that were recorded on one stream must not overlap, and the end of one may free what cuBLAS
+    needs in the other (pytorch/pytorch issue 193402). So the stream waits for the last replays of a step that is gone.
     """
+
+    def __init__(self, device: int) -> None:
+        self.stream, self._ends, is_shared = _take_stream(device)
+        if not is_shared:  # else it is the other step that gives it back
+            weakref.finalize(self, _idle_streams[device].append, (self.stream, self._ends)).atexit = False
+
+    def note_replay(self) -> None:
+        """Remember where the replay ends that the current stream has begun."""
+        here = torch.cuda.current_stream()
+        end = self._ends.get(here.cuda_stream)
+        if end is None:
+            end = self._ends[here.cuda_stream] = torch.cuda.Event()
+        end.record(here)
+
+
+def _take_stream(device: int) -> tuple[torch.cuda.Stream, _Ends, bool]:
+    """A stream that no other step has that is there, where its replays end, and whether it is shared all the same."""
     try:
-        idle = _idle_streams[device].pop()
+        stream, ends = _idle_streams[device].pop()
     except IndexError:
         known = _known_streams[device]
     else:
         try:
-            torch.cuda.synchronize()  # the replay may be under way on any stream
+            for end in ends.values():
+                stream.wait_event(end)
         except BaseException:
-            _idle_streams[device].append(idle)
+            _idle_streams[device].append((stream, ends))
             raise
-        return idle, False
+        return stream, {}, False
     for _ in range(_MAX_STREAMS):
         stream = torch.cuda.Stream()
         if stream.cuda_stream not in known:
             known.add(stream.cuda_stream)
-            return stream, False
-    return stream, True
+            return stream, {}, False
+    return stream, {}, True
 
 
 _num_recording, _collects, _lock = 0, True, threading.Lock()
@@ -252,12 +271,13 @@ class _Recorded:
     """A graph with everything that it reads and writes, kept alive, and what that was when it was recorded."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, outputs: Any, taken: memo.Recording, optimizers: _Optimizers,
-                 grads_before: list[Tensor | None], bindings: list[tuple[Any, Any, Any]]) -> None:
+                 grads_before: list[Tensor | None], bindings: list[tuple[Any, Any, Any]], side: _Side) -> None:
         self.graph, self.outputs, self.taken, self.optimizers = graph, outputs, taken, optimizers
         self.grads_before, self.grads = grads_before, optimizers.grads()
         self.bindings = bindings
         self.held = optimizers.tensors()
         self.fingerprint = optimizers.fingerprint()
+        self.side = side  # let go of after the graph
 
     def pool_bytes(self, kind: Literal["total", "allocated"]) -> int:
         """Memory of the graph, in all or in tensors."""
@@ -280,6 +300,7 @@ class _Recorded:
     def replay(self) -> Any:
         self.optimizers.write_rates()
         self.graph.replay()
+        self.side.note_replay()
         for parameter, grad in zip(self.optimizers.parameters(), self.grads, strict=True):
             if parameter.grad is not grad:
                 parameter.grad = grad

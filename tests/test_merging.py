@@ -305,7 +305,7 @@ def test_replays_side_by_side(prepared):
     for k in range(90):
         with torch.cuda.stream(streams[k % 3]):
             found.append(steps[k % 3]().clone())
-        with torch.cuda.stream(steps[0]._side_stream()):
+        with torch.cuda.stream(steps[0]._on_side().stream):
             found.append(conv(x.clone(), graph))
     torch.cuda.synchronize()
     assert all(torch.equal(one, wanted) for one in found)

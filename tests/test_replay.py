@@ -148,7 +148,9 @@ class Calls:
     """Stands for CUDA: counts replays, which change nothing, and how often the host waits for all that was launched."""
 
     def __init__(self) -> None:
-        self.replays = self.waits = 0
+        self.replays = 0
+        self.waits: list[tuple[int, int]] = []  # a stream, and the one whose replays it waits for
+        self.handles = itertools.cycle(range(4))  # in turn, as torch's
 
     def make_graph(self) -> types.SimpleNamespace:
         return types.SimpleNamespace(replay=self.replay, pool=lambda: (0, 0))
@@ -156,28 +158,30 @@ class Calls:
     def replay(self) -> None:
         self.replays += 1
 
-    def synchronize(self) -> None:
-        self.waits += 1
+    def make_stream(self) -> types.SimpleNamespace:
+        handle = next(self.handles)
+        return types.SimpleNamespace(wait_stream=lambda other: None, device_index=0, cuda_stream=handle,
+                                     wait_event=lambda event: self.waits.append((handle, event.stream.cuda_stream)))
+
+    def make_event(self) -> types.SimpleNamespace:
+        event = types.SimpleNamespace()
+        event.record = lambda stream: setattr(event, "stream", stream)
+        return event
 
 
 @pytest.fixture
 def cuda(monkeypatch) -> Calls:
     calls = Calls()
-    handles = itertools.cycle(range(4))  # in turn, as torch's
-
-    def make_stream() -> types.SimpleNamespace:
-        return types.SimpleNamespace(wait_stream=lambda other: None, device_index=0, cuda_stream=next(handles))
-
-    stream = make_stream()
+    stream = calls.make_stream()
     generator = types.SimpleNamespace(clone_state=torch.default_generator.clone_state, device="cpu",
                                       set_state=lambda state: None)
     for name, value in {
-            "is_available": lambda: True, "current_stream": lambda: stream, "Stream": make_stream,
-            "current_device": lambda: 0,
+            "is_available": lambda: True, "current_stream": lambda: stream, "Stream": calls.make_stream,
+            "Event": calls.make_event, "current_device": lambda: 0,
             "stream": lambda s: contextlib.nullcontext(), "set_stream": lambda s: None,
             "default_generators": [generator], "CUDAGraph": calls.make_graph,
             "graph": lambda graph, **options: contextlib.nullcontext(),
-            "synchronize": calls.synchronize, "get_sync_debug_mode": lambda: 0,
+            "synchronize": lambda: None, "get_sync_debug_mode": lambda: 0,
             "set_sync_debug_mode": lambda mode: None}.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(replay, "_idle_streams", collections.defaultdict(list))
@@ -228,36 +232,62 @@ def test_four_steps_run_the_fifth_is_recorded(cuda):
     assert not step.is_recorded and step.pool_bytes == step.idle_pool_bytes == 0
 
 
-def test_every_step_has_a_stream_of_its_own_and_leaves_it_to_another(cuda, monkeypatch):
-    def refuse() -> None:
-        raise RuntimeError("operation not permitted when stream is capturing")
-
+def test_every_step_has_a_stream_of_its_own_and_leaves_it_to_another(cuda):
     steps = [pfg.capture(lambda: None) for _ in range(4)]
     handles = []
     for step in steps:
-        handles.append(step._side_stream().cuda_stream)
-        assert step._side_stream() is step._side_stream()
+        handles.append(stream_of(step).cuda_stream)
+        assert stream_of(step) is stream_of(step)
         torch.cuda.Stream()  # somebody else's
         torch.cuda.Stream()
     assert sorted(handles) == [0, 1, 2, 3]
-    stream = steps.pop(1)._side_stream()
+    stream = stream_of(steps.pop(1))
     del step
-    assert cuda.waits == 0
-    with monkeypatch.context() as patched:
-        patched.setattr(torch.cuda, "synchronize", refuse)
-        with pytest.raises(RuntimeError, match="is capturing"):
-            pfg.capture(lambda: None)._side_stream()
-    assert replay._idle_streams[0] == [stream]
-    assert pfg.capture(lambda: None)._side_stream() is stream
-    assert cuda.waits == 1  # the last replay of the step that had it may be under way
-    assert pfg.capture(lambda: None)._side_stream() is stream  # the one before is gone, too
+    assert stream_of(pfg.capture(lambda: None)) is stream
+    assert stream_of(pfg.capture(lambda: None)) is stream  # the one before is gone, too
     steps.append(pfg.capture(lambda: None))
-    assert steps[-1]._side_stream() is stream
+    assert stream_of(steps[-1]) is stream
     beyond = pfg.capture(lambda: None)
-    assert beyond._side_stream().cuda_stream in handles
+    assert stream_of(beyond).cuda_stream in handles
     steps.clear()
     del beyond
-    assert sorted(idle.cuda_stream for idle in replay._idle_streams[0]) == [0, 1, 2, 3]
+    assert sorted(idle.cuda_stream for idle, _ in replay._idle_streams[0]) == [0, 1, 2, 3]
+
+
+def test_a_stream_waits_for_replays_of_the_step_that_had_it(cuda, monkeypatch):
+    step = settled(Job(), cuda)
+    stream, first, second = stream_of(step), torch.cuda.current_stream(), cuda.make_stream()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: second)
+    call(step, 2)
+    del step
+    assert not cuda.waits
+    with monkeypatch.context() as patched:
+        patched.setattr(stream, "wait_event", no_wait)
+        with pytest.raises(RuntimeError, match="is capturing"):
+            stream_of(pfg.capture(lambda: None))
+    step = pfg.capture(lambda: None)
+    assert stream_of(step) is stream
+    assert sorted(cuda.waits) == sorted((stream.cuda_stream, s.cuda_stream) for s in (first, second))
+    del step
+    cuda.waits.clear()
+    assert stream_of(pfg.capture(lambda: None)) is stream and not cuda.waits  # which nothing was replayed of
+
+
+def test_a_stream_is_not_given_away_before_the_recording_is_gone(cuda):
+    step = settled(Job(), cuda)
+    recorded, stream = step._recorded, stream_of(step)
+    del step
+    assert not replay._idle_streams[0]
+    del recorded
+    assert [idle for idle, _ in replay._idle_streams[0]] == [stream]
+
+
+def no_wait(event: object) -> None:
+    raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def stream_of(step: pfg.CapturedStep) -> torch.cuda.Stream:
+    return step._on_side().stream
 
 
 def rebind(job: Job) -> None:

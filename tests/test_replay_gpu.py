@@ -326,15 +326,18 @@ def test_a_step_waits_for_the_last_replay_of_one_that_is_gone():
 
     step = pfg.capture(multiply)
     call(step, 6)
-    elsewhere, event = torch.cuda.Stream(), torch.cuda.Event()
+    stream, elsewhere, end = step._on_side().stream, torch.cuda.Stream(), torch.cuda.Event()
+    while elsewhere == stream:
+        elsewhere = torch.cuda.Stream()
     with torch.cuda.stream(elsewhere):
         step()
-        event.record()
-    stream = step._side_stream()
-    assert not event.query()
+        end.record()
     del step
+    gc.collect()
     step = pfg.capture(lambda: x @ x)
-    assert step._side_stream() is stream and event.query()
+    assert step._on_side().stream == stream and not end.query()  # nothing waits on the host
+    stream.synchronize()
+    assert end.query()
 
 
 @pytest.mark.parametrize("kind", ["gat", "gcn"])
