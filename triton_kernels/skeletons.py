@@ -143,10 +143,24 @@ SKIP, OTHER = "start = tl.where(is_done, end, start)", " + is_done"
 
 LOOP = '''\
 for base in {range}({start}, {end}, {step}{options}):
-    position = base + {edges}
-    alive = position < {end}
-    live = alive{lanes}
-{loop}
+{block}
+'''
+
+#: Blocks full of edges, whose masks Triton drops, and what is left.
+WHOLE_BLOCKS = '''\
+full = start + (end - start) // BLOCK_E * BLOCK_E
+for base in range(start, full, BLOCK_E):
+{block}
+if full < end:
+    base = full
+{rest}
+'''
+
+BLOCK = '''\
+position = base + {edges}
+alive = {alive}
+live = alive{lanes}
+{lines}
 '''
 
 TURNS = '''\

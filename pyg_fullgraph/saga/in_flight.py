@@ -31,10 +31,11 @@ PRODUCT_VALUES = 1024
 #: The same where no rows are reduced, and the values per thread that are held with products: fewest instructions and
 #: spills of what compiles for an H200.
 BLOCK_VALUES, MAX_BLOCK_HELD = 8192, 96
-#: Registers that ptxas is told a thread may take: where edges ask for two rows, or programs sum up slices, which take
-#: more then and ask for more at a time; and, by features per 16 bytes, where gradients of parameters ride along with
-#: sums over features, which take fewer then, for more programs. Measured on an H100 with Triton 3.6 (docs/kernels.md)
-#: for slices of so many bytes, or so many features of a program, in heads of so many, and so many operations on each.
+#: Registers that ptxas is told a thread may take: where edges ask for two rows, or programs sum up slices in float32,
+#: which take more then and ask for more at a time; and, by features per 16 bytes, where gradients of parameters ride
+#: along with sums over features, which take fewer then, for more programs. Measured on an H100 with Triton 3.6
+#: (docs/kernels.md) for slices of so many bytes, or so many features of a program, in heads of so many, and so many
+#: operations on each.
 MORE_REGISTERS, RIDING_REGISTERS = 96, {4: 112, 8: 96}
 SLICE_BYTES, ROW_FEATURES, HEAD_FEATURES, MOST_WORK = 128, 256, 64, 10
 
@@ -48,6 +49,7 @@ class Flight:
         emitter: What was written for an edge.
         reducers, totals: Of the rows, and over all edges.
         gathers, kept: Results with the reductions of edges, and those with the values per edge, that they are.
+        has_ends: Whether more is made of sums of a row where it is done.
         is_unrolled: Whether products are unrolled.
     """
 
@@ -57,6 +59,7 @@ class Flight:
     totals: Sequence[Reducer]
     gathers: Sequence[tuple[Node, Node]]
     kept: Sequence[tuple[Node, Node]]
+    has_ends: bool
     is_unrolled: bool
 
     def edges(self, by_heads: bool, takes_blocks: bool) -> tuple[int, int, int]:
@@ -169,18 +172,51 @@ class Flight:
         """What is reduced per row and wide."""
         return sum(self._is_wide(c.node) for r in self.reducers for c in r.carries)
 
-    def registers(self, is_sliced_freely: bool) -> int:
-        """Registers that ptxas is told a thread may take, of loops like those that were measured; otherwise 0.
+    @property
+    def is_sliced_freely(self) -> bool:
+        """Whether programs that share the features of a row repeat next to nothing.
 
-        Args:
-            is_sliced_freely: Whether programs that share the features of a row repeat next to nothing.
+        Not even a factor per vertex: with one, slices took 19 ms in place of 15 (products size, 256 floats, H200).
         """
+        tile, inside = self.tile, self.emitter.fixed
+        return not (tile.has_products or self.totals or self.kept or self.has_ends) and \
+            all(type(r) is Sum for r in self.reducers) and \
+            all(tile.is_flat(n) or n.domain in inside for n in self.emitter.names if n.op == "input") and \
+            not any(ir.OPS[n.op].kind == "reduce" for n in self.emitter.names)
+
+    @property
+    def is_slice(self) -> bool:
+        """Whether programs sum up as much of a row at a time as they do where rows are long."""
+        return self.is_sliced_freely and self.tile.width * 16 // self.emitter.lanes == SLICE_BYTES
+
+    @property
+    def head_width(self) -> int:
+        """Features of a head, where each edge has one number per head, which one read brings, and sums and softmax of
+        heads are all there is; otherwise 0.
+        """
+        tile, others = self.tile, self.emitter.others
+        if tile.has_products or self.totals or self.kept or self.emitter.uses_eid or \
+                not all(isinstance(r, Sum | Softmax) for r in self.reducers) or \
+                any(ir.OPS[n.op].kind == "reduce" for n in self.emitter.names):
+            return 0
+        gathered = [n for n in self.emitter.names if n.op == "input" and n.domain == others]
+        wide = {tile.axes.axes(n) for n in gathered if tile.is_flat(n)}
+        narrow = {tile.axes.axes(n) for n in gathered if not tile.is_flat(n)}
+        rows = {self.emitter.lowering.source(n) for n in gathered if not tile.is_flat(n)}
+        if len(wide) != 1 or len(narrow) != 1 or len(rows) != 1:
+            return 0
+        (features,), (heads,) = wide, narrow
+        inside = features[len(heads):]
+        return tile.padded(inside) if heads and inside and features[:len(heads)] == heads else 0
+
+    @property
+    def registers(self) -> int:
+        """Registers that ptxas is told a thread may take, of loops like those that were measured; otherwise 0."""
         tile, lanes, names = self.tile, self.emitter.lanes, self.emitter.names
         if tile.has_products or self.is_unrolled or self.kept or lanes not in RIDING_REGISTERS or any(
                 n.op == "input" and n.domain == Domain.EDGE for n in names):
             return 0
-        is_slice = is_sliced_freely and tile.width * 16 // lanes == SLICE_BYTES
-        if not (is_slice or tile.width == ROW_FEATURES):
+        if not (self.is_slice or tile.width == ROW_FEATURES):
             return 0
         if any(n.args[0].shape[-1] < HEAD_FEATURES for n in self._dots) or \
                 sum(map(ir.arithmetic, names)) > MOST_WORK * tile.width * tile.num_programs:
@@ -188,7 +224,7 @@ class Flight:
         if self.totals:
             return RIDING_REGISTERS[lanes] if self._dots else 0
         if len(self._rows) == 1:
-            return MORE_REGISTERS if is_slice else 0
+            return MORE_REGISTERS if self.is_slice and lanes == 4 else 0
         # Two sums gain where features are summed up as well, half precision where much is done or ids are compared.
         is_single = self._num_wide_sums == 1 and (lanes == 4 or any(n.is_integer for n in self._rows))
         has_gain = is_single or (bool(self._dots) and (lanes == 4 or self._has_work))
