@@ -91,7 +91,9 @@ def with_edges(program):
     (multiplied(1), FLOAT32, [(DST, 0), (DST, 0), (SRC, 0)]),
     (multiplied(16), FLOAT32, [(DST, 0), (DST, 0), (SRC, 0), (SRC, 0)]),
     (summed(256), FLOAT32, [(DST, 0), (SRC, 0)]), (summed(32), FLOAT32, [(DST, 96), (SRC, 96)]),
-    (summed(32, power=12), FLOAT32, [(DST, 0), (SRC, 0)]), (summed(64), HALF, [(DST, 0), (SRC, 0)]),
+    (summed(32, power=12), FLOAT32, [(DST, 0), (SRC, 0)]),
+    (summed(64), HALF, [(DST, 0), (SRC, 0)]), (summed(64, power=1), HALF, [(DST, 96), (SRC, 0)]),
+    (summed(128), HALF, [(DST, 80), (SRC, 80)]), (summed(256), HALF, [(DST, 80), (SRC, 80)]),
 ], ids=lambda p: p if isinstance(p, int) else None)
 def test_kernels_like_those_that_were_measured_are_told(program, lanes, want):
     assert sorted(told(program, lanes), key=str) == want
@@ -100,7 +102,7 @@ def test_kernels_like_those_that_were_measured_are_told(program, lanes, want):
 def test_slices_are_told_and_rounds_and_rows_side_by_side_are_not():
     (sweep,) = EdgePhase(split(summed(256)).stages[0].core).forward_plan(KERNELS, False).sweeps
     assert [kernel_of(sweep, FLOAT32, tile).max_registers for tile in (32, 64, 128)] == [96, 0, 0]
-    assert [kernel_of(sweep, HALF, tile).max_registers for tile in (32, 64, 128)] == [0, 0, 0]
+    assert [kernel_of(sweep, HALF, tile).max_registers for tile in (32, 64, 128)] == [0, 0, 80]
     assert selection.kernel_on(sweep, FLOAT32, 1 << 16, 1 << 25).max_registers == 96  # 512 edges per row
     (narrow,) = EdgePhase(split(summed(32)).stages[0].core).forward_plan(KERNELS, False).sweeps
     assert [kernel_of(narrow, FLOAT32, pieces=p).max_registers for p in Pieces] == \

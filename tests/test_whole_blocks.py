@@ -24,10 +24,10 @@ FLOAT64, FLOAT32, HALF = 2, 4, 8
 DEGREES = (0, 1, 32, 33, 64, 200, 1500)
 
 
-def summed(features, is_weighted=False):
+def summed(features, factor=None):
     value = ir.input("x", Domain.SRC, (features,))
-    if is_weighted:
-        value = ir.pointwise("mul", value, ir.input("w", Domain.EDGE, (1,)))
+    if factor is not None:
+        value = ir.pointwise("mul", value, factor)
     return EdgeProgram((Output("sum", value),))
 
 
@@ -44,7 +44,8 @@ def test_sums_have_it_that_were_faster():
     assert not any(has_loop(summed(32), lanes, pieces=p) for lanes in (FLOAT32, HALF) for p in Pieces
                    if p != Pieces.ONE)
     assert not any(has_loop(p, lanes) for lanes in (FLOAT32, HALF) for p in (
-        attention(4, 64), gatv2(64, 4)(), maxima(256), summed(256, is_weighted=True)))
+        attention(4, 64), gatv2(64, 4)(), maxima(256), summed(256, ir.input("w", Domain.EDGE, (1,))),
+        summed(256, ir.input("y", Domain.SRC, (256,))), summed(32, ir.input("w", Domain.PARAM, (32,)))))
 
 
 def uneven():

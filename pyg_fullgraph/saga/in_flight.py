@@ -31,12 +31,13 @@ PRODUCT_VALUES = 1024
 #: The same where no rows are reduced, and the values per thread that are held with products: fewest instructions and
 #: spills of what compiles for an H200.
 BLOCK_VALUES, MAX_BLOCK_HELD = 8192, 96
-#: Registers that ptxas is told a thread may take: where edges ask for two rows, or programs sum up slices in float32,
-#: which take more then and ask for more at a time; and, by features per 16 bytes, where gradients of parameters ride
-#: along with sums over features, which take fewer then, for more programs. Measured on an H100 with Triton 3.6
-#: (docs/kernels.md) for slices of so many bytes, or so many features of a program, in heads of so many, and so many
-#: operations on each.
+#: Registers that ptxas is told a thread may take: where edges ask for two rows, or programs sum up slices, which take
+#: more then and ask for more at a time; and, by features per 16 bytes, where gradients of parameters ride along with
+#: sums over features, which take fewer then, for more programs. Measured on an H100 with Triton 3.6 (docs/kernels.md)
+#: for slices of so many bytes, or so many features of a program, in heads of so many, and so many operations on each.
+#: And where so many features in half precision are summed up as they are, on an H200; of slices of those none is best.
 MORE_REGISTERS, RIDING_REGISTERS = 96, {4: 112, 8: 96}
+SUMMING_REGISTERS, SUMMING_FEATURES = 80, (128, 256)
 SLICE_BYTES, ROW_FEATURES, HEAD_FEATURES, MOST_WORK = 128, 256, 64, 10
 
 
@@ -185,6 +186,12 @@ class Flight:
             not any(ir.OPS[n.op].kind == "reduce" for n in self.emitter.names)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether programs sum up rows as they are."""
+        return self.is_sliced_freely and len(self._rows) == 1 and not any(
+            ir.OPS[n.op].kind == "pointwise" and n.domain not in self.emitter.fixed for n in self.emitter.names)
+
+    @property
     def is_slice(self) -> bool:
         """Whether programs sum up as much of a row at a time as they do where rows are long."""
         return self.is_sliced_freely and self.tile.width * 16 // self.emitter.lanes == SLICE_BYTES
@@ -216,6 +223,8 @@ class Flight:
         if tile.has_products or self.is_unrolled or self.kept or lanes not in RIDING_REGISTERS or any(
                 n.op == "input" and n.domain == Domain.EDGE for n in names):
             return 0
+        if lanes == 8 and tile.width in SUMMING_FEATURES and self.is_plain:
+            return SUMMING_REGISTERS
         if not (self.is_slice or tile.width == ROW_FEATURES):
             return 0
         if any(n.args[0].shape[-1] < HEAD_FEATURES for n in self._dots) or \
@@ -224,7 +233,7 @@ class Flight:
         if self.totals:
             return RIDING_REGISTERS[lanes] if self._dots else 0
         if len(self._rows) == 1:
-            return MORE_REGISTERS if self.is_slice and lanes == 4 else 0
+            return MORE_REGISTERS if self.is_slice and not (lanes == 8 and self.is_plain) else 0
         # Two sums gain where features are summed up as well, half precision where much is done or ids are compared.
         is_single = self._num_wide_sums == 1 and (lanes == 4 or any(n.is_integer for n in self._rows))
         has_gain = is_single or (bool(self._dots) and (lanes == 4 or self._has_work))
