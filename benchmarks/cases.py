@@ -98,6 +98,18 @@ class AtPositions(nn.Module):
         return self.conv(x, positions, graph)
 
 
+class FromFirst(nn.Module):
+    """A layer that is also given features from before the first one, which are its input here."""
+
+    def __init__(self, conv: nn.Module) -> None:
+        super().__init__()
+        self.conv = conv
+
+    def forward(self, x: Tensor, graph: Any) -> Tensor:
+        """``[N, in]`` from ``x`` ``[N, in]``."""
+        return self.conv(x, x, graph)
+
+
 def _mlp(*widths: int) -> nn.Sequential:
     layers = [[nn.Linear(i, o), nn.ReLU()] for i, o in itertools.pairwise(widths)]
     return nn.Sequential(*[*itertools.chain.from_iterable(layers)][:-1])
@@ -133,6 +145,7 @@ MORE_CONVS: dict[str, Callable[[SimpleNamespace, int, int, int, bool], nn.Module
                                                                       edge_dim=EDGE_FEATURES["transformer-edges"]),
     "agnn": lambda ns, i, o, h, last: ns.AGNNConv(),
     "tag": lambda ns, i, o, h, last: ns.TAGConv(i, o),
+    "fa": lambda ns, i, o, h, last: FromFirst(ns.FAConv(i)),
     "gine": lambda ns, i, o, h, last: ns.GINEConv(nn.Linear(i, o), edge_dim=EDGE_FEATURES["gine"]),
     "arma": lambda ns, i, o, h, last: ns.ARMAConv(i, o),
     "sg": lambda ns, i, o, h, last: ns.SGConv(i, o, K=2),
