@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from benchmarks.table import RESULTS, read_rows
 
 #: The GPU whose rows are drawn in docs.
-DEVICE = "NVIDIA H100 80GB HBM3"
+DEVICE = "NVIDIA H200"
 FOLDER = Path(__file__).parents[1] / "docs" / "plots"
 _GREY, _BLUE, _LIGHT, _ORANGE, _DARK = "#9a9a9a", "#5b6b8c", "#e8b06a", "#d9822b", "#a3471f"
 #: Names and colours of providers.
