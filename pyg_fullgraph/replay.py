@@ -15,7 +15,7 @@ import types
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -42,13 +42,12 @@ __all__ = ["CapturedStep", "capture"]
 _NUM_FIRST = 4
 #: Recordings that were given up after which it is said that replaying does not pay.
 _MAX_RESTARTS = 4
-#: By stream, the end of the last replay on it of what was recorded on another.
-_Ends = dict[int, torch.cuda.Event]
 #: By device, streams of steps that are gone, for steps to come: torch keeps what cuBLAS needs for a stream (64 MiB for
-#: a step on a Hopper GPU). With the ends of replays.
-_idle_streams: defaultdict[int, list[tuple[torch.cuda.Stream, _Ends]]] = defaultdict(list)
-#: By device, all streams that steps have had.
-_known_streams: defaultdict[int, set[int]] = defaultdict(set)
+#: a step on a Hopper GPU).
+_idle_streams: defaultdict[int, list[torch.cuda.Stream]] = defaultdict(list)
+#: By device, all streams that steps have had, and by the stream that it was on the end of the last replay of what was
+#: recorded on each.
+_replays: defaultdict[int, dict[int, dict[int, torch.cuda.Event]]] = defaultdict(dict)
 #: How many streams torch hands out, in turn.
 _MAX_STREAMS = 32
 
@@ -138,6 +137,7 @@ class CapturedStep:
         """Give the memory of the recording back; the next calls run the step as it is and record it anew."""
         if self._recorded is not None:
             torch.cuda.synchronize()  # the last replay may be under way
+            self._on_side().graphs.clear()
         self._recorded, self._num_run = None, 0
 
     def _restart(self, reason: str) -> None:
@@ -196,52 +196,62 @@ class CapturedStep:
             _restore(generator, random_state)
             explained = _explained(failure)
             raise explained from (None if explained is failure else failure)
-        return _Recorded(graph, outputs, taken, self._optimizers, grads_before, _bindings(self.step),
-                         self._on_side())
+        self._on_side().graphs.append(graph)
+        return _Recorded(graph, outputs, taken, self._optimizers, grads_before, _bindings(self.step), self._on_side())
 
 
 class _Side:
-    """A stream beside that of the caller, on which one step runs and is recorded, until nobody has the step or its
-    recording; where all streams that torch has are taken, one that is shared.
+    """A stream beside that of the caller, on which one step runs and is recorded, until neither the step nor its
+    recording is there; where all streams that torch has are taken, one that is shared.
 
     Replays of two graphs that were recorded on one stream must not overlap, and the end of one may free what cuBLAS
-    needs in the other (pytorch/pytorch issue 193402). So the stream waits for the last replays of a step that is gone.
+    needs in the other (pytorch/pytorch issue 193402). So a stream waits for the last replays of steps that are gone,
+    whose graphs go before others have it.
+
+    Attributes:
+        stream: The stream.
+        graphs: What is recorded on it for this step, at most one graph.
     """
 
     def __init__(self, device: int) -> None:
-        self.stream, self._ends, is_shared = _take_stream(device)
+        self.stream, is_shared = _take_stream(device)
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+        self._ends = _replays[device][self.stream.cuda_stream]
         if not is_shared:  # else it is the other step that gives it back
-            weakref.finalize(self, _idle_streams[device].append, (self.stream, self._ends)).atexit = False
+            weakref.finalize(self, _give_back, device, self.stream, self.graphs).atexit = False
 
     def note_replay(self) -> None:
-        """Remember where the replay ends that the current stream has begun."""
-        here = torch.cuda.current_stream()
+        """Remember where the replay ends that was just begun."""
+        here = torch.cuda.current_stream(self.stream.device)  # graphs are launched on the device of their recording
         end = self._ends.get(here.cuda_stream)
         if end is None:
             end = self._ends[here.cuda_stream] = torch.cuda.Event()
         end.record(here)
 
 
-def _take_stream(device: int) -> tuple[torch.cuda.Stream, _Ends, bool]:
-    """A stream that no other step has that is there, where its replays end, and whether it is shared all the same."""
+def _give_back(device: int, stream: torch.cuda.Stream, graphs: Sequence[torch.cuda.CUDAGraph]) -> None:
+    """Leave ``stream`` to others; objects in a cycle with a step, as its recording, are still there then."""
+    for graph in graphs:
+        graph.reset()
+    _idle_streams[device].append(stream)
+
+
+def _take_stream(device: int) -> tuple[torch.cuda.Stream, bool]:
+    """A stream that no other step has that is there, or, if there is none, one that is shared, and whether it is."""
+    known = _replays[device]
     try:
-        stream, ends = _idle_streams[device].pop()
+        stream = _idle_streams[device].pop()
     except IndexError:
-        known = _known_streams[device]
-    else:
-        try:
-            for end in ends.values():
-                stream.wait_event(end)
-        except BaseException:
-            _idle_streams[device].append((stream, ends))
-            raise
-        return stream, {}, False
-    for _ in range(_MAX_STREAMS):
-        stream = torch.cuda.Stream()
-        if stream.cuda_stream not in known:
-            known.add(stream.cuda_stream)
-            return stream, {}, False
-    return stream, {}, True
+        for _ in range(_MAX_STREAMS):
+            stream = torch.cuda.Stream()
+            if stream.cuda_stream not in known:
+                known[stream.cuda_stream] = {}
+                return stream, False
+        return stream, True
+    ends = known[stream.cuda_stream]
+    while ends:
+        stream.wait_event(ends.popitem()[1])
+    return stream, False
 
 
 _num_recording, _collects, _lock = 0, True, threading.Lock()
@@ -277,7 +287,7 @@ class _Recorded:
         self.bindings = bindings
         self.held = optimizers.tensors()
         self.fingerprint = optimizers.fingerprint()
-        self.side = side  # let go of after the graph
+        self.side = side
 
     def pool_bytes(self, kind: Literal["total", "allocated"]) -> int:
         """Memory of the graph, in all or in tensors."""

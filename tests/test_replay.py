@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import gc
 import itertools
 import types
 
@@ -145,22 +146,26 @@ def test_from_the_third_step_on_layers_wait_for_nothing(name):
 
 
 class Calls:
-    """Stands for CUDA: counts replays, which change nothing, and how often the host waits for all that was launched."""
+    """Stands for CUDA: counts replays, which change nothing, and notes what waits for them."""
 
     def __init__(self) -> None:
         self.replays = 0
         self.waits: list[tuple[int, int]] = []  # a stream, and the one whose replays it waits for
         self.handles = itertools.cycle(range(4))  # in turn, as torch's
+        self.idle_at_reset: list[int] = []  # idle streams when the graph of a step that is gone was given back
 
     def make_graph(self) -> types.SimpleNamespace:
-        return types.SimpleNamespace(replay=self.replay, pool=lambda: (0, 0))
+        return types.SimpleNamespace(replay=self.replay, pool=lambda: (0, 0), reset=self.reset)
+
+    def reset(self) -> None:
+        self.idle_at_reset.append(len(replay._idle_streams[0]))
 
     def replay(self) -> None:
         self.replays += 1
 
     def make_stream(self) -> types.SimpleNamespace:
         handle = next(self.handles)
-        return types.SimpleNamespace(wait_stream=lambda other: None, device_index=0, cuda_stream=handle,
+        return types.SimpleNamespace(wait_stream=lambda other: None, device_index=0, cuda_stream=handle, device="cuda",
                                      wait_event=lambda event: self.waits.append((handle, event.stream.cuda_stream)))
 
     def make_event(self) -> types.SimpleNamespace:
@@ -176,7 +181,7 @@ def cuda(monkeypatch) -> Calls:
     generator = types.SimpleNamespace(clone_state=torch.default_generator.clone_state, device="cpu",
                                       set_state=lambda state: None)
     for name, value in {
-            "is_available": lambda: True, "current_stream": lambda: stream, "Stream": calls.make_stream,
+            "is_available": lambda: True, "current_stream": lambda device=None: stream, "Stream": calls.make_stream,
             "Event": calls.make_event, "current_device": lambda: 0,
             "stream": lambda s: contextlib.nullcontext(), "set_stream": lambda s: None,
             "default_generators": [generator], "CUDAGraph": calls.make_graph,
@@ -185,7 +190,7 @@ def cuda(monkeypatch) -> Calls:
             "set_sync_debug_mode": lambda mode: None}.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(replay, "_idle_streams", collections.defaultdict(list))
-    monkeypatch.setattr(replay, "_known_streams", collections.defaultdict(set))
+    monkeypatch.setattr(replay, "_replays", collections.defaultdict(dict))
     monkeypatch.setattr(replay, "_check_devices", lambda outputs: None)
     monkeypatch.setattr(replay._Optimizers, "check", lambda self: None)
     return calls
@@ -251,20 +256,18 @@ def test_every_step_has_a_stream_of_its_own_and_leaves_it_to_another(cuda):
     assert stream_of(beyond).cuda_stream in handles
     steps.clear()
     del beyond
-    assert sorted(idle.cuda_stream for idle, _ in replay._idle_streams[0]) == [0, 1, 2, 3]
+    assert sorted(idle.cuda_stream for idle in replay._idle_streams[0]) == [0, 1, 2, 3]
 
 
 def test_a_stream_waits_for_replays_of_the_step_that_had_it(cuda, monkeypatch):
     step = settled(Job(), cuda)
     stream, first, second = stream_of(step), torch.cuda.current_stream(), cuda.make_stream()
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: second)
+    asked = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: asked.append(device) or second)
     call(step, 2)
+    assert asked == [stream.device] * 2  # a graph is launched on the device of its recording, whichever is current
     del step
     assert not cuda.waits
-    with monkeypatch.context() as patched:
-        patched.setattr(stream, "wait_event", no_wait)
-        with pytest.raises(RuntimeError, match="is capturing"):
-            stream_of(pfg.capture(lambda: None))
     step = pfg.capture(lambda: None)
     assert stream_of(step) is stream
     assert sorted(cuda.waits) == sorted((stream.cuda_stream, s.cuda_stream) for s in (first, second))
@@ -273,17 +276,34 @@ def test_a_stream_waits_for_replays_of_the_step_that_had_it(cuda, monkeypatch):
     assert stream_of(pfg.capture(lambda: None)) is stream and not cuda.waits  # which nothing was replayed of
 
 
-def test_a_stream_is_not_given_away_before_the_recording_is_gone(cuda):
+def test_a_stream_waits_for_replays_of_all_steps_that_shared_it(cuda):
+    owners = [pfg.capture(lambda: None) for _ in range(4)]
+    streams = [stream_of(step) for step in owners]
+    sharing = settled(Job(), cuda)
+    (owner,) = (k for k, s in enumerate(streams) if s.cuda_stream == stream_of(sharing).cuda_stream)
+    del sharing, owners[owner]
+    assert stream_of(pfg.capture(lambda: None)) is streams[owner]
+    assert cuda.waits == [(streams[owner].cuda_stream, torch.cuda.current_stream().cuda_stream)]
+
+
+@pytest.mark.parametrize("is_in_cycle", [False, True])
+def test_a_recording_goes_before_its_stream_is_given_away(is_in_cycle, cuda):
+    job = Job()
+    job.captured = step = settled(job, cuda)
+    stream = stream_of(step)
+    if not is_in_cycle:
+        job.captured = None
+    del step, job
+    gc.collect()
+    assert cuda.idle_at_reset == [0] and replay._idle_streams[0] == [stream]
+
+
+def test_what_was_reset_is_not_reset_again(cuda):
     step = settled(Job(), cuda)
-    recorded, stream = step._recorded, stream_of(step)
+    step.reset()
+    call(step)
     del step
-    assert not replay._idle_streams[0]
-    del recorded
-    assert [idle for idle, _ in replay._idle_streams[0]] == [stream]
-
-
-def no_wait(event: object) -> None:
-    raise RuntimeError("operation not permitted when stream is capturing")
+    assert cuda.idle_at_reset == [0]  # that of the second recording
 
 
 def stream_of(step: pfg.CapturedStep) -> torch.cuda.Stream:

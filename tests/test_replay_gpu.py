@@ -321,22 +321,22 @@ def test_a_step_waits_for_the_last_replay_of_one_that_is_gone():
     x = torch.randn(512, 512, device="cuda")
 
     def multiply() -> Tensor:
-        torch.cuda._sleep(200_000_000)  # cycles: a tenth of a second
+        torch.cuda._sleep(1_000_000_000)  # cycles: half a second
         return x @ x
 
     step = pfg.capture(multiply)
     call(step, 6)
-    stream, elsewhere, end = step._on_side().stream, torch.cuda.Stream(), torch.cuda.Event()
-    while elsewhere == stream:
+    side, elsewhere, taken = step._on_side(), torch.cuda.Stream(), torch.cuda.Event()
+    while elsewhere == side.stream:
         elsewhere = torch.cuda.Stream()
     with torch.cuda.stream(elsewhere):
         step()
-        end.record()
-    del step
-    gc.collect()
+    end, stream = side._ends[elsewhere.cuda_stream], side.stream
+    del step, side
     step = pfg.capture(lambda: x @ x)
-    assert step._on_side().stream == stream and not end.query()  # nothing waits on the host
-    stream.synchronize()
+    assert step._on_side().stream == stream and not end.query()  # the host does not wait
+    taken.record(stream)
+    taken.synchronize()
     assert end.query()
 
 

@@ -215,13 +215,13 @@ class _Generator:
         # where edges have wide values to read, which come from memory and no cache, it takes 0.92 to 0.95 of the time.
         for_totals = bool(self.totals) and not self.edges
         is_ahead = not self.tile.has_products and (for_totals or self._reads_wide_edges)
-        rest = self._block("end", loads)
+        block = self._block("end", loads)
         if self._takes_whole_blocks:
             _, loads = self._prefetched("start", "end", "BLOCK_E", is_whole=True)
             piece += _fill(skeletons.WHOLE_BLOCKS, block=_indent(self._block("end", loads, True).splitlines(), 1),
-                           rest=_indent(rest.splitlines(), 1))
+                           rest=_indent(block.splitlines(), 1))
         else:
-            piece += self._loop(STAGES if is_ahead else 0, "start", "end", "BLOCK_E", rest)
+            piece += self._loop(STAGES if is_ahead else 0, "start", "end", "BLOCK_E", block)
         return piece + (self._result() if self.carries else "")
 
     def _pieces(self) -> str:
@@ -537,11 +537,12 @@ class _Generator:
         """Whether whole blocks of edges have a loop of their own, without masks, which are up to a third of the
         instructions of a sum.
 
-        Measured on an H200, ms, sums of 256 features on reddit, products and arxiv: in bfloat16 4.39, 6.67, 0.159, so
-        4.17, 6.51, 0.156; in float32 7.76, 12.64, 0.287, so 7.60, 12.58, 0.290; dot products 91.1, so 96.2.
+        Measured on an H200, ms, sums of 256 features on reddit, in slices, products and arxiv: in bfloat16 4.39, 6.67
+        and 0.159, so 4.17, 6.51 and 0.156; in float32 7.76, 12.64 and 0.287, so 7.60, 12.58 and 0.290.
         """
-        is_short = self.emitter.lanes == 8 or self.flight.is_slice
-        return is_short and self.flight.is_plain and self.pieces == Pieces.ONE
+        lanes = self.emitter.lanes
+        is_measured = lanes == 8 or (lanes == 4 and self.flight.is_slice)
+        return is_measured and self.flight.is_plain and self.pieces == Pieces.ONE
 
     @property
     def _merges_rows(self) -> bool:

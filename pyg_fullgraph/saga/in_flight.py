@@ -1,4 +1,6 @@
-"""How many edges a program has in flight, and how many registers a thread: a model, with limits that were measured."""
+"""How many edges a program has in flight, how many registers a thread, and what of a row a program may sum up alone: a
+model, with limits that were measured.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ SLICE_BYTES, ROW_FEATURES, HEAD_FEATURES, MOST_WORK = 128, 256, 64, 10
 
 @dataclass(frozen=True)
 class Flight:
-    """A program of a sweep, as far as its registers depend on it.
+    """A program of a sweep, as far as its registers, and its share of a row, depend on it.
 
     Attributes:
         tile: What it holds of an edge.
@@ -188,7 +190,7 @@ class Flight:
     @property
     def is_plain(self) -> bool:
         """Whether programs sum up rows as they are."""
-        return self.is_sliced_freely and len(self._rows) == 1 and not any(
+        return self.is_sliced_freely and [n.domain for n in self._rows] == [self.emitter.others] and not any(
             ir.OPS[n.op].kind == "pointwise" and n.domain not in self.emitter.fixed for n in self.emitter.names)
 
     @property
