@@ -8,8 +8,10 @@ Where edges come in tiles, all pieces do, and from the second tile on (``ADDS``)
 all do where the edges of a row are in several spans, with zeros at first; in the last tile a row of one slot is then
 whole and writes the result: its piece has ``-1 - slot`` in place of the slot. These pieces are all listed
 (:class:`segment.RowSchedule`).
-``WHOLE_BLOCKS`` is its loop over blocks that are full of edges, and what is left, where sums are faster for it.
 They merge in a loop of one turn (``ADD``): of lines outside a loop Triton 3.6 fails to lay out some in float64.
+
+``LOOP`` goes over the blocks of a piece; ``WHOLE_BLOCKS`` over those full of edges, and then what is left, where sums
+are faster for it.
 
 Programs of one part of the features run side by side, as gathered rows of few features stay in cache; where edges have
 wide values of their own, which are read or written once, programs of one piece do.
