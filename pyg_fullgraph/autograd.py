@@ -298,12 +298,12 @@ def _linked(phase: EdgePhase, graph: Graph, like: Tensor, tensors: Sequence[Tens
 
 
 def _hoist(hoisted: Mapping[Node, Node], env: dict[Node, Tensor], like: Tensor) -> None:
-    """Put into ``env`` what is not there yet of ``hoisted``; what expressions of one side share is computed once."""
+    """Put into ``env`` what is not there yet of ``hoisted``; what expressions of one dtype share is computed once."""
     groups: dict[Any, tuple[Tensor, list[Node]]] = {}
     for result, expression in hoisted.items():
         if result not in env:
             own = _like(expression, env, like)
-            groups.setdefault((expression.domain, own.dtype, own.device), (own, []))[1].append(result)
+            groups.setdefault((own.dtype, own.device), (own, []))[1].append(result)
     for own, results in groups.values():
         made = interpret.evaluate([hoisted[r] for r in results], lambda n, a: env[n], own)
         env.update(zip(results, made, strict=True))
@@ -311,8 +311,11 @@ def _hoist(hoisted: Mapping[Node, Node], env: dict[Node, Tensor], like: Tensor) 
 
 def _like(expression: Node, env: Mapping[Node, Tensor], like: Tensor) -> Tensor:
     """The tensor whose dtype and device constants of a vertex expression take."""
-    floats = [n for n in ir.inputs_of(expression) if env[n].is_floating_point()]
+    floats = [n for n in _inputs_of(expression) if env[n].is_floating_point()]
     return next((env[n] for n in floats if n.is_row), env[floats[0]] if floats else like)
+
+
+_inputs_of = lru_cache(maxsize=4096)(ir.inputs_of)
 
 
 def _vertex(expression: Node, env: Mapping[Node, Tensor], like: Tensor) -> Tensor:

@@ -87,7 +87,10 @@ def evaluate(roots: Sequence[Node], leaf: Callable[[Node, list[Tensor]], Tensor]
     values: dict[Node, Tensor] = {}
     for step in _steps(tuple(roots)):
         node, args = step.node, [values[a] for a in step.operands]
-        if step.is_linear:
+        if step.parts:
+            made = args[0].split([p.shape[node.attr("dim")] for p in step.parts], node.attr("dim") + int(node.is_row))
+            values.update(zip(step.parts, made, strict=True))
+        elif step.is_linear:
             x, weight, added = args
             is_bias = not step.operands[2].is_row
             values[node] = dense.matmul(x.to(weight.dtype), weight, added) if is_bias else \
@@ -107,6 +110,8 @@ class _Step(NamedTuple):
         operands: From these.
         is_leaf: Whether the caller gives the value.
         is_linear: Whether it is the product of the first two operands plus the third, a bias or as many rows.
+        parts: The slices that an operand is cut into as a whole, of which ``node`` is the first one met: gradients of
+            all are put together at once.
         dead: What nothing reads from then on.
     """
 
@@ -114,6 +119,7 @@ class _Step(NamedTuple):
     operands: tuple[Node, ...]
     is_leaf: bool
     is_linear: bool
+    parts: tuple[Node, ...]
     dead: tuple[Node, ...]
 
 
@@ -132,12 +138,32 @@ def _steps(roots: tuple[Node, ...]) -> tuple[_Step, ...]:
                 operands[node] = (*product.args, added)
                 del operands[product]
                 break
+    parts = _parts(nodes)
+    for first, others in parts.items():
+        for other in others:
+            if other is not first:
+                del operands[other]
     last = {a: n for n, args in operands.items() for a in args if a not in kept}
     dead: dict[Node, list[Node]] = {}
     for a, n in last.items():
         dead.setdefault(n, []).append(a)
     return tuple(_Step(n, args, n.op != "const" and ir.OPS[n.op].kind in ("leaf", "gather"), args is not n.args,
-                       tuple(dead.get(n, ()))) for n, args in operands.items())
+                       parts.get(n, ()), tuple(dead.get(n, ()))) for n, args in operands.items())
+
+
+def _parts(nodes: Sequence[Node]) -> dict[Node, tuple[Node, ...]]:
+    """Slices that are all of what they are cut from, in order, by the one that comes first among ``nodes``."""
+    cuts: dict[tuple[Node, int], list[Node]] = {}
+    for node in nodes:
+        if node.op == "slice":
+            cuts.setdefault((node.args[0], node.attr("dim")), []).append(node)
+    found = {}
+    for (whole, dim), slices in cuts.items():
+        ordered = sorted(slices, key=lambda n: n.attr("start"))
+        bounds = [0, *(n.attr("stop") for n in ordered)]
+        if len(ordered) > 1 and bounds[-1] == whole.shape[dim] and bounds[:-1] == [n.attr("start") for n in ordered]:
+            found[slices[0]] = tuple(ordered)
+    return found
 
 
 def _is_product(node: Node) -> bool:

@@ -61,13 +61,20 @@ def _distribute(x: Node, weight: Node) -> Node:
         terms, start = [], 0
         for part in x.args:
             stop = start + part.shape[0]
-            terms.append(_distribute(part, ir.slice_(weight, 0, start, stop)))
+            terms.append(_distribute(part, _rows_of(weight, start, stop)))
             start = stop
         total = terms[0]
         for term in terms[1:]:
             total = pointwise("add", total, term)
         return _regroup(total)
     return ir.mm(x, weight)
+
+
+def _rows_of(weight: Node, start: int, stop: int) -> Node:
+    """Some rows of a weight, cut before it is turned: gradients of all parts are then joined as the parameter lies."""
+    if weight.op != "permute":
+        return ir.slice_(weight, 0, start, stop)
+    return ir.permute(ir.slice_(weight.args[0], weight.attr("dims")[0], start, stop), weight.attr("dims"))
 
 
 class _OfKind(NamedTuple):
@@ -206,6 +213,8 @@ def _merge_products(terms: Sequence[tuple[int, Node]]) -> list[tuple[int, Node]]
             rest.append((sign, term))
             continue
         x, w = term.args
+        if w.op == "neg":
+            sign, w = -sign, w.args[0]
         if x in weights:
             weights[x] = pointwise("add" if sign > 0 else "sub", weights[x], w)
         else:
