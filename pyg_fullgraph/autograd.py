@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 from pyg_fullgraph import ahead, dense, dots, reuse
 from pyg_fullgraph.chunks import as_dtype, compute_dtype, scalar_of
 from pyg_fullgraph.errors import DoubleBackwardError, ForwardModeError, FunctionTransformError, InputError
-from pyg_fullgraph.functions import PLAIN, applying, is_of_transform
+from pyg_fullgraph.functions import PLAIN, applying, is_of_transform, unseen
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.memo import taken
 from pyg_fullgraph.operators import call_operator
@@ -459,6 +459,12 @@ class Way:
 
     def run(self, graph: Graph, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Go it, with tensors that :func:`check_derivatives` has seen; see :func:`run`."""
+        if not self.is_plain:
+            return self._run(graph, tensors)
+        with unseen():
+            return self._run(graph, tensors)
+
+    def _run(self, graph: Graph, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         taken(graph)
         if self._sole is not None and not (_observers or (self._steady and reuse.is_on())):  # in most calls
             phase, scalar, names = self._sole

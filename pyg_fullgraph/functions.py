@@ -15,7 +15,8 @@ from torch.compiler import is_compiling
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
-    "PLAIN", "apart", "applying", "has_transforms", "is_exported", "is_of_transform", "is_recorded", "unrecorded"]
+    "PLAIN", "apart", "applying", "has_transforms", "is_exported", "is_of_transform", "is_recorded", "unrecorded",
+    "unseen"]
 
 #: Types of tensors that are torch's own.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -23,6 +24,8 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 is_of_transform: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 #: Whether a transform of ``torch.func`` is at work.
 has_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
+#: A context in which what is asked of plain tensors, such as their shapes, does not go through the modes of a forward.
+unseen = torch._C.DisableTorchFunction
 #: Modes that record operations, or run them without numbers.
 _TRACERS = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY,
             torch._C._TorchDispatchModeKey.FUNCTIONAL)

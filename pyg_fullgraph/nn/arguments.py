@@ -65,6 +65,7 @@ class Call:
         dtype, dim: dtype of the result, and the position of its rows.
         wanted: sources and destinations of the edges as they are given.
         seeds: names of inputs that were drawn.
+        has_asked: whether the holders of parts of the graph asked each other what the arguments are.
         compared: pairs of tensors, of an argument and of an edge expression, whose being one decided what is read.
     Raises:
         NotFusable: this call has to run plain.
@@ -72,7 +73,7 @@ class Call:
     """
 
     def __init__(self, conv: Any, function: str, edge_index: Any, size: Any, kwargs: Mapping[str, Any]) -> None:
-        self.conv, self.function = conv, function
+        self.conv, self.function, self.has_asked = conv, function, False
         self.methods = METHODS[function]
         methods = [*self.methods, "update"] if function == "propagate" else self.methods
         # Not the inspector's union: it compares annotations, which PyG does not do for special arguments.
@@ -188,8 +189,13 @@ class Call:
             check_edge_rows(name, value, self.graph)
         # By its size, never by its name: one row per edge where PyG has them, in front or beside the nodes' dimension.
         found = next((d for d in (0, self._dim(value)) if 0 <= d < value.dim() and
-                      self.graph.holds_everywhere(value.size(d) == self.graph.num_edges)), None)
+                      self._holds(value.size(d) == self.graph.num_edges)), None)
         return self._tensor(name, value, Domain.PARAM if found is None else Domain.EDGE, found or 0)
+
+    def _holds(self, fact: bool) -> bool:
+        """Whether something holds in all parts of the graph."""
+        self.has_asked = self.has_asked or self.graph.is_part
+        return self.graph.holds_everywhere(fact)
 
     def _tensor(self, name: str, value: Tensor, domain: Domain, dim: int = 0) -> ArgSpec:
         value = as_plain(value)
@@ -304,7 +310,7 @@ class Call:
         graph, is_parameter = self.graph, name.startswith("param.")
         table = self._parameter(name[6:]) if is_parameter else self.tensors[name]
         if graph.is_part and not is_parameter:
-            if not graph.holds_everywhere(table.size(0) == graph.num_dst):
+            if not self._holds(table.size(0) == graph.num_dst):
                 raise InputError(_shown(name), "to have one row per target node of each rank, as message reads it by "
                                  "the target index", f"{table.size(0)} rows beside {graph.num_dst} nodes")
             return table

@@ -18,7 +18,8 @@ from typing import Any
 from torch import Tensor
 
 from pyg_fullgraph import dots
-from pyg_fullgraph.nn.lazy import DeferredTensor, EdgeExpr, Returned, unseen
+from pyg_fullgraph.functions import unseen
+from pyg_fullgraph.nn.lazy import DeferredTensor, EdgeExpr, Returned
 from pyg_fullgraph.nn.rewriting import Rewriter, rewritten
 
 __all__ = ["NAME", "Scores", "code_with_dots", "computed", "dot"]

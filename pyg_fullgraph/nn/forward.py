@@ -127,7 +127,7 @@ def _wrapped(forward: Any, original: Any, is_lazy: bool) -> Any:
     # The globals of what is returned are PyG's, so what it names of ours is bound here.
     is_compiling, takes, can_fuse, as_operator, products, running = torch.compiler.is_compiling, compiled.takes, \
         compiled.can_fuse, compiled.call, dense.in_layer, order.running
-    is_recorded, is_exported = functions.is_recorded, functions.is_exported
+    is_recorded, is_exported, unseen = functions.is_recorded, functions.is_exported, functions.unseen
     is_dynamo = torch.compiler.is_dynamo_compiling
     eager, has_chains = _with_sums(forward, original), order.has_chains
 
@@ -138,14 +138,14 @@ def _wrapped(forward: Any, original: Any, is_lazy: bool) -> Any:
             is_open = order.is_open(self)
             # A layer that has nothing but an aggregation multiplies with no weight.
             given = (*args, *kwargs.values()) if self._parameters or len(self._modules) > 1 else ()
+            with unseen():
+                opened = ([order.opened(a) for a in args], {k: order.opened(v) for k, v in kwargs.items()}) \
+                    if is_open else (args, kwargs)
+                derives, multiplies = derived.remembering(self), products(self, given, has_chains)
+            with derives, multiplies:
+                out = eager(self, *opened[0], **opened[1])
             if is_open:
-                opened = [order.opened(a) for a in args], {k: order.opened(v) for k, v in kwargs.items()}
-                with derived.remembering(self), products(self, given, has_chains):
-                    out = eager(self, *opened[0], **opened[1])
                 order.settle(self)
-            else:
-                with derived.remembering(self), products(self, given, has_chains):
-                    out = eager(self, *args, **kwargs)
             return as_plain(out) if is_lazy or is_open or isinstance(out, LazyTensor) else out
         except (RuntimeError, RowCountError) as error:
             _explain(self, original, args, kwargs, error)

@@ -2,8 +2,9 @@
 
 What :class:`arguments.Call` finds follows from the shapes, dtypes and devices of the arguments and from what the
 methods of the layer can read. Where the latter is watched (:class:`surroundings.Watch`), a call that looks like an
-earlier one is that one with other tensors. Everything unusual takes the long way: lazy arguments but edge values,
-sparse matrices, parts of graphs, autocast, inputs that are not the tensors given as they are.
+earlier one is that one with other tensors. Everything unusual takes the long way: sparse matrices, autocast, inputs
+that are not the tensors given, or what lazy ones are made of, as they are. So do calls for which the holders of the
+parts of a graph asked each other: that one of them knows a call does not mean that all do.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from torch import Tensor
 from torch.nn import Module
 
 from pyg_fullgraph.autograd import Ways, check_derivatives
+from pyg_fullgraph.functions import unseen
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn.arguments import Call, inputs_of, is_same
-from pyg_fullgraph.nn.lazy import EdgeExpr
-from pyg_fullgraph.nn.order import has_update
+from pyg_fullgraph.nn.lazy import DeferredTensor, EdgeExpr
+from pyg_fullgraph.nn.order import LinearExpr, has_update
 from pyg_fullgraph.nn.preparation import is_derived, prepared_graph
 from pyg_fullgraph.nn.surroundings import Watch, has_hooks_of_all
 from pyg_fullgraph.saga.ir import EdgeProgram, Node
@@ -81,20 +83,21 @@ def find(conv: Any, function: str, edge_index: Any, size: Any, kwargs: Mapping[s
     layer = _layers.get(conv)
     if layer is None or not layer.calls or has_hooks_of_all():
         return None
-    look = _look(conv, function, edge_index, size, kwargs)
-    found = layer.calls.get(look) if look is not None else None
-    if found is None:
-        return None
-    if not found.watch.holds(conv):
-        layer.num_changes += 1
-        layer.calls.clear()
-        return None
+    with unseen():
+        look = _look(conv, function, edge_index, size, kwargs)
+        found = layer.calls.get(look) if look is not None else None
+        if found is None:
+            return None
+        if not found.watch.holds(conv):
+            layer.num_changes += 1
+            layer.calls.clear()
+            return None
     if len(layer.calls) > 1:
         try:
             layer.calls.move_to_end(look)
         except KeyError:  # another thread found the layer changed
             return None
-    return found.bind(edge_index, kwargs)
+    return found.bind(conv, edge_index, kwargs)
 
 
 def remember(conv: Any, function: str, edge_index: Any, size: Any, kwargs: Mapping[str, Any], call: Call,
@@ -111,7 +114,7 @@ def remember(conv: Any, function: str, edge_index: Any, size: Any, kwargs: Mappi
         layer = _layers[conv] = _Layer()
     has_hooks = conv._propagate_forward_pre_hooks or conv._propagate_forward_hooks
     if layer.num_changes >= MAX_CHANGES or has_hooks or has_hooks_of_all() or has_update(conv) or call.is_matrix or \
-            not call.is_plain or call.graph.is_part:
+            not call.is_plain or call.has_asked:
         return
     look = _look(conv, function, edge_index, size, kwargs)
     if look is None:
@@ -135,10 +138,10 @@ def remember(conv: Any, function: str, edge_index: Any, size: Any, kwargs: Mappi
 def _look(conv: Any, function: str, edge_index: Any, size: Any, kwargs: Mapping[str, Any]) -> Any:
     """A hashable that is equal for calls that differ in the values of tensors only; None for unusual ones."""
     kind = type(edge_index)
-    if kind is Graph:
+    if isinstance(edge_index, Graph):
         edges: Any = edge_index.memo.get(_LOOK)
         if edges is None:
-            edges = edge_index.memo[_LOOK] = (edge_index.num_src, edge_index.num_dst, edge_index.num_edges,
+            edges = edge_index.memo[_LOOK] = (kind, edge_index.num_src, edge_index.num_dst, edge_index.num_edges,
                                               is_derived(edge_index), edge_index.device)
     elif kind is Tensor:
         edges = _look_of(edge_index, [])
@@ -170,6 +173,12 @@ def _look_of(value: Any, held: list[int]) -> Any:
     if kind is EdgeExpr:
         held += map(id, value.tensors.values())
         return value.node, *((n, type(t), t.shape, t.dtype, t.device) for n, t in value.tensors.items())
+    if isinstance(value, DeferredTensor):
+        if kind is LinearExpr and value.is_open:
+            looks = tuple([_look_of(part, held) for part in (value.x, value.weight, value.bias)])
+            return None if None in looks else (kind, looks)
+        held.append(id(value if value._value is None else value._value))
+        return kind, value.known_shape, value.known_dtype, value.known_device
     if kind is tuple or kind is list:
         looks = tuple([_look_of(part, held) for part in value])
         return None if None in looks else (kind, looks)
@@ -187,15 +196,17 @@ class _Known:
         is_reversed: whether they are.
         sources: where each input comes from; None for seeds, which are drawn.
         expressions: arguments that are edge values.
+        maps: linear maps among the arguments, and whether each was to come later.
         same: pairs of tensors that were, or were not, the same.
     """
 
     def __init__(self, call: Call, watch: Watch, edge_index: Any, sources: dict[str, Source | None],
-                 expressions: list[Source], same: list[tuple[Source, Source, bool]]) -> None:
+                 expressions: list[Source], maps: list[tuple[Source, bool]],
+                 same: list[tuple[Source, Source, bool]]) -> None:
         self.watch, self.program, self.side = watch, call.program, call.side
         self.sizes, self.is_reversed = call.wanted, call.is_reversed
-        self.is_as_it_is = type(edge_index) is Graph and prepared_graph(edge_index, call.wanted) is edge_index
-        self.sources, self.expressions, self.same, self.ways = sources, expressions, same, Ways()
+        self.is_as_it_is = isinstance(edge_index, Graph) and prepared_graph(edge_index, call.wanted) is edge_index
+        self.sources, self.expressions, self.maps, self.same, self.ways = sources, expressions, maps, same, Ways()
 
     @staticmethod
     def of(call: Call, watch: Watch, edge_index: Any, kwargs: Mapping[str, Any]) -> _Known | None:
@@ -214,14 +225,17 @@ class _Known:
             if source is None and name not in call.seeds:
                 return None
             sources[name] = source
-        expressions = [s for s in places.values() if type(s(kwargs)) is EdgeExpr]
+        given = [(s, s(kwargs)) for s in places.values()]
+        expressions = [s for s, value in given if type(value) is EdgeExpr]
+        maps = [(s, value.comes_later) for s, value in given
+                if type(value) is LinearExpr and value.comes_later is not None]
         for a, b in call.compared:
             if id(a) not in places or id(b) not in places:
                 return None
             same.append((places[id(a)], places[id(b)], is_same(a, b)))
-        return _Known(call, watch, edge_index, sources, expressions, same)
+        return _Known(call, watch, edge_index, sources, expressions, maps, same)
 
-    def bind(self, edge_index: Any, kwargs: Mapping[str, Any]) -> Bound | None:
+    def bind(self, conv: Any, edge_index: Any, kwargs: Mapping[str, Any]) -> Bound | None:
         """The call with other tensors, which look the same; None if they are not the same where those were."""
         graph = edge_index if self.is_as_it_is else prepared_graph(edge_index, self.sizes)
         if self.is_reversed:
@@ -234,6 +248,9 @@ class _Known:
         for a, b, was_same in self.same:
             if is_same(a(kwargs), b(kwargs)) != was_same:
                 return None
+        for linear, was_later in self.maps:
+            if linear(kwargs).may_come_later(conv, graph) != was_later:
+                return None
         tensors = {name: graph.draw_seed() if source is None else source(kwargs)
                    for name, source in self.sources.items()}
         check_derivatives(tensors.values())
@@ -241,18 +258,31 @@ class _Known:
 
 
 def _places(kwargs: Mapping[str, Any]) -> dict[int, Source]:
-    """Where each tensor and edge value among the arguments is found, by identity; the first of several places."""
+    """Where each tensor and lazy value among the arguments, and what these are made of, is found, by identity; the
+    first of several places.
+    """
     found: dict[int, Source] = {}
     for name, value in kwargs.items():
         if type(value) in (tuple, list):
             for k, part in enumerate(value):
-                found.setdefault(id(part), lambda given, name=name, k=k: given[name][k])  # type: ignore[misc]
+                _note(found, part, lambda given, name=name, k=k: given[name][k])  # type: ignore[misc]
         else:
-            found.setdefault(id(value), lambda given, name=name: given[name])  # type: ignore[misc]
-        if type(value) is EdgeExpr:
-            for key, tensor in value.tensors.items():
-                found.setdefault(id(tensor), lambda given, name=name, key=key: given[name].tensors[key])  # type: ignore[misc]
+            _note(found, value, lambda given, name=name: given[name])  # type: ignore[misc]
     return found
+
+
+def _note(found: dict[int, Source], value: Any, source: Source) -> None:
+    found.setdefault(id(value), source)
+    if type(value) is EdgeExpr:
+        for key, tensor in value.tensors.items():
+            found.setdefault(id(tensor), lambda given, key=key: source(given).tensors[key])  # type: ignore[misc]
+    elif isinstance(value, DeferredTensor):
+        if value._value is not None:
+            found.setdefault(id(value._value), lambda given: source(given).materialize())
+        if type(value) is LinearExpr:
+            for name, part in (("x", value.x), ("weight", value.weight), ("bias", value.bias)):
+                if part is not None:
+                    found.setdefault(id(part), lambda given, name=name: getattr(source(given), name))  # type: ignore[misc]
 
 
 def _fixed(value: Tensor) -> Source:

@@ -21,11 +21,11 @@ from torch.autograd.function import once_differentiable
 
 from pyg_fullgraph import autograd, dense
 from pyg_fullgraph.errors import InputError
-from pyg_fullgraph.functions import apart, applying, has_transforms
+from pyg_fullgraph.functions import apart, applying, has_transforms, unseen
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.saga.ir import EdgeProgram, Node, Output
 
-__all__ = ["DeferredTensor", "EdgeExpr", "LazyTensor", "Returned", "as_plain", "run", "unseen"]
+__all__ = ["DeferredTensor", "EdgeExpr", "LazyTensor", "Returned", "as_plain", "run"]
 
 # Questions that the wrapper answers without computing the values.
 _METADATA = {
@@ -41,10 +41,6 @@ _BEYOND_VERSIONS = {
     torch.detach_, Tensor.numpy, Tensor.__array__, Tensor.untyped_storage, Tensor.storage, Tensor.data_ptr,
     Tensor.__dlpack__, Tensor.share_memory_, Tensor.apply_, Tensor.map_,
 }
-
-
-#: A context in which what is asked of plain tensors, such as their shapes, does not go through the modes of a forward.
-unseen = torch._C.DisableTorchFunction
 
 
 def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor],
@@ -166,8 +162,8 @@ class DeferredTensor(LazyTensor):
 
     def materialize(self) -> Tensor:
         if self._value is None:
-            self.check_unchanged()
-            with torch.set_grad_enabled(self._has_grad_mode):
+            with unseen(), torch.set_grad_enabled(self._has_grad_mode):
+                self.check_unchanged()
                 return self.computed(self.compute())
         return self._value
 

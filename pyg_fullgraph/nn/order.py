@@ -31,9 +31,9 @@ from torch_geometric.nn.conv import MessagePassing as PyGMessagePassing
 
 from pyg_fullgraph import columns, debug, dense, reuse
 from pyg_fullgraph.autograd import Ways
-from pyg_fullgraph.functions import PLAIN
+from pyg_fullgraph.functions import PLAIN, unseen
 from pyg_fullgraph.graph import Graph
-from pyg_fullgraph.nn.lazy import DeferredTensor, LazyTensor, run, unseen
+from pyg_fullgraph.nn.lazy import DeferredTensor, LazyTensor, run
 from pyg_fullgraph.nn.scaled import ScaledExpr, has_multiples
 from pyg_fullgraph.nn.surroundings import has_hooks_of_all
 from pyg_fullgraph.saga import ir
@@ -234,18 +234,23 @@ class Features(_Open):
 
 
 class LinearExpr(_Open):
-    """``x W^T + b`` for each node, ``[N, M]`` or ``[B, N, M]``, not computed yet."""
+    """``x W^T + b`` for each node, ``[N, M]`` or ``[B, N, M]``, not computed yet.
+
+    Attributes:
+        comes_later: Whether an edge phase took the features in its place; None if none has asked.
+    """
 
     x: Tensor
     weight: Tensor
     bias: Tensor | None
     node: Node
     tensors: dict[str, Tensor]
+    comes_later: bool | None
 
     @staticmethod
     def __new__(cls, x: Tensor, weight: Tensor, bias: Tensor | None) -> LinearExpr:
         self = _Open._make(cls, x, (*x.shape[:-1], weight.shape[0]))
-        self.x, self.weight, self.bias = x, weight, bias
+        self.x, self.weight, self.bias, self.comes_later = x, weight, bias, None
         self.watch(x, weight, bias)
         return self
 
@@ -269,10 +274,8 @@ class LinearExpr(_Open):
             place: Prefix of the names of the tensors.
             dim: The dimension of the nodes, in front of that of the features.
         """
-        is_constant = dim == 0 and reuse.was_seen(graph, ("linear", id(self.weight)), self.x)
-        if self._value is not None or not (self.weight.shape[1] < self.weight.shape[0] or is_constant):
+        if not self.may_come_later(layer, graph, dim):
             return False
-        _useful.add(layer)
         rows = self.x.movedim(dim, 0).contiguous() if dim else self.x
         self.tensors = {f"{place}.features": rows, f"{place}.weight": self.weight}
         x = ir.input(f"{place}.features", Domain.SRC, tuple(rows.shape[1:]))
@@ -282,6 +285,15 @@ class LinearExpr(_Open):
             node = ir.pointwise("add", node, ir.input(f"{place}.bias", Domain.PARAM, tuple(self.bias.shape)))
         self.node = node
         return True
+
+    def may_come_later(self, layer: Module, graph: Graph, dim: int = 0) -> bool:
+        """Whether it may pay to sum first, as of :meth:`write_out`; the first answer stays."""
+        if self.comes_later is None:
+            is_constant = dim == 0 and reuse.was_seen(graph, ("linear", id(self.weight)), self.x)
+            self.comes_later = self._value is None and (self.weight.shape[1] < self.weight.shape[0] or is_constant)
+        if self.comes_later:
+            _useful.add(layer)
+        return self.comes_later
 
 
 class SummedExpr(_Open):

@@ -27,11 +27,11 @@ from torch_geometric.utils.loop import compute_loop_attr
 from torch_geometric.utils.num_nodes import maybe_num_nodes
 
 from pyg_fullgraph.errors import DeviceError, DtypeError, IndexRangeError, RowCountError
-from pyg_fullgraph.functions import is_recorded
+from pyg_fullgraph.functions import is_recorded, unseen
 from pyg_fullgraph.graph import Graph, graph_of, is_part, remembered
 from pyg_fullgraph.memo import Memo, is_unchanged, keep, state_of, taken
 from pyg_fullgraph.nn.ends import EdgeValues, Ends
-from pyg_fullgraph.nn.lazy import EdgeExpr, LazyTensor, run, unseen
+from pyg_fullgraph.nn.lazy import EdgeExpr, LazyTensor, run
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
 from pyg_fullgraph.saga.trace import rebind

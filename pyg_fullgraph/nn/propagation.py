@@ -166,14 +166,13 @@ class FusedMixin(_Layer):
         if len(calls) == 1 and not calls[0].side and calls[0].is_plain:
             later = order.sum_later(self, calls[0].program, calls[0].graph, calls[0].tensors)
             if later is not None:
-                if order.is_closed(self):
-                    known.remember(self, "propagate", edge_index, size, kwargs, calls[0], fields)
+                known.remember(self, "propagate", edge_index, size, kwargs, calls[0], fields)
                 return later
         try:
             results = [self._fullgraph_edge_phase(call, edge_index) for call in calls]
         except NotFusable as error:  # of derivatives, which are made before anything is computed
             return _run_plain(self, "propagate", edge_index, size, kwargs, error.reasons, has_run_hooks)
-        if len(calls) == 1 and order.is_closed(self):
+        if len(calls) == 1:
             known.remember(self, "propagate", edge_index, size, kwargs, calls[0], fields)
         out = results[0] if len(results) == 1 else torch.cat(results, dim=-1)
         for hook in self._propagate_forward_hooks.values():

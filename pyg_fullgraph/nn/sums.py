@@ -22,9 +22,9 @@ from torch.nn.modules import module as modules
 from torch_geometric.nn import Linear as PyGLinear
 
 from pyg_fullgraph import dense
-from pyg_fullgraph.functions import PLAIN
+from pyg_fullgraph.functions import PLAIN, unseen
 from pyg_fullgraph.nn import order
-from pyg_fullgraph.nn.lazy import LazyTensor, unseen
+from pyg_fullgraph.nn.lazy import LazyTensor
 from pyg_fullgraph.nn.order import AddedExpr, LinearExpr, SummedExpr
 from pyg_fullgraph.nn.rewriting import Rewriter, rewritten
 
