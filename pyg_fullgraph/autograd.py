@@ -525,10 +525,15 @@ _way = lru_cache(maxsize=1024)(Way)
 
 
 class Ways:
-    """The ways of programs on graphs of one size, with plain tensors of one shape, dtype and device per input."""
+    """The ways of programs on graphs of one size, with plain tensors of one shape, dtype and device per input.
+
+    Attributes:
+        adds: Whether their kernels can add something to what they compute; None until that was found.
+    """
 
     def __init__(self) -> None:
         self._known: dict[Any, Way] = {}
+        self.adds: bool | None = None
 
     def run(self, program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """As :func:`run`, where ``program`` is always given its inputs in the same order, tensors that

@@ -295,6 +295,7 @@ class Graph(Tensor):
     # What concerns the whole graph, where this is a part of one; parts have to decide alike
 
     is_part = False
+    is_divided = False  # whether other processes have other parts
     own_side = 1  # row of the edge_index whose vertices a part owns
 
     def nodes_with_edges(self) -> int:

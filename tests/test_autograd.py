@@ -1,10 +1,13 @@
 """run(): the operators' contract with torch, layouts of inputs, what needs a gradient, and refusals."""
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import pyg_fullgraph as pfg
 import zoo
 from oracle import TOLERANCE, error, gradients, program_of, random_case, run_oracle
 from programs import CASES, make_tensors
@@ -322,3 +325,21 @@ def test_programs_that_differ_in_vertex_work_share_their_edge_phase():
     again = compile_program(EdgeProgram((Output("sum", ir.mm(x, w)),)))
     assert one.phases == again.phases
     assert one.split.stages[0].hoisted
+
+
+def test_what_both_ends_make_of_a_parameter_is_made_once():
+    """Halves of EdgeConv's weight are one split, whose gradient is one concatenation, as the weight lies."""
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen[func.overloadpacket] += 1
+            return func(*args, **(kwargs or {}))
+
+    edge_index = torch.randint(12, (2, 40), generator=torch.Generator().manual_seed(0))
+    layer = pfg.nn.EdgeConv(torch.nn.Linear(12, 4)).double()
+    x = torch.randn(12, 6, dtype=torch.float64, requires_grad=True)
+    for _ in range(3):
+        seen = Counter()
+        with Count():
+            layer(x, edge_index).sum().backward()
+    aten = torch.ops.aten
+    assert seen[aten.slice_backward] == 0 and seen[aten.cat] == 1 and seen[aten.split_with_sizes] == 1

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import sharded
 import sharded_captured
+import sharded_known
 import sharded_rows
 from layers import MORE, MORE_PAIRS, PAIRS, SQUARE
 from ranks import ranks
@@ -114,6 +115,16 @@ def test_training_equals_the_whole():
 @pytest.mark.parametrize("size", [1, 2])
 def test_what_layers_add_to_sums(size):
     ranks(size).run(sharded.check_added, "halo", "broadcast", "feature_split")
+
+
+@pytest.mark.parametrize("size, way", [(1, "halo"), (2, "halo"), (2, "broadcast"), (3, "feature_split")])
+def test_calls_on_parts_are_known(size, way):
+    """But for those with data of which ranks ask each other whether it is that of edges."""
+    asked = ["gine", "nn"]
+    for found in ranks(size).run(sharded_known.check_known, way,
+                                 ["gcn", "sage", "gat", "gatv2", "edge_conv", "res_gated", *asked]):
+        for name, hits in found.items():
+            assert hits and all(hit == (size == 1 or name not in asked) for hit in hits), name
 
 
 @pytest.mark.parametrize("way", ["halo", "broadcast"])

@@ -249,6 +249,24 @@ def test_verify_refuses_unknown_kinds():
         EdgeProgram((Output("median", ir.input("x", SRC, ())),))
 
 
+@pytest.mark.parametrize("domain", [PARAM, SRC])
+@pytest.mark.parametrize("cuts, is_one", [
+    ([(0, 2), (2, 5), (5, 6)], True), ([(4, 6), (0, 4)], True), ([(0, 3), (3, 5)], False), ([(0, 4), (3, 6)], False),
+    ([(0, 3), (0, 3)], False)])
+def test_slices_that_are_all_of_a_value_are_one_split(cuts, is_one, domain):
+    """So that their gradients are put together at once."""
+    x = ir.input("x", domain, (2, 6))
+    roots = [ir.pointwise("exp", ir.slice_(x, 1, *cut)) for cut in cuts]
+    value = torch.randn(*(3,) * (domain == SRC), 2, 6, dtype=torch.float64, requires_grad=True)
+    made = interpret.evaluate(roots, lambda n, args: value, value)
+    wanted = [value[..., a:b].exp() for a, b in cuts]
+    torch.testing.assert_close(made, wanted)
+    assert {type(m.grad_fn.next_functions[0][0]).__name__ for m in made} == \
+        {"SplitWithSizesBackward0" if is_one else "SliceBackward0"}
+    torch.testing.assert_close(torch.autograd.grad(sum(m.sum() for m in made), value),
+                               torch.autograd.grad(sum(w.sum() for w in wanted), value))
+
+
 def test_verify_refuses_unknown_operations():
     with pytest.raises(ValueError, match="Unknown operation 'erfinv'"):
         EdgeProgram((Output("sum", Node("erfinv", (ir.input("x", SRC, ()),), (), SRC)),))

@@ -14,6 +14,7 @@ from torch.func import functional_call
 import pyg_fullgraph.nn as fused_nn
 import zoo
 from pyg_fullgraph import debug
+from pyg_fullgraph.autograd import observing
 from pyg_fullgraph.nn import known, order, propagation
 
 LAYERS = [layer for layer in (*SQUARE, *PAIRS, *MORE, *MORE_PAIRS) if not layer.lacks_dst]
@@ -59,6 +60,41 @@ def test_calls_are_known(name, hits):
     phases = len(hits) // (order.MAX_TRIES + 3)
     assert not any(hits[:phases])
     assert all(hits[-2 * phases:])
+
+
+@pytest.mark.parametrize("name, num_in, num_out", [
+    ("GCNConv", 4, 9), ("GCNConv", 9, 4), ("SGConv", 9, 4), ("TAGConv", 4, 4), ("SAGEConv", 4, 9), ("GraphConv", 9, 4),
+    ("APPNP", 4, 4), ("LGConv", 4, 4)])
+def test_calls_with_linear_maps_that_come_later_are_known(name, num_in, num_out, hits):
+    """Also where that depends on whether features are constant, which changes from call to call."""
+    args = {"APPNP": (3, 0.2), "LGConv": ()}.get(name, (num_in, num_out))
+    ours, theirs = pair(lambda n: getattr(n, name)(*args))
+    first, second = torch.randn(2, 12, num_in, dtype=torch.float64)
+    sequence = [first] * 6 + [second, first, first, first, second.clone().requires_grad_()] + [second] * 4
+    for x in sequence:
+        count = len(hits)
+        got, want = ours(x, EDGES), theirs(x, EDGES)
+        torch.testing.assert_close(got, want)
+        inputs = [*ours.parameters(), *([x] if x.requires_grad else [])]
+        if inputs:
+            others = [*theirs.parameters(), *inputs[len(list(theirs.parameters())):]]
+            for g, w in zip(torch.autograd.grad(got.square().sum(), inputs),
+                            torch.autograd.grad(want.square().sum(), others), strict=True):
+                torch.testing.assert_close(g, w)
+    assert len(hits) > count and all(hits[count:])
+
+
+def test_a_known_call_with_constant_features_is_not_taken_for_one_with_others():
+    """A sum that is computed once is one of features, with a product after it, which else comes before."""
+    ours = fused_nn.GCNConv(4, 3).double()
+    constant = torch.randn(12, 4, dtype=torch.float64)
+    widths = []
+    for x in [constant] * 5 + [constant + 1, constant + 2]:
+        with observing() as seen:
+            ours(x, EDGES)
+        (stage,) = seen[-1].compiled.split.stages
+        widths.append([o.value.numel for o in stage.core.outputs])
+    assert widths[2:] == [[4]] * 3 + [[3]] * 2
 
 
 def pair(make):

@@ -128,6 +128,13 @@ def test_the_linear_map_of_edge_conv_leaves_the_edges(name):
     assert len(without) == 1
 
 
+def test_a_weight_is_cut_before_it_is_turned_and_its_parts_are_subtracted_once():
+    (stage,) = split(program_of("edge-max")).stages
+    nodes = [n for n in ir.walk(*stage.hoisted.values()) if n.domain == PARAM]
+    assert {n.args[0].op for n in nodes if n.op == "slice"} == {"input"}
+    assert Counter(n.op for n in nodes if n.op in ("sub", "neg", "add")) == {"sub": 1}
+
+
 def test_the_first_linear_map_of_an_edge_mlp_leaves_the_edges():
     assert edge_ops(program_of("edge-mlp"))["mm"] == 1
 

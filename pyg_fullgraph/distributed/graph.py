@@ -136,6 +136,10 @@ class ShardedGraph(Graph):
         return self.shard.src_ids if self.is_reversed else self.shard.dst_ids
 
     @property
+    def is_divided(self) -> bool:  # type: ignore[override]
+        return self.group.size > 1
+
+    @property
     def own_side(self) -> int:  # type: ignore[override]
         return int(not self.is_reversed)
 

@@ -194,7 +194,7 @@ class Call:
 
     def _holds(self, fact: bool) -> bool:
         """Whether something holds in all parts of the graph."""
-        self.has_asked = self.has_asked or self.graph.is_part
+        self.has_asked = self.has_asked or self.graph.is_divided
         return self.graph.holds_everywhere(fact)
 
     def _tensor(self, name: str, value: Tensor, domain: Domain, dim: int = 0) -> ArgSpec:

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.nn import Module
 
 from pyg_fullgraph.autograd import Ways, check_derivatives
-from pyg_fullgraph.functions import unseen
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn.arguments import Call, inputs_of, is_same
 from pyg_fullgraph.nn.lazy import DeferredTensor, EdgeExpr
@@ -83,15 +82,14 @@ def find(conv: Any, function: str, edge_index: Any, size: Any, kwargs: Mapping[s
     layer = _layers.get(conv)
     if layer is None or not layer.calls or has_hooks_of_all():
         return None
-    with unseen():
-        look = _look(conv, function, edge_index, size, kwargs)
-        found = layer.calls.get(look) if look is not None else None
-        if found is None:
-            return None
-        if not found.watch.holds(conv):
-            layer.num_changes += 1
-            layer.calls.clear()
-            return None
+    look = _look(conv, function, edge_index, size, kwargs)
+    found = layer.calls.get(look) if look is not None else None
+    if found is None:
+        return None
+    if not found.watch.holds(conv):
+        layer.num_changes += 1
+        layer.calls.clear()
+        return None
     if len(layer.calls) > 1:
         try:
             layer.calls.move_to_end(look)

@@ -51,6 +51,7 @@ _tries: weakref.WeakKeyDictionary[Module, int] = weakref.WeakKeyDictionary()
 MAX_TRIES = 3
 _ADD = frozenset({torch.add, Tensor.add})
 _VIEW = frozenset({Tensor.view, Tensor.reshape})
+_MEAN = frozenset({torch.mean, Tensor.mean})
 
 
 class _Running(threading.local):
@@ -179,9 +180,18 @@ def sum_later(layer: Any, program: EdgeProgram, graph: Graph, tensors: Mapping[s
         return None
     if has_multiples(program):
         return ScaledExpr.of(layer, program, graph, tensors, ways) if may_wait(layer) else None
-    adds = SummedExpr.adds(program, graph, tensors) and may_wait(layer)
+    adds = _adds(program, graph, tensors, ways) and may_wait(layer)
     opens = SummedExpr.suits(program) and is_open(layer)
     return SummedExpr(layer, program, graph, tensors, opens, adds, ways=ways) if adds or opens else None
+
+
+def _adds(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor], ways: Ways | None) -> bool:
+    """:meth:`SummedExpr.adds`, which says the same of all calls that have their ways in common."""
+    if ways is None:
+        return SummedExpr.adds(program, graph, tensors)
+    if ways.adds is None:
+        ways.adds = SummedExpr.adds(program, graph, tensors)
+    return ways.adds
 
 
 class _Open(DeferredTensor):
@@ -198,12 +208,21 @@ class _Open(DeferredTensor):
             made = args[0].with_heads_joined(args[1:])
             if made is not None:
                 return made
+        if func in _MEAN and isinstance(args[0], SummedExpr) and _is_over_heads(*args[1:], **(kwargs or {})):
+            made = args[0].with_mean_of_heads()
+            if made is not None:
+                return made
         if func in _ADD and len(args) == 2 and not kwargs:
             for total, other in (args, args[::-1]):
                 made = _sum(total, other)
                 if made is not None:
                     return made
         return super().__torch_function__(func, types, args, kwargs)
+
+
+def _is_over_heads(*args: Any, **kwargs: Any) -> bool:
+    """Whether the arguments of a mean say that it is over the second of three dimensions."""
+    return (args, kwargs) in (((1,), {}), ((), {"dim": 1}))
 
 
 def _sum(total: Any, other: Any) -> Tensor | None:
@@ -334,6 +353,7 @@ class SummedExpr(_Open):
         """See the class."""
 
     @staticmethod
+    @functools.lru_cache(maxsize=1024)
     def suits(program: EdgeProgram) -> bool:
         """Whether a product after the one result of ``program`` could as well come before it."""
         (output,) = program.outputs
@@ -384,6 +404,10 @@ class SummedExpr(_Open):
         if not can_wait or sizes not in ((-1, num_heads * width), (num_rows, num_heads * width)):
             return None
         return SummedExpr(self.layer, _joined(self.program), self.graph, self.tensors, False, True, self, self.ways)
+
+    def with_mean_of_heads(self) -> SummedExpr | None:
+        """The same without the dimension of heads, where there is one head."""
+        return self.with_heads_joined((-1, self.known_shape[-1])) if self.known_shape[1:-1] == (1,) else None
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> LinearOfSum | None:
         narrows = weight.dtype == self.known_dtype and weight.shape[0] < weight.shape[1] == self.known_shape[1]

@@ -20,7 +20,7 @@ from torch_geometric.utils import is_sparse
 
 from pyg_fullgraph import debug
 from pyg_fullgraph.errors import NotFusable, NotFusedError, ShardedGraphError
-from pyg_fullgraph.functions import is_recorded
+from pyg_fullgraph.functions import is_recorded, unseen
 from pyg_fullgraph.graph import is_part
 from pyg_fullgraph.nn import classes, compiled, derived, dots, known, order
 from pyg_fullgraph.nn.arguments import Call
@@ -138,9 +138,11 @@ class FusedMixin(_Layer):
         if is_recorded() or not has_numbers(edge_index):
             return _recorded_propagate(self, edge_index, size, kwargs)
         kwargs, _ = dots.computed(self, kwargs)
-        bound = known.find(self, "propagate", edge_index, size, kwargs)
+        with unseen():
+            bound = known.find(self, "propagate", edge_index, size, kwargs)
+            later = None if bound is None or bound.side else \
+                order.sum_later(self, bound.program, bound.graph, bound.tensors, bound.ways)
         if bound is not None:
-            later = None if bound.side else order.sum_later(self, bound.program, bound.graph, bound.tensors, bound.ways)
             if later is not None:
                 return later
             debug.record(self, "propagate", bound.program, bound.graph)
@@ -194,7 +196,8 @@ class FusedMixin(_Layer):
         if is_recorded() or not has_numbers(edge_index):
             return _recorded_edge_updater(self, edge_index, size, kwargs)
         kwargs, features = dots.computed(self, kwargs)
-        bound = known.find(self, "edge_updater", edge_index, size, kwargs)
+        with unseen():
+            bound = known.find(self, "edge_updater", edge_index, size, kwargs)
         if bound is not None:
             debug.record(self, "edge_updater", bound.program, bound.graph)
             bound.leave_behind(self)
