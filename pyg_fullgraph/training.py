@@ -79,7 +79,8 @@ class _Optimization:
     def step(self, loss: Tensor) -> None:
         for parameter in self.parameters:
             parameter.grad = None
-        self.scaler.scale(loss).backward()
+        with torch.autograd.set_multithreading_enabled(False):  # there is one device: no thread has to be woken for it
+            self.scaler.scale(loss).backward()
         if self.is_16_bit:
             for master, parameter in zip(self.masters, self.parameters, strict=True):
                 master.grad = None if parameter.grad is None else parameter.grad.float()
