@@ -311,11 +311,12 @@ def _hoist(hoisted: Mapping[Node, Node], env: dict[Node, Tensor], like: Tensor) 
 
 def _like(expression: Node, env: Mapping[Node, Tensor], like: Tensor) -> Tensor:
     """The tensor whose dtype and device constants of a vertex expression take."""
-    floats = [n for n in _inputs_of(expression) if env[n].is_floating_point()]
+    floats = [n for n in inputs_of(expression) if env[n].is_floating_point()]
     return next((env[n] for n in floats if n.is_row), env[floats[0]] if floats else like)
 
 
-_inputs_of = lru_cache(maxsize=4096)(ir.inputs_of)
+#: Inputs of an expression.
+inputs_of: Callable[[Node], tuple[Node, ...]] = lru_cache(maxsize=4096)(ir.inputs_of)
 
 
 def _vertex(expression: Node, env: Mapping[Node, Tensor], like: Tensor) -> Tensor:

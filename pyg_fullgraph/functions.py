@@ -24,7 +24,7 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 is_of_transform: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 #: Whether a transform of ``torch.func`` is at work.
 has_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
-#: A context in which what is asked of plain tensors, such as their shapes, does not go through the modes of a forward.
+#: A context for what is done with plain tensors only: neither modes nor subclasses see torch's functions in it.
 unseen = torch._C.DisableTorchFunction
 #: Modes that record operations, or run them without numbers.
 _TRACERS = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY,
@@ -87,12 +87,12 @@ def apart(function: Callable[..., Any], reason: str | None = None,
         reason: what a compiler says.
         exported: what ``torch.export`` sees in its place.
     """
-    unseen = torch.compiler.disable(function, reason=reason)
+    alone = torch.compiler.disable(function, reason=reason)
 
     @functools.wraps(function)
     def run(*args: Any) -> Any:
         if is_compiling():
-            return exported(*args) if exported is not None and is_exported() else unseen(*args)
+            return exported(*args) if exported is not None and is_exported() else alone(*args)
         return function(*args)
 
     return run

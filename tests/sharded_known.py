@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from sharded import LAYERS, call, check_layer, gradients, make_case, sharded
+from sharded import LAYERS, call, check_layer, close, gradients, make_case, sharded
 
 import pyg_fullgraph.nn as fused_nn
+from pyg_fullgraph.distributed import shard
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn import known, order, propagation
+from pyg_fullgraph.partition import Partition
 
 
-def check_known(rank: int, size: int, way: str, names: list[str]) -> dict[str, list[bool]]:
-    """Layers called again and again on one part; of each whether its phases were known, in the last call."""
-    found: dict[str, list[bool]] = {}
+@contextmanager
+def noting() -> Iterator[list[bool]]:
+    """Whether each call of an edge phase in the block was known."""
     hits: list[bool] = []
 
     def find(*given: Any, find: Any = known.find) -> Any:
@@ -24,10 +28,39 @@ def check_known(rank: int, size: int, way: str, names: list[str]) -> dict[str, l
         hits.append(bound is not None)
         return bound
 
-    case = make_case("hub")
-    part, graph = sharded(case, way, size), Graph.from_edge_index(case.edge_index, case.size)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(propagation.known, "find", find)
+        yield hits
+
+
+def check_alike(rank: int, size: int, way: str) -> list[bool]:
+    """Two graphs of which rank 0 has as much: what ranks have to decide alike depends on what the others have."""
+    generator = torch.Generator().manual_seed(0)
+    layer = fused_nn.GCNConv(4, 4).double()
+    for p in layer.parameters():
+        dist.broadcast(p.detach(), 0)
+    first = torch.randint(8, (2, 60), generator=generator)
+    with noting() as hits:
+        for count in (20, 900):
+            second = 8 + torch.randint(8, (2, count), generator=generator)
+            whole = Graph.from_edge_index(torch.cat([first, second], dim=1), 16)
+            part = shard(whole, way, Partition.from_owner(torch.arange(16) // 8, 2))
+            assert rank or part.num_edges == 60
+            for _ in range(3):
+                x = torch.randn(16, 4, dtype=torch.float64, generator=generator)
+                got = layer(part.take(x), part)
+                here = hits.copy()
+                close(got, part.take(layer(x, whole).detach()), 1e-12, "output")
+                hits[:] = here
+    return hits
+
+
+def check_known(rank: int, size: int, way: str, names: list[str]) -> dict[str, list[bool]]:
+    """Layers called again and again on one part; of each whether its phases were known, in the last call."""
+    found: dict[str, list[bool]] = {}
+    case = make_case("hub")
+    part, graph = sharded(case, way, size), Graph.from_edge_index(case.edge_index, case.size)
+    with noting() as hits:
         for name in names:
             layer = LAYERS[name]
             module = layer.build(fused_nn)

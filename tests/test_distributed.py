@@ -128,6 +128,12 @@ def test_calls_on_parts_are_known(size, way):
 
 
 @pytest.mark.parametrize("way", ["halo", "broadcast"])
+def test_ranks_know_a_call_alike(way):
+    first, second = ranks(2).run(sharded_known.check_alike, way)
+    assert first == second and any(first)
+
+
+@pytest.mark.parametrize("way", ["halo", "broadcast"])
 def test_bytes_per_edge(way):
     """Two numbers of four bytes per edge and direction; as many for the graph with self-loops, and nothing for SAGE."""
     for at_first, sage, gcn, with_loops in ranks(2).run(sharded.check_bytes, way):

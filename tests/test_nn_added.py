@@ -79,7 +79,6 @@ LAYERS = {
     "GATConv": (lambda kind: kind(6, 4), [], [1]),
     "GATConv-heads": (lambda kind: kind(6, 4, heads=3), [], [1]),
     "GATConv-residual": (lambda kind: kind(6, 4, heads=3, residual=True), [], [0]),
-    "GATConv-one-head": (lambda kind: kind(6, 4, concat=False), [], [1]),
     "GATConv-mean": (lambda kind: kind(6, 4, heads=3, concat=False), [], [0]),
     "GATv2Conv": (lambda kind: kind(6, 4, heads=2), [], [1]),
     "TransformerConv": (lambda kind: kind(6, 4, heads=2), [], [0]),

@@ -15,6 +15,7 @@ import pyg_fullgraph.nn as fused_nn
 import zoo
 from pyg_fullgraph import debug
 from pyg_fullgraph.autograd import observing
+from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn import known, order, propagation
 
 LAYERS = [layer for layer in (*SQUARE, *PAIRS, *MORE, *MORE_PAIRS) if not layer.lacks_dst]
@@ -64,15 +65,17 @@ def test_calls_are_known(name, hits):
 
 @pytest.mark.parametrize("name, num_in, num_out", [
     ("GCNConv", 4, 9), ("GCNConv", 9, 4), ("SGConv", 9, 4), ("TAGConv", 4, 4), ("SAGEConv", 4, 9), ("GraphConv", 9, 4),
-    ("APPNP", 4, 4), ("LGConv", 4, 4)])
+    ("APPNP", 4, 4), ("LGConv", 4, 4), ("ResGatedGraphConv", 4, 9), ("ResGatedGraphConv", 9, 4), ("LEConv", 4, 9),
+    ("LEConv", 9, 4)])
 def test_calls_with_linear_maps_that_come_later_are_known(name, num_in, num_out, hits):
     """Also where that depends on whether features are constant, which changes from call to call."""
     args = {"APPNP": (3, 0.2), "LGConv": ()}.get(name, (num_in, num_out))
     ours, theirs = pair(lambda n: getattr(n, name)(*args))
     first, second = torch.randn(2, 12, num_in, dtype=torch.float64)
-    sequence = [first] * 6 + [second, first, first, first, second.clone().requires_grad_()] + [second] * 4
-    for x in sequence:
-        count = len(hits)
+    counts = []
+    for x in [first] * 6 + [second, first, first, first] + [second.clone().requires_grad_()] * 3 + [second] * 4 + \
+            [first + k for k in range(5)]:
+        counts.append(len(hits))
         got, want = ours(x, EDGES), theirs(x, EDGES)
         torch.testing.assert_close(got, want)
         inputs = [*ours.parameters(), *([x] if x.requires_grad else [])]
@@ -81,7 +84,10 @@ def test_calls_with_linear_maps_that_come_later_are_known(name, num_in, num_out,
             for g, w in zip(torch.autograd.grad(got.square().sum(), inputs),
                             torch.autograd.grad(want.square().sum(), others), strict=True):
                 torch.testing.assert_close(g, w)
-    assert len(hits) > count and all(hits[count:])
+    # Of each kind the last ones, at least: features that are constant, have gradients, and are others every time.
+    for kind in (slice(counts[4], counts[6]), slice(counts[12], counts[13]), slice(counts[15], counts[17]),
+                 slice(counts[-2], None)):
+        assert hits[kind] and all(hits[kind])
 
 
 def test_a_known_call_with_constant_features_is_not_taken_for_one_with_others():
@@ -319,3 +325,24 @@ def test_nothing_is_kept_alive():
         assert [ref() for ref in gone] == [None] * 4
     finally:
         gc.enable()
+
+
+def test_results_are_of_the_kind_of_tensor_that_came():
+    """Also where a sum waits for what comes after it, and in calls to come."""
+    class Own(torch.Tensor):
+        pass
+
+    for name, width in (("GCNConv", 9), ("GCNConv", 2), ("GraphConv", 9)):
+        ours = getattr(fused_nn, name)(6, width).double()
+        for weight in (None, torch.ones(40, dtype=torch.float64).as_subclass(Own)):
+            for _ in range(order.MAX_TRIES + 2):
+                assert type(ours(X.as_subclass(Own), EDGES, weight)) is Own
+
+
+def test_a_linear_map_that_was_computed_comes_no_later():
+    """Somebody may have written to it since an edge phase asked."""
+    graph = Graph.from_edge_index(EDGES, 12)
+    made = order.LinearExpr(X, torch.randn(9, 6, dtype=torch.float64), None)
+    assert made.may_come_later(fused_nn.GCNConv(6, 9), graph)
+    made.materialize()
+    assert not made.may_come_later(fused_nn.GCNConv(6, 9), graph)

@@ -77,7 +77,7 @@ class DistributedModel(Module):
         graph = next((v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Graph)), None)
         with _WholeGraph(self.group, graph):
             out = self.module(*args, **kwargs)
-        if self.group.size == 1 or not (torch.is_grad_enabled() and self._is_synced):
+        if not (torch.is_grad_enabled() and self._is_synced):
             return out
         return pytree.tree_map_only(Tensor, lambda v: _Leaving.apply(v, self) if v.requires_grad else v, out)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch_geometric import nn as pyg_nn
 from torch_geometric.utils import is_sparse
 
-from pyg_fullgraph.autograd import check_derivatives
+from pyg_fullgraph.autograd import check_derivatives, inputs_of
 from pyg_fullgraph.errors import DeviceError, DtypeError, InputError, NotFusable, RowCountError
 from pyg_fullgraph.graph import Graph, graph_of
 from pyg_fullgraph.nn.lazy import EdgeExpr, as_plain
@@ -28,7 +28,7 @@ from pyg_fullgraph.saga.forms import TARGET_ROWS
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output
 from pyg_fullgraph.saga.trace import INDEX, SIZE_I, SIZE_J, ArgSpec
 
-__all__ = ["Call", "inputs_of", "is_same"]
+__all__ = ["Call", "is_same"]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -406,10 +406,6 @@ def _compose(value: Node, side: tuple[tuple[str, Node], ...], known: tuple[tuple
         output = Output("vertex", value)
     program = EdgeProgram((output,))
     return program, ir.inputs_of(output.value, *others), dict(zip(names, others, strict=True))
-
-
-#: Inputs of an expression.
-inputs_of: Callable[[Node], tuple[Node, ...]] = functools.lru_cache(maxsize=1024)(ir.inputs_of)
 
 
 def _shown(name: str) -> str:

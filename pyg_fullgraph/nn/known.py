@@ -3,8 +3,9 @@
 What :class:`arguments.Call` finds follows from the shapes, dtypes and devices of the arguments and from what the
 methods of the layer can read. Where the latter is watched (:class:`surroundings.Watch`), a call that looks like an
 earlier one is that one with other tensors. Everything unusual takes the long way: sparse matrices, autocast, inputs
-that are not the tensors given, or what lazy ones are made of, as they are. So do calls for which the holders of the
-parts of a graph asked each other: that one of them knows a call does not mean that all do.
+that are not the tensors given, or what lazy ones are made of, as they are. That one holder of a part of a graph knows a
+call does not mean that all do. So calls for which they asked each other take the long way, too, and what they have to
+decide alike follows from sizes of the whole graph, which are part of a look.
 """
 
 from __future__ import annotations
@@ -19,16 +20,17 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from pyg_fullgraph.autograd import Ways, check_derivatives
+from pyg_fullgraph.autograd import Ways, check_derivatives, inputs_of
+from pyg_fullgraph.functions import unseen
 from pyg_fullgraph.graph import Graph
-from pyg_fullgraph.nn.arguments import Call, inputs_of, is_same
+from pyg_fullgraph.nn.arguments import Call, is_same
 from pyg_fullgraph.nn.lazy import DeferredTensor, EdgeExpr
 from pyg_fullgraph.nn.order import LinearExpr, has_update
 from pyg_fullgraph.nn.preparation import is_derived, prepared_graph
 from pyg_fullgraph.nn.surroundings import Watch, has_hooks_of_all
 from pyg_fullgraph.saga.ir import EdgeProgram, Node
 
-__all__ = ["find", "remember"]
+__all__ = ["find", "look_of", "remember"]
 
 _TENSORS = (Tensor, torch.nn.Parameter)
 _NUMBERS = (int, float, bool, str, type(None))
@@ -77,16 +79,15 @@ class _Layer:
 _layers: weakref.WeakKeyDictionary[Module, _Layer] = weakref.WeakKeyDictionary()
 
 
-def find(conv: Any, function: str, edge_index: Any, size: Any, kwargs: Mapping[str, Any]) -> Bound | None:
-    """Program, graph and inputs of a call, if one that looks the same came before and the layer is as it was."""
+def find(conv: Any, look: Any, edge_index: Any, kwargs: Mapping[str, Any]) -> Bound | None:
+    """Program, graph and inputs of a call, if one with the same look came before and the layer is as it was."""
     layer = _layers.get(conv)
-    if layer is None or not layer.calls or has_hooks_of_all():
+    found = layer.calls.get(look) if layer is not None and look is not None else None
+    if layer is None or found is None or has_hooks_of_all():
         return None
-    look = _look(conv, function, edge_index, size, kwargs)
-    found = layer.calls.get(look) if look is not None else None
-    if found is None:
-        return None
-    if not found.watch.holds(conv):
+    with unseen():
+        is_same_layer = found.watch.holds(conv)
+    if not is_same_layer:
         layer.num_changes += 1
         layer.calls.clear()
         return None
@@ -98,15 +99,18 @@ def find(conv: Any, function: str, edge_index: Any, size: Any, kwargs: Mapping[s
     return found.bind(conv, edge_index, kwargs)
 
 
-def remember(conv: Any, function: str, edge_index: Any, size: Any, kwargs: Mapping[str, Any], call: Call,
+def remember(conv: Any, look: Any, edge_index: Any, kwargs: Mapping[str, Any], call: Call,
              fields: Mapping[str, Any]) -> None:
     """Keep ``call``, which ran, for the next one that looks like it; does nothing where that is not possible.
 
     Args:
-        conv, function, edge_index, size, kwargs: of the call.
+        conv, edge_index, kwargs: of the call.
+        look: what it looked like before it ran.
         call: what was found.
         fields: the attributes of the layer before it.
     """
+    if look is None:
+        return
     layer = _layers.get(conv)
     if layer is None:
         layer = _layers[conv] = _Layer()
@@ -114,10 +118,7 @@ def remember(conv: Any, function: str, edge_index: Any, size: Any, kwargs: Mappi
     if layer.num_changes >= MAX_CHANGES or has_hooks or has_hooks_of_all() or has_update(conv) or call.is_matrix or \
             not call.is_plain or call.has_asked:
         return
-    look = _look(conv, function, edge_index, size, kwargs)
-    if look is None:
-        return
-    mode = function, conv.training
+    mode = call.function, conv.training
     watch = layer.watches.get(mode)
     if watch is None or not watch.holds(conv):
         watch = Watch.of(conv, call.methods, fields)
@@ -133,14 +134,19 @@ def remember(conv: Any, function: str, edge_index: Any, size: Any, kwargs: Mappi
                 layer.calls.popitem(last=False)
 
 
-def _look(conv: Any, function: str, edge_index: Any, size: Any, kwargs: Mapping[str, Any]) -> Any:
+def look_of(conv: Any, function: str, edge_index: Any, size: Any, kwargs: Mapping[str, Any]) -> Any:
     """A hashable that is equal for calls that differ in the values of tensors only; None for unusual ones."""
+    with unseen():
+        return _look(conv, function, edge_index, size, kwargs)
+
+
+def _look(conv: Any, function: str, edge_index: Any, size: Any, kwargs: Mapping[str, Any]) -> Any:
     kind = type(edge_index)
     if isinstance(edge_index, Graph):
         edges: Any = edge_index.memo.get(_LOOK)
         if edges is None:
             edges = edge_index.memo[_LOOK] = (kind, edge_index.num_src, edge_index.num_dst, edge_index.num_edges,
-                                              is_derived(edge_index), edge_index.device)
+                                              edge_index.whole_sizes, is_derived(edge_index), edge_index.device)
     elif kind is Tensor:
         edges = _look_of(edge_index, [])
     else:
@@ -249,8 +255,9 @@ class _Known:
         for linear, was_later in self.maps:
             if linear(kwargs).may_come_later(conv, graph) != was_later:
                 return None
-        tensors = {name: graph.draw_seed() if source is None else source(kwargs)
-                   for name, source in self.sources.items()}
+        # Holders of parts that do not know the call draw seeds after all else as well.
+        given = {name: source(kwargs) for name, source in self.sources.items() if source is not None}
+        tensors = {name: graph.draw_seed() if source is None else given[name] for name, source in self.sources.items()}
         check_derivatives(tensors.values())
         return Bound(self.program, graph, tensors, self.side, self.ways)
 

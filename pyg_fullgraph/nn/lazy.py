@@ -151,9 +151,10 @@ class DeferredTensor(LazyTensor):
 
     def check_unchanged(self) -> None:
         """Raise if one of them was written to meanwhile."""
-        for tensor, version in self._versions:
-            if tensor._version != version:
-                raise InputError("weight", "to stay as it was until the product with it is used", "a write")
+        with unseen():
+            is_changed = any(tensor._version != version for tensor, version in self._versions)
+        if is_changed:
+            raise InputError("weight", "to stay as it was until the product with it is used", "a write")
 
     @property
     def is_open(self) -> bool:
@@ -162,8 +163,8 @@ class DeferredTensor(LazyTensor):
 
     def materialize(self) -> Tensor:
         if self._value is None:
-            with unseen(), torch.set_grad_enabled(self._has_grad_mode):
-                self.check_unchanged()
+            self.check_unchanged()
+            with torch.set_grad_enabled(self._has_grad_mode):
                 return self.computed(self.compute())
         return self._value
 

@@ -40,7 +40,7 @@ from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output
 from pyg_fullgraph.selection import has_kernels
 
-__all__ = ["AddedExpr", "LinearExpr", "SummedExpr", "asks_torch", "has_chains", "has_update", "is_closed", "is_open",
+__all__ = ["AddedExpr", "LinearExpr", "SummedExpr", "asks_torch", "has_chains", "has_update", "is_open",
            "is_pygs", "is_seen_by_nobody", "may_wait", "opened", "running", "settle", "sum_later"]
 
 _PLAIN_SET = frozenset(PLAIN)
@@ -51,7 +51,6 @@ _tries: weakref.WeakKeyDictionary[Module, int] = weakref.WeakKeyDictionary()
 MAX_TRIES = 3
 _ADD = frozenset({torch.add, Tensor.add})
 _VIEW = frozenset({Tensor.view, Tensor.reshape})
-_MEAN = frozenset({torch.mean, Tensor.mean})
 
 
 class _Running(threading.local):
@@ -208,21 +207,12 @@ class _Open(DeferredTensor):
             made = args[0].with_heads_joined(args[1:])
             if made is not None:
                 return made
-        if func in _MEAN and isinstance(args[0], SummedExpr) and _is_over_heads(*args[1:], **(kwargs or {})):
-            made = args[0].with_mean_of_heads()
-            if made is not None:
-                return made
         if func in _ADD and len(args) == 2 and not kwargs:
             for total, other in (args, args[::-1]):
                 made = _sum(total, other)
                 if made is not None:
                     return made
         return super().__torch_function__(func, types, args, kwargs)
-
-
-def _is_over_heads(*args: Any, **kwargs: Any) -> bool:
-    """Whether the arguments of a mean say that it is over the second of three dimensions."""
-    return (args, kwargs) in (((1,), {}), ((), {"dim": 1}))
 
 
 def _sum(total: Any, other: Any) -> Tensor | None:
@@ -310,9 +300,10 @@ class LinearExpr(_Open):
         if self.comes_later is None:
             is_constant = dim == 0 and reuse.was_seen(graph, ("linear", id(self.weight)), self.x)
             self.comes_later = self._value is None and (self.weight.shape[1] < self.weight.shape[0] or is_constant)
-        if self.comes_later:
-            _useful.add(layer)
-        return self.comes_later
+        if not self.comes_later or self._value is not None:
+            return False
+        _useful.add(layer)
+        return True
 
 
 class SummedExpr(_Open):
@@ -404,10 +395,6 @@ class SummedExpr(_Open):
         if not can_wait or sizes not in ((-1, num_heads * width), (num_rows, num_heads * width)):
             return None
         return SummedExpr(self.layer, _joined(self.program), self.graph, self.tensors, False, True, self, self.ways)
-
-    def with_mean_of_heads(self) -> SummedExpr | None:
-        """The same without the dimension of heads, where there is one head."""
-        return self.with_heads_joined((-1, self.known_shape[-1])) if self.known_shape[1:-1] == (1,) else None
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> LinearOfSum | None:
         narrows = weight.dtype == self.known_dtype and weight.shape[0] < weight.shape[1] == self.known_shape[1]

@@ -138,11 +138,12 @@ class FusedMixin(_Layer):
         if is_recorded() or not has_numbers(edge_index):
             return _recorded_propagate(self, edge_index, size, kwargs)
         kwargs, _ = dots.computed(self, kwargs)
-        with unseen():
-            bound = known.find(self, "propagate", edge_index, size, kwargs)
-            later = None if bound is None or bound.side else \
-                order.sum_later(self, bound.program, bound.graph, bound.tensors, bound.ways)
+        look = known.look_of(self, "propagate", edge_index, size, kwargs)
+        bound = known.find(self, look, edge_index, kwargs)
         if bound is not None:
+            with unseen():
+                later = None if bound.side else \
+                    order.sum_later(self, bound.program, bound.graph, bound.tensors, bound.ways)
             if later is not None:
                 return later
             debug.record(self, "propagate", bound.program, bound.graph)
@@ -168,14 +169,14 @@ class FusedMixin(_Layer):
         if len(calls) == 1 and not calls[0].side and calls[0].is_plain:
             later = order.sum_later(self, calls[0].program, calls[0].graph, calls[0].tensors)
             if later is not None:
-                known.remember(self, "propagate", edge_index, size, kwargs, calls[0], fields)
+                known.remember(self, look, edge_index, kwargs, calls[0], fields)
                 return later
         try:
             results = [self._fullgraph_edge_phase(call, edge_index) for call in calls]
         except NotFusable as error:  # of derivatives, which are made before anything is computed
             return _run_plain(self, "propagate", edge_index, size, kwargs, error.reasons, has_run_hooks)
         if len(calls) == 1:
-            known.remember(self, "propagate", edge_index, size, kwargs, calls[0], fields)
+            known.remember(self, look, edge_index, kwargs, calls[0], fields)
         out = results[0] if len(results) == 1 else torch.cat(results, dim=-1)
         for hook in self._propagate_forward_hooks.values():
             changed = hook(self, (edge_index, calls[0].size, kwargs), out)
@@ -196,8 +197,8 @@ class FusedMixin(_Layer):
         if is_recorded() or not has_numbers(edge_index):
             return _recorded_edge_updater(self, edge_index, size, kwargs)
         kwargs, features = dots.computed(self, kwargs)
-        with unseen():
-            bound = known.find(self, "edge_updater", edge_index, size, kwargs)
+        look = known.look_of(self, "edge_updater", edge_index, size, kwargs)
+        bound = known.find(self, look, edge_index, kwargs)
         if bound is not None:
             debug.record(self, "edge_updater", bound.program, bound.graph)
             bound.leave_behind(self)
@@ -221,7 +222,7 @@ class FusedMixin(_Layer):
             return call.result(out)
         is_ours = order.is_seen_by_nobody(self)
         out = EdgeExpr(call.program.outputs[0].value, call.tensors, call.graph, features, is_ours)
-        known.remember(self, "edge_updater", edge_index, size, kwargs, call, fields)
+        known.remember(self, look, edge_index, kwargs, call, fields)
         return out.materialize() if is_sparse(edge_index) else out
 
 
