@@ -82,7 +82,7 @@ def test_passes_are_shown_where_they_change_something():
     assert changes["trace"] == ["out: dst[3] = sum_j(relu(cat(x_i, x_j - x_i) @ lin.weight.T + lin.bias))"]
     assert "x_j @ t1" in "\n".join(changes["reorganize"])
     (phase,) = part.phases
-    assert part.hoisted_lines(phase)[1:] == ["v1: dst[3] = x_i @ (lin.weight.T[0:6, :] - h1) + lin.bias",
+    assert part.hoisted_lines(phase)[1:] == ["v1: dst[3] = x_i @ (lin.weight[:, 0:6].T - h1) + lin.bias",
                                              "v2: src[3] = x_j @ h1"]
     assert part.phase_lines(phase) == ["out: dst[3] = sum_j(relu(v1 + v2))"]
 
