@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -32,8 +32,8 @@ from pyg_fullgraph import columns, padding
 from pyg_fullgraph.functions import PLAIN, applying
 from triton_kernels import dense, launch
 
-__all__ = ["Products", "added", "call", "chain", "in_layer", "linear", "matmul", "multiplier", "outer", "padded",
-           "plus_product", "takes", "use_tensor_cores"]
+__all__ = ["SUMS", "TAKEN", "Products", "added", "call", "chain", "in_layer", "linear", "matmul", "multiplier", "outer",
+           "padded", "plus_product", "takes", "use_tensor_cores"]
 
 #: Multiplications (rows x widths) from which a product is taken: torch needs about 0.1 ms for as many on an H200, twice
 #: what two launches from Python take longer than its one, as products were when this was measured.
@@ -171,19 +171,16 @@ def _pays_to_pad(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-_no_products: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-
-
-def in_layer(layer: Module, values: Iterable[Any],
-             has_chains: Callable[[Module], bool]) -> contextlib.AbstractContextManager[Any]:
-    """Around the forward of ``layer`` with ``values`` for arguments: products and sums are taken in it, if any may be.
+def in_layer(layer: Module, values: Iterable[Any], has_chains: Callable[[Module], bool]) -> Products | None:
+    """A context for the forward of ``layer`` with ``values`` for arguments, in which products and sums are taken; None
+    if none may be.
 
     ``has_chains`` says whether products of the same features may be a chain.
     """
     for value in values:
         if _is_tall(value):
             return Products(has_chains(layer), layer)
-    return _no_products
+    return None
 
 
 def chain() -> Products | None:
@@ -437,15 +434,16 @@ linear_operator.register_autograd(_backward, setup_context=_setup_context)
 _LINEAR = frozenset({F.linear})
 _MATMUL = frozenset({torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__})
 _ADDMM = frozenset({torch.addmm, Tensor.addmm})
-_ADD = frozenset({torch.add, Tensor.add})
-_TAKEN = _LINEAR | _MATMUL | _ADDMM | _ADD
+SUMS = frozenset({torch.add, Tensor.add})
+#: Torch's functions that :func:`call` may take.
+TAKEN = _LINEAR | _MATMUL | _ADDMM | SUMS
 
 
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``func(*args, **kwargs)``; a linear map, or a sum with a bias, as torch's functions write it by ours where those
     take it.
     """
-    if func in _ADD and len(args) == 2 and not kwargs and all(type(a) in PLAIN for a in args):
+    if func in SUMS and len(args) == 2 and not kwargs and all(type(a) in PLAIN for a in args):
         return columns.add(*args)
     if func in _LINEAR and len(args) >= 2 and set(kwargs) <= {"bias"}:
         x, weight, bias = *args[:2], args[2] if len(args) > 2 else kwargs.get("bias")
@@ -492,15 +490,30 @@ class Products(TorchFunctionMode):
         self.has_chains, self.rejoins, self._layer = has_chains, layer in _rejoining, layer
 
     def __enter__(self) -> Products:
-        self._links, self._taken = {}, {}
-        self._outer, _running.mode = _running.mode, self
+        self._begin()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
+        self._end()
+        super().__exit__(*error)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """As around a forward, for who makes all calls of torch's functions by :func:`call`."""
+        self._begin()
+        try:
+            yield
+        finally:
+            self._end()
+
+    def _begin(self) -> None:
+        self._links, self._taken = {}, {}
+        self._outer, _running.mode = _running.mode, self
+
+    def _end(self) -> None:
         _running.mode = self._outer
         self._links.clear()
         self._taken.clear()
-        super().__exit__(*error)
 
     def stand_in(self, x: Tensor) -> Tensor:
         """The rows of ``x``, as the last product of them gave them back if nothing wrote to them since."""
@@ -521,7 +534,7 @@ class Products(TorchFunctionMode):
             _rejoining.add(self._layer)
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        return call(func, args, kwargs or {}) if func in _TAKEN else func(*args, **(kwargs or {}))
+        return call(func, args, kwargs or {}) if func in TAKEN else func(*args, **(kwargs or {}))
 
 
 #: Layers in which a product of the features of an edge phase came after that once; without one they are given back, for

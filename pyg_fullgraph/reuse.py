@@ -60,15 +60,18 @@ def constant_inputs(program: EdgeProgram, graph: Graph, env: Mapping[Node, Tenso
                      and was_seen(graph, (program.digest, node.name), value))
 
 
-def was_seen(graph: Graph, place: object, value: Tensor) -> bool:
-    """Whether ``value``, unchanged and without gradient, is what came at ``place`` the last time."""
+def was_seen(graph: Graph, place: object, value: Tensor, is_noted: bool = True) -> bool:
+    """Whether ``value``, unchanged and without gradient, is what came at ``place`` the last time; else it has come
+    there now, if ``is_noted``.
+    """
     if not _enabled or value.requires_grad or type(value) is not Tensor or value.is_inference():
         return False
     seen = graph.memo.setdefault("seen", {})
     known = seen.get(place)
     if known is not None and known.holds_for([value]):
         return True
-    seen[place] = _Kept([value], lambda: seen.pop(place, None))
+    if is_noted:
+        seen[place] = _Kept([value], lambda: seen.pop(place, None))
     return False
 
 

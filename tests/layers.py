@@ -338,9 +338,10 @@ def twins(layer: Layer) -> tuple[nn.Module, nn.Module]:
     return plain, fused
 
 
-def run(module: nn.Module, layer: Layer, case: Case, edge_index: Any, **options: Any) -> list[Tensor | None]:
-    """Output, then the gradients of all inputs, edge and node arguments and parameters for one fixed cotangent."""
-    x, given = layer.inputs(case)
+def run(module: nn.Module, layer: Layer, case: Case, edge_index: Any, seed: int = 0,
+        **options: Any) -> list[Tensor | None]:
+    """Output, then the gradients of all inputs, which are drawn by ``seed``, and parameters for one fixed cotangent."""
+    x, given = layer.inputs(case, seed)
     if layer.call is not None:
         out = layer.call(module, x, edge_index, **given, **options)
     else:

@@ -21,7 +21,8 @@ from pyg_fullgraph.errors import DeviceError, DtypeError, InputError, NotFusable
 from pyg_fullgraph.graph import Graph, graph_of
 from pyg_fullgraph.nn.lazy import EdgeExpr, as_plain
 from pyg_fullgraph.nn.order import LinearExpr
-from pyg_fullgraph.nn.preparation import check_edge_rows, is_derived, prepared_graph
+from pyg_fullgraph.nn.preparation import check_edge_rows, draw_seed, is_derived, phase_graph
+from pyg_fullgraph.nn.tape import asked
 from pyg_fullgraph.nn.tracing import METHODS, attribute, initialize_lazy, mentioned, result_dtype, traced
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.forms import TARGET_ROWS
@@ -97,8 +98,7 @@ class Call:
         wanted[i] = slots[j] if slots[i] is None else slots[i]
         self.edge_index = edge_index
         self.wanted = wanted[0], wanted[1]
-        graph = prepared_graph(edge_index, self.wanted)
-        self.graph = graph.reverse() if self.is_reversed else graph
+        self.graph = phase_graph(edge_index, self.wanted, self.is_reversed)
         for name, rows in self.rows.items():
             # PyG takes x_j from the first of a pair whatever the flow, but the edges from the other row.
             size = self.graph.num_src if name[-1] == "j" else self.graph.num_dst
@@ -243,13 +243,13 @@ class Call:
                 lent = used.get(node)
                 if lent is None or node.name in own:
                     used[node] = self._parameter(node.name[6:])
-                if lent is not None and node.name in own and not is_same(used[node], lent):
+                if lent is not None and node.name in own and not asked(is_same, used[node], lent):
                     raise _OtherParameterError()
             elif node.name.startswith(TARGET_ROWS):
                 used[node] = self._target_rows(node.name.removeprefix(TARGET_ROWS))
             elif node not in used and node.is_integer:
                 # Drawn here, so that an expression gives the same values each time it is computed.
-                used[node] = self.graph.draw_seed()
+                used[node] = draw_seed(self.graph)
                 self.seeds.add(node.name)
         self._settle_dtype(used)
         self.program, self.side, self.dim = program, side, found.dim
@@ -337,7 +337,7 @@ class Call:
                             spec.name == node.name:
                         continue
                     self.compared.append((value, expr.tensors[node.name]))
-                    if is_same(*self.compared[-1]):
+                    if asked(is_same, *self.compared[-1]):
                         out[ir.input(spec.name or "", spec.domain, spec.shape)] = node
         return out
 

@@ -22,6 +22,7 @@ from pyg_fullgraph.dense import Products
 from pyg_fullgraph.functions import is_recorded
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn.preparation import chosen_edges, note_type, reversed_edges
+from pyg_fullgraph.nn.tape import Recorder
 
 __all__ = ["paused", "remembering"]
 
@@ -43,7 +44,7 @@ def paused(function: Callable[..., Any]) -> Callable[..., Any]:
     """Keeps an edge phase from being watched: it would take time in each operation, and be part of what is traced."""
     @functools.wraps(function)
     def run(*args: Any) -> Any:
-        if not isinstance(_get_current_function_mode(), (_Remembering, Products)):
+        if not isinstance(_get_current_function_mode(), (_Remembering, Products, Recorder)):
             return function(*args)
         with _pop_mode_temporarily():
             return run(*args)

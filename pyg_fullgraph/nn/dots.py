@@ -21,6 +21,7 @@ from pyg_fullgraph import dots
 from pyg_fullgraph.functions import unseen
 from pyg_fullgraph.nn.lazy import DeferredTensor, EdgeExpr, Returned
 from pyg_fullgraph.nn.rewriting import Rewriter, rewritten
+from pyg_fullgraph.nn.tape import step
 
 __all__ = ["NAME", "Scores", "code_with_dots", "computed", "dot"]
 
@@ -46,6 +47,9 @@ class DotExpr(DeferredTensor):
 
     def compute(self) -> Tensor:
         return (self.x * self.weight).sum(dim=-1)
+
+
+_scores = step(dots.scores, is_repeatable=True)
 
 
 def dot(a: Any, b: Any) -> Any:
@@ -81,7 +85,7 @@ def computed(conv: Any, kwargs: Mapping[str, Any]) -> tuple[Mapping[str, Any], t
     asked = [e for e in waiting if e.is_open]
     for expr in asked:
         expr.check_unchanged()
-    scores, stand_ins = dots.scores([(e.x, e.weight) for e in asked])
+    scores, stand_ins = _scores([(e.x, e.weight) for e in asked]) if asked else ([], [])
     made.update(zip(map(id, asked), scores, strict=True))
     known += [] if is_seen else [Returned(x, y, x._version) for x, y in stand_ins]
     made.update((id(r.features), r.stand_in) for r in known)

@@ -5,11 +5,12 @@ PyG's code stays as it is; a copy of the function sees other globals, and a wrap
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import inspect
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from pyg_fullgraph import dense, functions
 from pyg_fullgraph.errors import LayerInputError, NotFusedError, PygFullgraphError, RowCountError
 from pyg_fullgraph.graph import is_part
-from pyg_fullgraph.nn import compiled, derived, dots, order, sums
+from pyg_fullgraph.nn import compiled, derived, dots, forwards, order, sums, tape
 from pyg_fullgraph.nn.lazy import LazyTensor, as_plain
 from pyg_fullgraph.nn.preparation import REPLACEMENTS, REPLACEMENTS_APART
 from pyg_fullgraph.saga.trace import rebind
@@ -127,31 +128,51 @@ def _wrapped(forward: Any, original: Any, is_lazy: bool) -> Any:
     # The globals of what is returned are PyG's, so what it names of ours is bound here.
     is_compiling, takes, can_fuse, as_operator, products, running = torch.compiler.is_compiling, compiled.takes, \
         compiled.can_fuse, compiled.call, dense.in_layer, order.running
-    is_recorded, is_exported, unseen = functions.is_recorded, functions.is_exported, functions.unseen
+    is_recorded, is_exported, unseen, calls_like = functions.is_recorded, functions.is_exported, functions.unseen, \
+        forwards.calls_like
     is_dynamo = torch.compiler.is_dynamo_compiling
-    eager, has_chains = _with_sums(forward, original), order.has_chains
+    eager, has_chains, nothing = _with_sums(forward, original), order.has_chains, contextlib.nullcontext()
+
+    def multiplies(self: Any, given: Sequence[Any]) -> Any:
+        """The context for products in a call, None if there are none."""
+        # A layer that has nothing but an aggregation multiplies with no weight.
+        with unseen():
+            return products(self, given, has_chains) if self._parameters or len(self._modules) > 1 else None
 
     def explained(self: Any, *args: Any, **kwargs: Any) -> Any:
-        outer = running.layer, running.may_wait
-        running.layer, running.may_wait = self, None
         try:
-            is_open = order.is_open(self)
-            # A layer that has nothing but an aggregation multiplies with no weight.
-            given = (*args, *kwargs.values()) if self._parameters or len(self._modules) > 1 else ()
-            with unseen():
-                opened = ([order.opened(a) for a in args], {k: order.opened(v) for k, v in kwargs.items()}) \
-                    if is_open else (args, kwargs)
-                derives, multiplies = derived.remembering(self), products(self, given, has_chains)
-            with derives, multiplies:
-                out = eager(self, *opened[0], **opened[1])
-            if is_open:
-                order.settle(self)
-            return as_plain(out) if is_lazy or is_open or isinstance(out, LazyTensor) else out
+            calls = calls_like(self, args, kwargs)
+            if calls is not None and (known := calls.run(self, args, kwargs)):
+                return known[0]
+            return run(self, calls, args, kwargs)
         except (RuntimeError, RowCountError) as error:
             _explain(self, original, args, kwargs, error)
             raise
+
+    def run(self: Any, calls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """PyG's code, of which a call may be noted for others among ``calls``."""
+        outer = running.layer, running.may_wait, tape.running.recorder
+        running.layer, running.may_wait, tape.running.recorder = self, None, None
+        try:
+            recorder = None if calls is None else calls.recorder(self, args, kwargs, multiplies)
+            is_open = order.is_open(self)
+            with unseen():
+                opened = ([order.opened(a) for a in args], {k: order.opened(v) for k, v in kwargs.items()}) \
+                    if is_open else (args, kwargs)
+            in_products = multiplies(self, (*args, *kwargs.values()))
+            with derived.remembering(self), in_products or nothing, recorder or nothing:
+                tape.running.recorder = recorder
+                out = eager(self, *opened[0], **opened[1])
+            if is_open:
+                order.settle(self)
+            out = as_plain(out) if is_lazy or is_open or isinstance(out, LazyTensor) else out
+            if recorder is not None:
+                calls.remember(recorder, out)
+            return out
         finally:
-            running.layer, running.may_wait = outer
+            if outer[2] is not None:
+                outer[2].refuse()  # which has a layer in the layer
+            running.layer, running.may_wait, tape.running.recorder = outer
 
     def recorded(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """PyG's code, without lazy tensors and graphs; what it caches is that of a tracer, so it is not kept."""

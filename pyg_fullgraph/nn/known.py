@@ -26,11 +26,12 @@ from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn.arguments import Call, is_same
 from pyg_fullgraph.nn.lazy import DeferredTensor, EdgeExpr
 from pyg_fullgraph.nn.order import LinearExpr, has_update
-from pyg_fullgraph.nn.preparation import is_derived, prepared_graph
+from pyg_fullgraph.nn.preparation import draw_seed, is_derived, phase_graph, prepared_graph
 from pyg_fullgraph.nn.surroundings import Watch, has_hooks_of_all
+from pyg_fullgraph.nn.tape import asked
 from pyg_fullgraph.saga.ir import EdgeProgram, Node
 
-__all__ = ["find", "look_of", "remember"]
+__all__ = ["MAX_CALLS", "MAX_CHANGES", "find", "look_of", "remember"]
 
 _TENSORS = (Tensor, torch.nn.Parameter)
 _NUMBERS = (int, float, bool, str, type(None))
@@ -141,13 +142,13 @@ def look_of(conv: Any, function: str, edge_index: Any, size: Any, kwargs: Mappin
 
 
 def _look(conv: Any, function: str, edge_index: Any, size: Any, kwargs: Mapping[str, Any]) -> Any:
-    kind = type(edge_index)
     if isinstance(edge_index, Graph):
         edges: Any = edge_index.memo.get(_LOOK)
         if edges is None:
-            edges = edge_index.memo[_LOOK] = (kind, edge_index.num_src, edge_index.num_dst, edge_index.num_edges,
-                                              edge_index.whole_sizes, is_derived(edge_index), edge_index.device)
-    elif kind is Tensor:
+            edges = edge_index.memo[_LOOK] = (
+                type(edge_index), edge_index.num_src, edge_index.num_dst, edge_index.num_edges, edge_index.whole_sizes,
+                is_derived(edge_index), edge_index.device)
+    elif type(edge_index) is Tensor:
         edges = _look_of(edge_index, [])
     else:
         return None
@@ -241,23 +242,22 @@ class _Known:
 
     def bind(self, conv: Any, edge_index: Any, kwargs: Mapping[str, Any]) -> Bound | None:
         """The call with other tensors, which look the same; None if they are not the same where those were."""
-        graph = edge_index if self.is_as_it_is else prepared_graph(edge_index, self.sizes)
-        if self.is_reversed:
-            graph = graph.reverse()
+        is_given = self.is_as_it_is and not self.is_reversed
+        graph = edge_index if is_given else phase_graph(edge_index, self.sizes, self.is_reversed)
         for expression in self.expressions:
             value = expression(kwargs)
             if value.graph is not graph:
                 return None
             value.check_unchanged()
         for a, b, was_same in self.same:
-            if is_same(a(kwargs), b(kwargs)) != was_same:
+            if asked(is_same, a(kwargs), b(kwargs)) != was_same:
                 return None
         for linear, was_later in self.maps:
             if linear(kwargs).may_come_later(conv, graph) != was_later:
                 return None
         # Holders of parts that do not know the call draw seeds after all else as well.
         given = {name: source(kwargs) for name, source in self.sources.items() if source is not None}
-        tensors = {name: graph.draw_seed() if source is None else given[name] for name, source in self.sources.items()}
+        tensors = {name: draw_seed(graph) if source is None else given[name] for name, source in self.sources.items()}
         check_derivatives(tensors.values())
         return Bound(self.program, graph, tensors, self.side, self.ways)
 

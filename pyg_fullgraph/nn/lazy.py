@@ -18,14 +18,16 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import Module
 
-from pyg_fullgraph import autograd, dense
+from pyg_fullgraph import autograd, debug, dense
 from pyg_fullgraph.errors import InputError
 from pyg_fullgraph.functions import apart, applying, has_transforms, unseen
 from pyg_fullgraph.graph import Graph
+from pyg_fullgraph.nn import tape
 from pyg_fullgraph.saga.ir import EdgeProgram, Node, Output
 
-__all__ = ["DeferredTensor", "EdgeExpr", "LazyTensor", "Returned", "as_plain", "run"]
+__all__ = ["DeferredTensor", "EdgeExpr", "LazyTensor", "Returned", "as_plain", "run", "run_phase"]
 
 # Questions that the wrapper answers without computing the values.
 _METADATA = {
@@ -43,14 +45,25 @@ _BEYOND_VERSIONS = {
 }
 
 
-def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor],
-        ways: autograd.Ways | None = None) -> tuple[Tensor, ...]:
+def _run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor],
+         ways: autograd.Ways | None = None) -> tuple[Tensor, ...]:
     """:func:`pyg_fullgraph.autograd.run` in the dtype of the tensors, whatever autocast says; by ``ways`` if there are
     some.
     """
     kind = graph.device.type
     with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext():
         return autograd.run(program, graph, tensors) if ways is None else ways.run(program, graph, tensors)
+
+
+def _run_phase(layer: Module, program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor],
+               ways: autograd.Ways | None = None) -> tuple[Tensor, ...]:
+    """The same, counted as a fused propagate of ``layer``."""
+    debug.record(layer, "propagate", program, graph)
+    return _run(program, graph, tensors, ways)
+
+
+run, run_phase = tape.step(_run, multiplies=True), tape.step(_run_phase, multiplies=True)
+_detached = tape.step(Tensor.detach, is_repeatable=True)
 
 
 class LazyTensor(Tensor):
@@ -102,7 +115,8 @@ class LazyTensor(Tensor):
         if first is not None and func in _BEYOND_VERSIONS:
             first.is_followed = True
         args, kwargs = _without_lazy(args), _without_lazy(kwargs or {})
-        made = dense.call(func, args, kwargs)
+        recorder = tape.running.recorder
+        made = dense.call(func, args, kwargs) if recorder is None else recorder.torch_call(func, args, kwargs)
         if first is not None and made is first._value:  # as ``contiguous`` gives it, to whoever
             first.is_followed = True
         return made
@@ -213,7 +227,7 @@ class EdgeExpr(LazyTensor):
                 features: tuple[Returned, ...] = (), is_ours: bool = False) -> EdgeExpr:
         with unseen():
             keep = torch.is_grad_enabled()
-            held = {k: t if keep or not t.requires_grad else t.detach() for k, t in tensors.items()}
+            held = {k: t if keep or not t.requires_grad else _detached(t) for k, t in tensors.items()}
             make = functools.partial(cls._of, node, held, graph, features)
             if is_ours or not keep or has_transforms():  # where no Function of ours is of use
                 return make()
@@ -257,6 +271,8 @@ class EdgeExpr(LazyTensor):
         if value is None or (self.needs_grad and not value.requires_grad):
             # As where it was made: who writes to it without gradients leaves it its own. What is made for inference
             # would not count who writes to it.
+            if tape.running.recorder is not None and torch.is_inference_mode_enabled():
+                tape.running.recorder.refuse()
             has_grad = self.needs_grad or torch.is_grad_enabled()
             with torch.inference_mode(False), torch.set_grad_enabled(has_grad), _saving_as(self._hooks):
                 (made,) = run(EdgeProgram((Output("edge", self.node, "out"),)), self.graph, self.tensors)

@@ -29,19 +29,20 @@ from torch import Tensor
 from torch.nn import Module
 from torch_geometric.nn.conv import MessagePassing as PyGMessagePassing
 
-from pyg_fullgraph import columns, debug, dense, reuse
+from pyg_fullgraph import columns, dense, reuse
 from pyg_fullgraph.autograd import Ways
 from pyg_fullgraph.functions import PLAIN, unseen
 from pyg_fullgraph.graph import Graph
-from pyg_fullgraph.nn.lazy import DeferredTensor, LazyTensor, run
+from pyg_fullgraph.nn.lazy import DeferredTensor, LazyTensor, run_phase
 from pyg_fullgraph.nn.scaled import ScaledExpr, has_multiples
 from pyg_fullgraph.nn.surroundings import has_hooks_of_all
+from pyg_fullgraph.nn.tape import asked, step
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output
 from pyg_fullgraph.selection import has_kernels
 
-__all__ = ["AddedExpr", "LinearExpr", "SummedExpr", "asks_torch", "has_chains", "has_update", "is_open",
-           "is_pygs", "is_seen_by_nobody", "may_wait", "opened", "running", "settle", "sum_later"]
+__all__ = ["AddedExpr", "LinearExpr", "SummedExpr", "added", "asks_torch", "has_chains", "has_update", "is_open",
+           "is_pygs", "is_quiet", "is_seen_by_nobody", "may_wait", "opened", "running", "settle", "sum_later"]
 
 _PLAIN_SET = frozenset(PLAIN)
 #: Layers where keeping linear maps open was of use, and the number of calls of those where it was not so far.
@@ -51,6 +52,19 @@ _tries: weakref.WeakKeyDictionary[Module, int] = weakref.WeakKeyDictionary()
 MAX_TRIES = 3
 _ADD = frozenset({torch.add, Tensor.add})
 _VIEW = frozenset({Tensor.view, Tensor.reshape})
+
+_linear = step(dense.linear, is_repeatable=True, multiplies=True)
+_plus = step(columns.add, is_repeatable=True)
+
+
+def _plus_linear(total: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    made = dense.added(total, x, weight, bias)
+    return total + dense.linear(x, weight, bias) if made is None else made
+
+
+_was_seen = functools.partial(reuse.was_seen, is_noted=False)
+#: :func:`dense.added`; what was taken once may not be the next time.
+added = step(dense.added, is_repeatable=True, multiplies=True, again=_plus_linear)
 
 
 class _Running(threading.local):
@@ -111,13 +125,16 @@ def may_wait(layer: Any) -> bool:
 
 
 def _nobody_sees(layer: Any) -> bool:
+    return is_quiet(layer) and _all_ask_torch(layer)
+
+
+def is_quiet(layer: Any) -> bool:
+    """What :func:`may_wait` asks for of all but the modules in ``layer``."""
     if layer.explain or torch.compiler.is_compiling():
         return False
     if has_hooks_of_all() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return False
-    if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
-        return False
-    return _all_ask_torch(layer)
+    return not (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"))
 
 
 def _all_ask_torch(outer: Module) -> bool:
@@ -267,12 +284,12 @@ class LinearExpr(_Open):
         """See the class."""
 
     def compute(self) -> Tensor:
-        return dense.linear(self.x, self.weight, self.bias)
+        return _linear(self.x, self.weight, self.bias)
 
     def added_to(self, total: Tensor) -> Tensor | None:
         """The sum of both by one kernel, if there is one for it; this is then still not computed."""
         self.check_unchanged()
-        return dense.added(total, self.x, self.weight, self.bias)
+        return added(total, self.x, self.weight, self.bias)
 
     def write_out(self, layer: Module, graph: Graph, place: str, dim: int) -> bool:
         """Whether it may pay to sum first; then :attr:`node` is the product as a source expression of :attr:`tensors`.
@@ -298,7 +315,7 @@ class LinearExpr(_Open):
     def may_come_later(self, layer: Module, graph: Graph, dim: int = 0) -> bool:
         """Whether it may pay to sum first, as of :meth:`write_out`; the first answer stays."""
         if self.comes_later is None:
-            is_constant = dim == 0 and reuse.was_seen(graph, ("linear", id(self.weight)), self.x)
+            is_constant = dim == 0 and asked(reuse.was_seen, graph, ("linear", id(self.weight)), self.x, peek=_was_seen)
             self.comes_later = self._value is None and (self.weight.shape[1] < self.weight.shape[0] or is_constant)
         if not self.comes_later or self._value is not None:
             return False
@@ -385,8 +402,7 @@ class SummedExpr(_Open):
 
     def run(self, program: EdgeProgram, tensors: Mapping[str, Tensor], ways: Ways | None) -> Tensor:
         """The result of ``program``, counted as a fused propagate of the layer."""
-        debug.record(self.layer, "propagate", program, self.graph)
-        return run(program, self.graph, tensors, ways)[0]
+        return run_phase(self.layer, program, self.graph, tensors, ways)[0]
 
     def with_heads_joined(self, sizes: tuple[Any, ...]) -> SummedExpr | None:
         """The same with heads and features in one dimension, if it is that which ``sizes`` ask for."""
@@ -456,7 +472,7 @@ class AddedExpr(_Open):
     def compute(self) -> Tensor:
         if _is_wanted(self):
             terms = (a.value if a.factor is None else a.factor * a.value for a in self.added)
-            return functools.reduce(columns.add, terms, self.summed.materialize())
+            return functools.reduce(_plus, terms, self.summed.materialize())
         tensors = dict(self.summed.tensors)
         kinds = []
         for k, (value, factor) in enumerate(self.added):
@@ -500,7 +516,7 @@ class LinearOfSum(_Open):
 
     def compute(self) -> Tensor:
         if _is_wanted(self):
-            return dense.linear(self.summed.materialize(), self.weight, self.bias)
+            return _linear(self.summed.materialize(), self.weight, self.bias)
         summed = self.summed
         _useful.add(summed.layer)
         (output,) = summed.program.outputs
@@ -508,7 +524,7 @@ class LinearOfSum(_Open):
         program = EdgeProgram((Output("vertex", value),))
         # Of the weight nothing is known but its dtype.
         out = summed.run(program, {**summed.tensors, "after.weight": self.weight}, None)
-        return out if self.bias is None else columns.add(out, self.bias)
+        return out if self.bias is None else _plus(out, self.bias)
 
 
 def _is_wanted(made: SummedExpr | LinearOfSum | AddedExpr) -> bool:

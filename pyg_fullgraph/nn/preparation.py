@@ -32,11 +32,12 @@ from pyg_fullgraph.graph import Graph, graph_of, is_part, remembered
 from pyg_fullgraph.memo import Memo, is_unchanged, keep, state_of, taken
 from pyg_fullgraph.nn.ends import EdgeValues, Ends
 from pyg_fullgraph.nn.lazy import EdgeExpr, LazyTensor, run
+from pyg_fullgraph.nn.tape import step
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
 from pyg_fullgraph.saga.trace import rebind
 
-__all__ = ["REPLACEMENTS", "REPLACEMENTS_APART", "prepared_graph"]
+__all__ = ["REPLACEMENTS", "REPLACEMENTS_APART", "draw_seed", "phase_graph", "prepared_graph"]
 
 Fill = float | Tensor | str | None
 
@@ -400,6 +401,21 @@ def prepared_graph(edge_index: Tensor, size: tuple[int | None, int | None]) -> G
     return graph_of(edge_index, size)
 
 
+def _phase_graph(edge_index: Tensor, size: tuple[int | None, int | None], is_reversed: bool) -> Graph:
+    """:func:`prepared_graph`, with sources and destinations exchanged if ``is_reversed``."""
+    graph = prepared_graph(edge_index, size)
+    return graph.reverse() if is_reversed else graph
+
+
+phase_graph = step(_phase_graph, is_repeatable=True)
+
+
+@step
+def draw_seed(graph: Graph) -> Tensor:
+    """A seed for dropout masks of an edge phase on ``graph``."""
+    return graph.draw_seed()
+
+
 def _without_loops(origin: Tensor, size: tuple[int | None, int | None]) -> Graph:
     memo = _memo(origin)
     found = _once(memo, "loops", lambda: _Loops(origin))
@@ -582,14 +598,14 @@ def get_laplacian(edge_index: Tensor, edge_weight: Tensor | None = None, normali
 
 #: PyG function -> what the forward of our classes calls in its place.
 REPLACEMENTS: Mapping[Any, Callable[..., Any]] = {
-    pyg_utils.remove_self_loops: remove_self_loops,
-    pyg_utils.add_self_loops: add_self_loops,
-    pyg_utils.add_remaining_self_loops: add_remaining_self_loops,
-    pyg_gcn.gcn_norm: gcn_norm,
-    pyg_utils.degree: degree,
-    pyg_utils.scatter: scatter,
-    pyg_utils.get_laplacian: get_laplacian,
-    pyg_rgcn.masked_edge_index: masked_edge_index,
+    pyg_utils.remove_self_loops: step(remove_self_loops, is_repeatable=True),
+    pyg_utils.add_self_loops: step(add_self_loops, is_repeatable=True),
+    pyg_utils.add_remaining_self_loops: step(add_remaining_self_loops, is_repeatable=True),
+    pyg_gcn.gcn_norm: step(gcn_norm, is_repeatable=True),
+    pyg_utils.degree: step(degree, is_repeatable=True),
+    pyg_utils.scatter: step(scatter, is_repeatable=True),
+    pyg_utils.get_laplacian: step(get_laplacian, is_repeatable=True),
+    pyg_rgcn.masked_edge_index: step(masked_edge_index, is_repeatable=True),
 }
 #: The same in forwards that PyG did not write, which may write to results.
 REPLACEMENTS_APART = {**REPLACEMENTS, pyg_utils.remove_self_loops: _removed_apart}

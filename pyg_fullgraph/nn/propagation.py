@@ -19,12 +19,13 @@ from torch_geometric.nn import HANConv, aggr
 from torch_geometric.utils import is_sparse
 
 from pyg_fullgraph import debug
+from pyg_fullgraph.autograd import Ways
 from pyg_fullgraph.errors import NotFusable, NotFusedError, ShardedGraphError
 from pyg_fullgraph.functions import is_recorded, unseen
 from pyg_fullgraph.graph import is_part
-from pyg_fullgraph.nn import classes, compiled, derived, dots, known, order
+from pyg_fullgraph.nn import classes, compiled, derived, dots, known, order, tape
 from pyg_fullgraph.nn.arguments import Call
-from pyg_fullgraph.nn.lazy import EdgeExpr, as_plain, run
+from pyg_fullgraph.nn.lazy import EdgeExpr, as_plain, run, run_phase
 from pyg_fullgraph.nn.preparation import has_numbers
 from pyg_fullgraph.nn.surroundings import has_hooks_of_all, submodules
 from pyg_fullgraph.nn.tracing import METHODS, mentioned
@@ -89,6 +90,9 @@ def _momentary_refusals(conv: typing.Any, function: str) -> list[str]:
     return reasons
 
 
+note_phase = tape.step(debug.record)
+
+
 def _recorded(function: str) -> typing.Any:
     """What a tracer sees in the place of one of our functions: PyG's, which anybody can run."""
     def run_recorded(conv, edge_index, size, kwargs):
@@ -146,9 +150,7 @@ class FusedMixin(_Layer):
                     order.sum_later(self, bound.program, bound.graph, bound.tensors, bound.ways)
             if later is not None:
                 return later
-            debug.record(self, "propagate", bound.program, bound.graph)
-            # What is remembered came without autocast, and is not found under it.
-            (out,) = bound.ways.run(bound.program, bound.graph, bound.tensors)
+            (out,) = run_phase(self, bound.program, bound.graph, bound.tensors, bound.ways)
             bound.leave_behind(self)
             return out
         if isinstance(self, _OVER_ALL_NODES) and is_part(edge_index):
@@ -167,7 +169,7 @@ class FusedMixin(_Layer):
         except NotFusable as error:
             return _run_plain(self, "propagate", edge_index, size, kwargs, error.reasons, has_run_hooks)
         if len(calls) == 1 and not calls[0].side and calls[0].is_plain:
-            later = order.sum_later(self, calls[0].program, calls[0].graph, calls[0].tensors)
+            later = order.sum_later(self, calls[0].program, calls[0].graph, calls[0].tensors, _new_ways())
             if later is not None:
                 known.remember(self, look, edge_index, kwargs, calls[0], fields)
                 return later
@@ -184,8 +186,7 @@ class FusedMixin(_Layer):
         return out
 
     def _fullgraph_edge_phase(self, call, edge_index):
-        debug.record(self, "propagate", call.program, call.graph)
-        (out,) = run(call.program, call.graph, call.tensors)
+        (out,) = run_phase(self, call.program, call.graph, call.tensors, _new_ways())
         for name, value in call.side_results().items():
             # Sparse matrices take coefficients as their values, so they get a tensor.
             setattr(self, name, as_plain(value) if is_sparse(edge_index) else value)
@@ -200,7 +201,7 @@ class FusedMixin(_Layer):
         look = known.look_of(self, "edge_updater", edge_index, size, kwargs)
         bound = known.find(self, look, edge_index, kwargs)
         if bound is not None:
-            debug.record(self, "edge_updater", bound.program, bound.graph)
+            note_phase(self, "edge_updater", bound.program, bound.graph)
             bound.leave_behind(self)
             is_ours = order.is_seen_by_nobody(self)
             return EdgeExpr(bound.program.outputs[0].value, bound.tensors, bound.graph, features, is_ours)
@@ -214,7 +215,7 @@ class FusedMixin(_Layer):
             call = Call(self, "edge_updater", edge_index, size, kwargs)
         except NotFusable as error:
             return _run_plain(self, "edge_updater", edge_index, size, kwargs, error.reasons)
-        debug.record(self, "edge_updater", call.program, call.graph)
+        note_phase(self, "edge_updater", call.program, call.graph)
         for name, value in call.side_results().items():
             setattr(self, name, value)
         if call.dim:
@@ -224,6 +225,11 @@ class FusedMixin(_Layer):
         out = EdgeExpr(call.program.outputs[0].value, call.tensors, call.graph, features, is_ours)
         known.remember(self, look, edge_index, kwargs, call, fields)
         return out.materialize() if is_sparse(edge_index) else out
+
+
+def _new_ways():
+    """The ways of calls to come, if this one is noted."""
+    return None if tape.running.recorder is None else Ways()
 
 
 def _feature_parts(conv, kwargs):

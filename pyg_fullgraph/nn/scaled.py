@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module
 
-from pyg_fullgraph import debug, dense
+from pyg_fullgraph import dense
 from pyg_fullgraph.autograd import Ways
 from pyg_fullgraph.functions import PLAIN
 from pyg_fullgraph.graph import Graph
-from pyg_fullgraph.nn.lazy import DeferredTensor, LazyTensor, run
+from pyg_fullgraph.nn.lazy import DeferredTensor, LazyTensor, run_phase
 from pyg_fullgraph.saga.ir import EdgeProgram, Node, Output
 
 __all__ = ["ScaledExpr", "has_multiples"]
@@ -86,8 +86,7 @@ class _Multiples:
         return self._parts
 
     def _run(self, program: EdgeProgram) -> tuple[Tensor, ...]:
-        debug.record(self.layer, "propagate", program, self.graph)
-        return run(program, self.graph, self.tensors, self._ways)
+        return run_phase(self.layer, program, self.graph, self.tensors, self._ways)
 
 
 class ScaledExpr(DeferredTensor):

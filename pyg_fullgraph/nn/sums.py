@@ -52,7 +52,7 @@ def _shape(value: Tensor) -> tuple[int, ...]:
 def plus_map(total: Any, module: Any, x: Any) -> Any:
     """``total + module(x)``, by one kernel where that is a linear map and what is added to is there."""
     if type(total) in PLAIN and _is_later(module, x):
-        made = dense.added(total, x, module.weight, module.bias)
+        made = order.added(total, x, module.weight, module.bias)
         if made is not None:
             return made
     return total + (later(module, x) if isinstance(total, LazyTensor) else module(x))

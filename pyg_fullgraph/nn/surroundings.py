@@ -389,11 +389,13 @@ class Watch:
     strings, tensors, modules and containers of such, and code.
     """
 
-    def __init__(self, conv: Module, methods: tuple[str, ...], fields: Mapping[str, Any]) -> None:
+    def __init__(self, conv: Module, methods: tuple[str, ...], fields: Mapping[str, Any],
+                 beside: tuple[str, ...] | None) -> None:
         """See :meth:`of`."""
         self.kind = type(conv)
         found = reached(self.kind, methods)
-        functions, names = [f for ref in found.functions if (f := ref()) is not None], found.names
+        functions = [f for ref in found.functions if (f := ref()) is not None]
+        names = found.names if beside is None else None
         if len(functions) < len(found.functions):
             raise _UnwatchedError()
         on_class = [n for n in found.attributes if n not in fields]
@@ -404,7 +406,8 @@ class Watch:
         _check(*(getattr(self.kind, n) for n in on_class),
                *(functions[i].__globals__.get(n) for i, n in found.reads))
         in_function = ("__code__", "__defaults__", "__kwdefaults__")
-        self._facts = [_fact(operator.attrgetter, self.kind, (*methods, "update", *on_class, *dict(found.members))),
+        self._facts = [_fact(operator.attrgetter, self.kind, (*methods, "update", *(beside or ()), *on_class,
+                                                               *dict(found.members))),
                        *(_fact(operator.attrgetter, function, in_function) for function in functions),
                        *(_fact(operator.itemgetter, space, inside) for space, inside in spaces.values())]
         self._cells = [(f, _cells(f)) for f in functions if f.__closure__]
@@ -426,15 +429,17 @@ class Watch:
             raise _UnwatchedError()
 
     @classmethod
-    def of(cls, conv: Module, methods: tuple[str, ...], fields: Mapping[str, Any]) -> Watch | None:
+    def of(cls, conv: Module, methods: tuple[str, ...], fields: Mapping[str, Any],
+           beside: tuple[str, ...] | None = None) -> Watch | None:
         """A watch over what ``methods`` of ``conv`` read; None where that may change without being seen.
 
         Args:
             conv, methods: as for a :class:`Key`.
             fields: what ``vars(conv)`` was before the methods ran, which may set attributes.
+            beside: methods that are called beside them, and may read all of the layer; None for none.
         """
         try:
-            return cls(conv, methods, fields)
+            return cls(conv, methods, fields, beside)
         except _UnwatchedError:
             return None
 
@@ -451,11 +456,11 @@ class Watch:
             for get, of, values in self._facts:
                 if not all(map(operator.is_, get(of), values)):
                     return False
+            for view in self._views:
+                if not view.holds(conv):
+                    return False
         except (AttributeError, KeyError):  # what there was is gone
             return False
-        for view in self._views:
-            if not view.holds(conv):
-                return False
         for ref, look in self._looks:
             t = ref()
             if t is None or _look_of(t) != look:
@@ -493,18 +498,19 @@ class _View:
 
     Attributes:
         empty: picks hooks, and those of parameters, buffers and modules of which there are none.
+        pick: picks what is to be the same, and then all there was.
     """
 
     def __init__(self, module: Module, fields: Mapping[str, Any], names: frozenset[str] | None,
                  hooks: Sequence[str]) -> None:
         self.module: weakref.ref[Module] | None = weakref.ref(module)
-        self.kind, self.keys = type(module), tuple(fields)
+        self.kind, self.forward, self.count = type(module), type(module).forward, len(fields)
         read = {n: v for n, v in fields.items() if n not in _INTERNAL and (names is None or n in names)}
         self.changing = [(n, _description(v)) for n, v in read.items() if isinstance(v, (Tensor, list, dict, set))]
         same = [n for n in read if n not in dict(self.changing)]
         _check(*(read[n] for n in same))
         same += [n for n in _READ_BY_US if n in fields]
-        self.pick, self.values = operator.itemgetter(same[0], *same), (fields[same[0]], *(fields[n] for n in same))
+        self.pick, self.values = operator.itemgetter(*same, *fields), [fields[n] for n in same]
         empty = (*hooks, *(n for n in _CONTENTS if not fields[n]))
         self.empty = operator.itemgetter(empty[0], *empty)
         if any(self.empty(fields)):
@@ -516,9 +522,9 @@ class _View:
         module = layer if self.module is None else self.module()
         if module is None:
             return False
-        fields = vars(module)
-        if type(module) is not self.kind or tuple(fields) != self.keys or any(self.empty(fields)) or \
-                not all(map(operator.is_, self.pick(fields), self.values)):
+        fields, kind = vars(module), self.kind
+        if type(module) is not kind or kind.forward is not self.forward or len(fields) != self.count or \
+                any(self.empty(fields)) or not all(map(operator.is_, self.pick(fields), self.values)):
             return False
         for name, keys, refs in self.contents:
             known = fields[name]

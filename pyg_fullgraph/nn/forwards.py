@@ -1,0 +1,190 @@
+"""Forwards of PyG's layers that came before: their steps, without PyG's code and without sorting out calls again.
+
+What a forward does follows from the shapes, dtypes and devices of its arguments, from which edges they are of, from the
+modes that torch is in, and from the layer. Where a layer is PyG's, as it is, and is watched
+(:class:`surroundings.Watch`), a call that looks like earlier ones takes the steps that were noted in one of those
+(:mod:`tape`). Calls that anybody looks into take the long way: with hooks, under autocast, transforms of ``torch.func``
+or checkpoints.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+from torch.nn import Module
+from torch_geometric.nn.conv import MessagePassing as PyGMessagePassing
+
+from pyg_fullgraph.functions import PLAIN, has_transforms, unseen
+from pyg_fullgraph.graph import Graph, remembered
+from pyg_fullgraph.nn import order
+from pyg_fullgraph.nn.known import MAX_CALLS, MAX_CHANGES
+from pyg_fullgraph.nn.surroundings import Watch, is_library
+from pyg_fullgraph.nn.tape import ChangedError, Multiplies, Recorder, Tape, running
+from pyg_fullgraph.nn.tracing import METHODS
+
+__all__ = ["Calls", "calls_like"]
+
+#: Calls of one look before one is noted: in the first ones much is found that later ones find again.
+MIN_CALLS = 2
+#: Calls of one look that are noted, at most, and tapes that they have at once.
+MAX_TRIES, MAX_TAPES = 4, 3
+#: By what a graph, or what is remembered of a tensor, keeps an object that stands for it as it is.
+_TOKEN = "token"
+_NUMBERS = frozenset({int, float, bool, str, type(None)})
+_METHODS = tuple(dict.fromkeys(m for methods in METHODS.values() for m in methods))
+#: Attributes of layers that hold what forwards hand on, as if it was given.
+_GIVEN = ("_cached_edge_index",)
+
+
+class _Layer:
+    """What is known of one layer.
+
+    Attributes:
+        watches: per mode, what its forward depends on beside its arguments.
+        calls: by look.
+        is_pygs: whether all of its class is PyG's or ours.
+        num_changes: how often a watch broke or could not be made.
+    """
+
+    def __init__(self, conv: Module) -> None:
+        self.watches: dict[bool, Watch] = {}
+        self.calls: OrderedDict[Any, Calls] = OrderedDict()
+        self.is_pygs = order.is_pygs(conv) and all(map(is_library, type(conv).__mro__[:-1]))
+        self.num_changes = 0
+
+
+_layers: weakref.WeakKeyDictionary[Module, _Layer] = weakref.WeakKeyDictionary()
+
+
+class Calls:
+    """Calls of a layer that look alike."""
+
+    def __init__(self, layer: _Layer) -> None:
+        self._layer, self._tapes = layer, list[Tape]()
+        self._num_calls = self._num_tries = 0
+
+    def run(self, conv: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """What the forward returns, alone in a tuple; an empty one where it has to run as ever."""
+        if not self._tapes or running.recorder is not None:
+            return ()
+        watch = self._layer.watches.get(conv.training)
+        with unseen():
+            is_same = watch is not None and watch.holds(conv)
+        if not is_same:
+            self._layer.num_changes += 1
+            self._layer.calls.clear()
+            self._tapes = []
+            return ()
+        for tape in self._tapes:
+            try:
+                return tape.run(conv, args, kwargs),
+            except ChangedError:
+                continue
+        return ()
+
+    def recorder(self, conv: Module, args: Sequence[Any], kwargs: Mapping[str, Any],
+                 multiplies: Multiplies) -> Recorder | None:
+        """What is to note this call, None if it is not noted; then comes :meth:`remember`."""
+        self._num_calls += 1
+        if self._num_calls <= MIN_CALLS or self._num_tries >= MAX_TRIES or not order.may_wait(conv):
+            return None
+        self._num_tries += 1
+        known, fields = self._layer, dict(vars(conv))
+        with unseen():
+            watch = known.watches.get(conv.training)
+            if watch is None or not watch.holds(conv):
+                watch = Watch.of(conv, _METHODS, fields, _functions(type(conv)))
+                if watch is None:
+                    known.num_changes += 1
+                    return None
+                known.watches[conv.training] = watch
+        return Recorder(conv, args, kwargs, watch.has, [n for n in _GIVEN if fields.get(n) is not None], multiplies)
+
+    def remember(self, recorder: Recorder, out: Any) -> None:
+        """Keep what was noted of a call that returned ``out``, if that is all there is to it."""
+        tape = recorder.tape(out)
+        if tape is not None:
+            self._tapes = [*self._tapes, tape][-MAX_TAPES:]
+
+
+def calls_like(conv: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Calls | None:
+    """The calls that look like this one, with it; None if none of them is noted."""
+    layer = _layers.get(conv)
+    if layer is None:
+        layer = _layers[conv] = _Layer(conv)
+    if not layer.is_pygs or layer.num_changes >= MAX_CHANGES or not order.is_quiet(conv) or has_transforms() or \
+            forward_ad._current_level >= 0:
+        return None
+    with unseen():
+        look = _look(conv, args, kwargs)
+    if look is None:
+        return None
+    calls = layer.calls.get(look)
+    if calls is None:
+        calls = layer.calls[look] = Calls(layer)
+        while len(layer.calls) > MAX_CALLS:
+            try:
+                layer.calls.popitem(last=False)
+            except KeyError:  # another thread found the layer changed
+                break
+    return calls
+
+
+def _functions(kind: type) -> tuple[str, ...]:
+    """Names of the functions of a class that its forward may call."""
+    found = {name: None for c in kind.__mro__ if c not in (PyGMessagePassing, *PyGMessagePassing.__mro__)
+             for name, value in vars(c).items() if isinstance(value, types.FunctionType) and not name.startswith("__")}
+    return "forward", *found
+
+
+def _look(conv: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A hashable that is equal for calls that differ in the values of floating tensors only; None for unusual ones."""
+    fields = vars(conv)
+    held: list[int] = []
+    looks: list[Any] = [fields["training"], torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
+                        torch.get_default_dtype()]
+    for name in _GIVEN:
+        looks.append(fields.get(name) is None)
+    if kwargs:
+        looks += kwargs
+        args = *args, *kwargs.values()
+    for value in args:
+        look = _look_of(value, held)
+        if look is None:
+            return None
+        looks.append(look)
+    # Which tensors are the same one decides what a step takes.
+    if len(held) > 1 and len(set(held)) < len(held):
+        looks.append(tuple(map(held.index, held)))
+    return tuple(looks)
+
+
+def _look_of(value: Any, held: list[int]) -> Any:
+    kind = type(value)
+    if kind in PLAIN:
+        if value.layout is not torch.strided:
+            return None
+        held.append(id(value))
+        if value.is_floating_point():
+            return value.shape, value.dtype, value.device, value.requires_grad
+        # What is found from ids decides what comes.
+        return None if value.is_inference() else _token(remembered.of(value))
+    if kind in _NUMBERS:
+        return kind, value
+    if isinstance(value, Graph):
+        return _token(value.memo)
+    if kind is tuple or kind is list:
+        looks = tuple([_look_of(part, held) for part in value])
+        return None if None in looks else (kind, looks)
+    return None
+
+
+def _token(memo: dict[Any, Any]) -> object:
+    token = memo.get(_TOKEN)
+    return memo.setdefault(_TOKEN, object()) if token is None else token

@@ -1,0 +1,448 @@
+"""What a forward of PyG's computes, noted step by step, and done again for other tensors without PyG's code.
+
+A :class:`Recorder` runs beside one call. It sees torch's functions as a mode, and the functions of ours that compute or
+look something up, which are marked by :func:`step`; what lies between, lazy tensors and the lookups of calls, only
+decides which steps there are. Each value that a step takes has to come from the arguments, from the layer, or from a
+step before; else there is no tape. Nor is there one of a forward that does what is not on the list of what can be done
+again, such as asking a tensor for its numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Module
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
+
+from pyg_fullgraph import dense
+from pyg_fullgraph.autograd import Ways
+from pyg_fullgraph.functions import PLAIN
+from pyg_fullgraph.graph import Graph
+from pyg_fullgraph.saga.ir import EdgeProgram, Node
+
+__all__ = ["ChangedError", "Recorder", "Tape", "asked", "running", "step"]
+
+#: Gives the context of products in the forward of a layer with some arguments, if there is one.
+Multiplies = Callable[[Module, Sequence[Any]], dense.Products | None]
+
+
+class ChangedError(Exception):
+    """A tape is of a call that went another way; nothing has happened that may not happen twice."""
+
+
+class _UnknownError(Exception):
+    """A value comes from where nothing was noted."""
+
+
+class _Running(threading.local):
+    """What notes the forward that runs in this thread."""
+
+    recorder: Recorder | None = None
+
+
+running = _Running()
+
+
+def step(function: Callable[..., Any], is_repeatable: bool = False, multiplies: bool = False,
+         again: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """``function``, whose calls are steps of a tape.
+
+    Args:
+        function: Takes tensors, lazy ones, graphs, the layer, and what says the same in each call.
+        is_repeatable: Whether a call may be made in vain: it changes nothing that anybody sees.
+        multiplies: Whether there may be products in a call.
+        again: What is called in its place later on; a call whose result is None is no step then.
+    """
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        recorder = running.recorder
+        if recorder is None:
+            return function(*args, **kwargs)
+        return recorder.call(function, args, kwargs, is_repeatable, multiplies, again)
+
+    return run
+
+
+def asked(question: Callable[..., bool], *args: Any, peek: Callable[..., bool] | None = None) -> bool:
+    """``question(*args)``, on whose answer it depends what comes.
+
+    ``peek`` gives the answer, but leaves the next one as it is: where it is another one now, the question comes again.
+    """
+    recorder = running.recorder
+    if recorder is None:
+        return question(*args)
+    answer = recorder.apart(question, args, {})
+    recorder.expect(question, args, answer, peek)
+    return answer
+
+
+# --- tapes ------------------------------------------------------------------------------------------------------
+
+
+class _Step(NamedTuple):
+    """One call: of what, with which registers, where its result goes, and which registers are not read any more."""
+
+    function: Callable[..., Any]
+    places: tuple[int, ...]
+    out: int
+    dead: tuple[int, ...]
+
+
+class Tape:
+    """The steps of a forward.
+
+    Args:
+        registers: Constants; None where there are other values.
+        inside: Steps of the forward itself.
+        after: Those with which what it returned was computed.
+        out: The register of the result.
+        multiplies: What gives the context of products for a layer and arguments; None if there are none inside.
+    """
+
+    def __init__(self, registers: Sequence[Any], inside: Sequence[_Step], after: Sequence[_Step], out: int,
+                 multiplies: Multiplies | None) -> None:
+        self._inside, self._after = (inside, after) if multiplies is not None else ((), (*inside, *after))
+        self._registers, self._out, self._multiplies = registers, out, multiplies
+
+    def run(self, layer: Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What the forward of ``layer`` returns for these arguments.
+
+        Raises: ChangedError: It is to be run as ever.
+        """
+        registers = [*self._registers]
+        registers[:1 + len(args) + len(kwargs)] = (layer, *args, *kwargs.values())
+        if self._multiplies is not None:
+            products = self._multiplies(layer, (*args, *kwargs.values()))
+            if products is None:
+                _run(self._inside, registers)
+            else:
+                with products.alone():
+                    _run(self._inside, registers)
+        _run(self._after, registers)
+        return registers[self._out]
+
+
+def _run(steps: Sequence[_Step], registers: list[Any]) -> None:
+    for function, places, out, dead in steps:
+        registers[out] = function(*[registers[k] for k in places])
+        for k in dead:
+            registers[k] = None
+
+
+# --- recording --------------------------------------------------------------------------------------------------
+
+
+class _Source(NamedTuple):
+    """Where a tensor is: in a register, or along a path from it; and whether it is there before the first step."""
+
+    ref: weakref.ref[Tensor]
+    place: int
+    path: tuple[int | str, ...]
+    is_given: bool
+
+
+class Recorder(TorchFunctionMode):
+    """Notes the steps of one forward.
+
+    Args:
+        layer, args, kwargs: Of the call.
+        is_own: Whether a tensor is a parameter or buffer of the layer that is the same one in each call.
+        fields: Attributes of the layer that hold values as arguments do.
+        multiplies: As of a :class:`Tape`.
+    """
+
+    def __init__(self, layer: Module, args: Sequence[Any], kwargs: Mapping[str, Any],
+                 is_own: Callable[[Tensor], bool], fields: Sequence[str], multiplies: Multiplies) -> None:
+        super().__init__()
+        self._multiplies, self._has_products, self._is_inside = multiplies, False, True
+        self._layer, self._is_own, self._fields = layer, is_own, dict(vars(layer))
+        self._registers: list[Any] = [None] * (1 + len(args) + len(kwargs))
+        self._steps: list[_Step] = []
+        self._num_inside = 0
+        self._sources: dict[int, _Source] = {}
+        self._constants: set[int] = set()
+        self._is_repeatable = self._is_possible = True
+        for place, value in enumerate((*args, *kwargs.values()), 1):
+            self._bind(value, place, (), True)
+        for name in fields:
+            self._bind(vars(layer)[name], 0, (name,), True)
+
+    def refuse(self) -> None:
+        """There is something in this forward that no tape has."""
+        self._is_possible = False
+
+    def __exit__(self, *error: Any) -> None:
+        self._num_inside, self._is_inside = len(self._steps), False
+        super().__exit__(*error)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func in _QUESTIONS or not self._is_possible:
+            return out
+        if all(type(t) in PLAIN for t in _tensors((args, kwargs))):
+            self._note_torch(func, args, kwargs, out)
+        elif next(_tensors(out), None) is None:  # what lazy ones make of it, they note
+            self.refuse()
+        return out
+
+    def apart(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """``function(*args, **kwargs)``, of which nothing is noted."""
+        running.recorder = None
+        try:
+            if _get_current_function_mode() is self:
+                with _pop_mode_temporarily():
+                    return function(*args, **kwargs)
+            return function(*args, **kwargs)
+        finally:
+            running.recorder = self
+
+    def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], is_repeatable: bool,
+             multiplies: bool, again: Callable[..., Any] | None) -> Any:
+        """The same, noted as a step; see :func:`step`."""
+        out = self.apart(function, args, kwargs)
+        self._has_products |= multiplies and self._is_inside
+        if again is None or out is not None:
+            self._note(again or function, args, kwargs, out, is_repeatable)
+        return out
+
+    def torch_call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """:func:`pyg_fullgraph.dense.call`, noted as a step."""
+        out = self.apart(dense.call, (func, args, kwargs), {})
+        self._note_torch(func, args, kwargs, out)
+        return out
+
+    def expect(self, question: Callable[..., bool], args: Sequence[Any], answer: bool,
+               peek: Callable[..., bool] | None) -> None:
+        """Let a tape end where ``question(*args)`` gives another ``answer``; see :func:`asked`."""
+        tensors = [*_tensors(args)]
+        try:
+            given = [self._source(t).is_given for t in tensors]
+        except _UnknownError:
+            self.refuse()
+            return
+        # Of values that are computed in each call the same is true in each.
+        if any(given):
+            self._end_unless(functools.partial(_expect, question, peek, answer), args)
+
+    def _end_unless(self, check: Callable[..., None], args: Sequence[Any]) -> None:
+        if not self._is_repeatable:
+            self.refuse()
+        self._note(check, args, {}, None, True)
+
+    def tape(self, out: Any) -> Tape | None:
+        """The tape of the forward that returned ``out``, None if there is none."""
+        now = vars(self._layer)
+        is_same = now.keys() == self._fields.keys() and all(now[name] is value for name, value in self._fields.items())
+        if not self._is_possible or not is_same:
+            return None
+        try:
+            place = self._place(out)
+        except _UnknownError:
+            return None
+        last: dict[int, int] = {}
+        for k, one in enumerate(self._steps):
+            last.update(dict.fromkeys((*one.places, one.out), k))
+        dead: dict[int, list[int]] = {}
+        for register, k in last.items():
+            if register != place and register not in self._constants:
+                dead.setdefault(k, []).append(register)
+        steps = [one._replace(dead=tuple(dead.get(k, ()))) for k, one in enumerate(self._steps)]
+        inside, after = steps[:self._num_inside], steps[self._num_inside:]
+        return Tape(self._registers, inside, after, place, self._multiplies if self._has_products else None)
+
+    def _note_torch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+        tensors = [*_tensors((args, kwargs))]
+        is_known = func in _FUNCTIONS and all(t.is_floating_point() or self._is_own(t) for t in tensors)
+        if not is_known or (func is Tensor.__getitem__ and len(tensors) > 1):
+            self.refuse()
+        elif func in dense.TAKEN:
+            self._has_products |= func not in dense.SUMS and self._is_inside
+            self._note(functools.partial(_by_ours, func, tuple(kwargs)), (*args, *kwargs.values()), {}, out, True)
+        else:
+            self._note(func, args, kwargs, out, func not in _LASTING and all(out is not t for t in tensors))
+
+    def _note(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], out: Any,
+              is_repeatable: bool) -> None:
+        if not self._is_possible:
+            return
+        self._is_repeatable &= is_repeatable
+        try:
+            places = [self._place(a) for a in (*args, *kwargs.values())]
+        except _UnknownError:
+            self.refuse()
+            return
+        if kwargs:
+            function = functools.partial(_with_names, function, tuple(kwargs))
+        self._bind(out, self._step(function, places), ())
+
+    def _step(self, function: Callable[..., Any], places: Sequence[int]) -> int:
+        out = len(self._registers)
+        self._registers.append(None)
+        self._steps.append(_Step(function, tuple(places), out, ()))
+        return out
+
+    def _bind(self, value: Any, place: int, path: tuple[int | str, ...], is_given: bool = False) -> None:
+        """Note that ``value`` is in the register ``place``, along ``path``."""
+        if isinstance(value, Tensor):
+            # What is handed through may be another tensor the next time.
+            known = self._sources.get(id(value))
+            is_given = is_given or (known is not None and known.ref() is value and known.is_given)
+            self._sources[id(value)] = _Source(weakref.ref(value), place, path, is_given)
+            if isinstance(value, Graph):
+                if is_given and path:  # those of arguments are known
+                    self._end_unless(functools.partial(_check_sizes, _sizes(value)), (value,))
+            elif type(value) not in PLAIN:
+                for name, held in getattr(value, "tensors", {}).items():
+                    self._bind(held, place, (*path, "tensors", name), is_given)
+                if is_given:
+                    self._note(_check_unchanged, (value,), {}, None, True)
+        elif type(value) in (tuple, list):
+            for k, part in enumerate(value):
+                self._bind(part, place, (*path, k), is_given)
+
+    def _source(self, tensor: Tensor) -> _Source:
+        found = self._sources.get(id(tensor))
+        if found is not None and found.ref() is tensor:
+            return found
+        if type(tensor) not in PLAIN or not self._is_own(tensor):
+            raise _UnknownError
+        ref = weakref.ref(tensor)
+        found = self._sources[id(tensor)] = _Source(ref, self._step(ref, ()), (), True)
+        return found
+
+    def _place(self, value: Any) -> int:
+        """The register of ``value``, which is put there by steps if need be."""
+        if value is self._layer:
+            return 0
+        if isinstance(value, Tensor):
+            found = self._source(value)
+            if not found.path:
+                return found.place
+            is_item = len(found.path) == 1 and type(found.path[0]) is int
+            get = operator.itemgetter(found.path[0]) if is_item else functools.partial(_along, found.path)
+            place = self._step(get, (found.place,))
+            self._sources[id(value)] = found._replace(place=place, path=())
+            return place
+        if _is_constant(value):
+            self._registers.append(value)
+            self._constants.add(len(self._registers) - 1)
+            return len(self._registers) - 1
+        if type(value) in (tuple, list):
+            return self._step(_as_tuple if type(value) is tuple else _as_list, [self._place(v) for v in value])
+        if type(value) is dict:
+            return self._step(functools.partial(_as_dict, tuple(value)), [self._place(v) for v in value.values()])
+        raise _UnknownError
+
+
+_CONSTANTS = (int, float, bool, str, type(None), torch.dtype, torch.device, EdgeProgram, Node, Ways, type(...))
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether ``value`` says the same in each call."""
+    if isinstance(value, slice):
+        return _is_constant((value.start, value.stop, value.step))
+    if isinstance(value, (tuple, list)):
+        return type(value) in (tuple, list, torch.Size) and all(map(_is_constant, value))
+    return isinstance(value, _CONSTANTS)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in arguments of a function."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _tensors(part)
+    elif isinstance(value, dict):
+        yield from _tensors([*value.values()])
+
+
+def _sizes(graph: Graph) -> tuple[int, int, int]:
+    return graph.num_src, graph.num_dst, graph.num_edges
+
+
+# --- what steps call --------------------------------------------------------------------------------------------
+
+
+def _with_names(function: Callable[..., Any], names: tuple[str, ...], *args: Any) -> Any:
+    count = len(args) - len(names)
+    return function(*args[:count], **dict(zip(names, args[count:], strict=True)))
+
+
+def _by_ours(func: Any, names: tuple[str, ...], *args: Any) -> Any:
+    count = len(args) - len(names)
+    return dense.call(func, args[:count], dict(zip(names, args[count:], strict=True)))
+
+
+def _along(path: tuple[int | str, ...], value: Any) -> Any:
+    """What is found in ``value`` along ``path``: items of tuples, lists and dicts, or attributes."""
+    for name in path:
+        value = value[name] if type(value) in (tuple, list, dict) else getattr(value, name)  # type: ignore[arg-type]
+    return value
+
+
+def _as_tuple(*values: Any) -> tuple[Any, ...]:
+    return values
+
+
+def _as_list(*values: Any) -> list[Any]:
+    return [*values]
+
+
+def _as_dict(names: tuple[str, ...], *values: Any) -> dict[str, Any]:
+    return dict(zip(names, values, strict=True))
+
+
+def _expect(question: Callable[..., bool], peek: Callable[..., bool] | None, answer: bool, *args: Any) -> None:
+    if (peek or question)(*args) is not answer:
+        raise ChangedError
+    if peek is not None:
+        question(*args)
+
+
+def _check_unchanged(value: Any) -> None:
+    value.check_unchanged()
+
+
+def _check_sizes(sizes: tuple[int, int, int], graph: Any) -> None:
+    if not isinstance(graph, Graph) or _sizes(graph) != sizes:
+        raise ChangedError
+
+
+# --- torch's functions ------------------------------------------------------------------------------------------
+
+
+def _named(names: str) -> frozenset[Any]:
+    """Torch's functions and methods of tensors of these names."""
+    found = (getattr(space, name, None) for name in names.split() for space in (torch, Tensor, F))
+    return frozenset(f for f in found if f is not None)
+
+
+#: Questions whose answer follows from shape, dtype and device of what was given.
+_QUESTIONS = frozenset({
+    Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.layout.__get__, Tensor.ndim.__get__,
+    Tensor.is_cuda.__get__, Tensor.is_sparse.__get__, Tensor.is_sparse_csr.__get__, Tensor.requires_grad.__get__,
+    Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.__len__, torch.numel,
+    Tensor.is_floating_point, Tensor.is_complex, torch.is_floating_point, torch.is_complex,
+})
+#: Functions that leave something behind: a state of random numbers, or what they write to.
+_LASTING = _named(
+    "dropout dropout_ feature_dropout alpha_dropout batch_norm add_ sub_ mul_ div_ relu_ copy_ zero_ __iadd__ __isub__ "
+    "__imul__ __itruediv__")
+#: Those that give tensors whose shapes follow from those of what was given, and nothing else.
+_FUNCTIONS = _LASTING | dense.TAKEN | {Tensor.T.__get__, Tensor.mT.__get__} | _named(
+    "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __neg__ __pow__ __rpow__ __matmul__ "
+    "__getitem__ abs add addmm amax amin baddbmm bmm cat celu chunk clamp clone concat contiguous cos div einsum elu "
+    "exp expand expand_as flatten gelu group_norm hardtanh layer_norm leaky_relu linear log log_softmax logsigmoid "
+    "matmul maximum mean minimum mish mm mul narrow neg new_ones new_zeros normalize ones_like permute pow prelu "
+    "reciprocal relu reshape rsqrt select selu sigmoid silu sin softmax softplus split sqrt square squeeze stack sub sum t "
+    "tanh transpose true_divide unbind unflatten unsqueeze view view_as zeros_like")
