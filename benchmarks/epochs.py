@@ -369,7 +369,8 @@ class Epoch:
         likelihood = F.log_softmax(out.float(), 1).gather(1, self.y[:, None])
         del out  # backward needs its memory
         loss = -(likelihood.squeeze(1) * self.weight).sum()
-        loss.backward()
+        with torch.autograd.set_multithreading_enabled(False):  # as ``train`` has it: one device per process
+            loss.backward()
         if self.graph is None:  # ours have summed them
             sum_gradients(self.module.parameters(), self.ranks)
         self.optimizer.step()

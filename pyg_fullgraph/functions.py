@@ -12,11 +12,12 @@ from torch._C._functorch import TransformType, peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import Function
 from torch.compiler import is_compiling
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
-    "PLAIN", "apart", "applying", "has_transforms", "is_exported", "is_of_transform", "is_recorded", "unrecorded",
-    "unseen"]
+    "PLAIN", "apart", "applying", "has_modes_of_others", "has_transforms", "is_exported", "is_of_transform",
+    "is_recorded", "unrecorded", "unseen"]
 
 #: Types of tensors that are torch's own.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -32,6 +33,7 @@ _TRACERS = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.
 _PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
 # Asked in each call of a layer.
 _is_tracing, _num_modes = torch._C._is_tracing, torch._C._len_torch_dispatch_stack
+_num_function_modes = torch._C._len_torch_function_stack
 _has = torch._C._dispatch_tls_is_dispatch_key_included
 
 
@@ -41,6 +43,13 @@ def is_recorded() -> bool:
     """
     return _is_tracing() or (_num_modes() > 0 and any(map(torch._C._get_dispatch_mode, _TRACERS))) or \
         _has(_PRE_DISPATCH) or (has_transforms() and peek_interpreter_stack().key() == TransformType.Functionalize)
+
+
+def has_modes_of_others() -> bool:
+    """Whether a mode of torch's functions is at work that is somebody's, and not ours or a device's."""
+    return _num_function_modes() > 0 and not all(
+        type(mode).__module__.startswith(("pyg_fullgraph.", "torch.utils._device"))
+        for mode in _get_current_function_mode_stack())
 
 
 @contextlib.contextmanager

@@ -20,9 +20,16 @@ from pyg_fullgraph.partition import Partition
 
 
 @contextmanager
-def noting() -> Iterator[list[bool]]:
-    """Whether each call of an edge phase in the block was known; forwards run as ever, call by call."""
+def noting(whole: bool = False) -> Iterator[list[bool]]:
+    """Whether each call of an edge phase in the block was known, of forwards that run as ever; or, with ``whole``, of
+    each forward whether it was made of the steps of one before.
+    """
     hits: list[bool] = []
+
+    def run(*given: Any, run: Any = forwards.Calls.run) -> Any:
+        made = run(*given)
+        hits.append(bool(made))
+        return made
 
     def find(*given: Any, find: Any = known.find) -> Any:
         bound = find(*given)
@@ -30,8 +37,11 @@ def noting() -> Iterator[list[bool]]:
         return bound
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(propagation.known, "find", find)
-        patch.setattr(forwards, "MIN_CALLS", sys.maxsize)
+        if whole:
+            patch.setattr(forwards.Calls, "run", run)
+        else:
+            patch.setattr(propagation.known, "find", find)
+            patch.setattr(forwards, "MIN_CALLS", sys.maxsize)
         yield hits
 
 
@@ -57,12 +67,14 @@ def check_alike(rank: int, size: int, way: str) -> list[bool]:
     return hits
 
 
-def check_known(rank: int, size: int, way: str, names: list[str]) -> dict[str, list[bool]]:
-    """Layers called again and again on one part; of each whether its phases were known, in the last call."""
+def check_known(rank: int, size: int, way: str, names: list[str], whole: bool) -> dict[str, list[bool]]:
+    """Layers called again and again on one part; of each whether its phases, or its forward, were known in the last
+    call.
+    """
     found: dict[str, list[bool]] = {}
     case = make_case("hub")
     part, graph = sharded(case, way, size), Graph.from_edge_index(case.edge_index, case.size)
-    with noting() as hits:
+    with noting(whole) as hits:
         for name in names:
             layer = LAYERS[name]
             module = layer.build(fused_nn)
@@ -74,7 +86,7 @@ def check_known(rank: int, size: int, way: str, names: list[str]) -> dict[str, l
                 expected = [(cotangent, [whole.detach(), *gradients(whole, (x, given), module, cotangent)])]
             if size > 1:
                 dist.broadcast_object_list(expected)
-            for _ in range(order.MAX_TRIES + 3):
+            for _ in range(order.MAX_TRIES + 4):
                 hits.clear()
                 check_layer(layer, module, x, given, part, *expected[0])
             found[name] = hits.copy()

@@ -117,12 +117,13 @@ def test_what_layers_add_to_sums(size):
     ranks(size).run(sharded.check_added, "halo", "broadcast", "feature_split")
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["phases", "forwards"])
 @pytest.mark.parametrize("size, way", [(1, "halo"), (2, "halo"), (2, "broadcast"), (3, "feature_split")])
-def test_calls_on_parts_are_known(size, way):
+def test_calls_on_parts_are_known(size, way, whole):
     """But for those with data of which ranks ask each other whether it is that of edges."""
     asked = ["gine", "nn"]
     for found in ranks(size).run(sharded_known.check_known, way,
-                                 ["gcn", "sage", "gat", "gatv2", "edge_conv", "res_gated", *asked]):
+                                 ["gcn", "sage", "gat", "gatv2", "edge_conv", "res_gated", *asked], whole):
         for name, hits in found.items():
             assert hits and all(hit == (size == 1 or name not in asked) for hit in hits), name
 

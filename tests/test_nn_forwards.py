@@ -1,5 +1,7 @@
 """Forwards that look like earlier ones: their steps give what PyG's code gives, whatever changed between them."""
 
+import contextlib
+import functools
 import gc
 import sys
 import weakref
@@ -9,6 +11,7 @@ import torch
 import torch_geometric.nn as pyg_nn
 from layers import MORE, MORE_PAIRS, PAIRS, SQUARE, Layer, assert_same, run, twins
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import pyg_fullgraph.nn as fused_nn
@@ -17,6 +20,7 @@ from pyg_fullgraph import debug
 from pyg_fullgraph.errors import InputError
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn import forwards, tape
+from pyg_fullgraph.nn.surroundings import Watch
 
 LAYERS = [layer for layer in (*SQUARE, *PAIRS, *MORE, *MORE_PAIRS) if not layer.lacks_dst]
 BY_NAME = {layer.name: layer for layer in LAYERS}
@@ -216,6 +220,79 @@ def test_a_function_of_modules_that_is_replaced(monkeypatch, hits):
     assert len(seen) == 1
 
 
+CHANGES = {
+    "gat-slope": ("GATConv", lambda m: setattr(m, "negative_slope", 0.9)),
+    "gat-loops": ("GATConv", lambda m: setattr(m, "add_self_loops", False)),
+    "gcn-improved": ("GCNConv", lambda m: setattr(m, "improved", True)),
+    "sage-normalized": ("SAGEConv", lambda m: setattr(m, "normalize", True)),
+    "sage-other-map": ("SAGEConv", lambda m: setattr(m, "lin_l", nn.Linear(6, 4).double().requires_grad_())),
+    "gin-activation": ("GINConv", lambda m: m.nn.__setitem__(1, nn.Tanh())),
+    "gcn-class": ("GCNConv", lambda m: setattr(m, "__class__", type("Own", (type(m),), {
+        "forward": lambda self, x, edge_index: super(type(self), self).forward(x * x.sum().sign(), edge_index)}))),
+}
+
+
+@pytest.mark.filterwarnings("ignore::pyg_fullgraph.debug.PlainPathWarning")
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_layer_that_changed_while_it_was_called_with_another_graph(name, hits):
+    kind, change = CHANGES[name]
+    args = (nn.Sequential(nn.Linear(6, 6), nn.ReLU()),) if kind == "GINConv" else (6, 4)
+    ours, theirs = pair(kind, *args)
+    others = torch.randint(12, (2, 40))
+    for edges in (EDGES, others, EDGES):
+        for seed in range(ENOUGH + 2):
+            torch.testing.assert_close(ours(features(seed), edges), theirs(features(seed), edges))
+        if not hits and name == "gcn-class":
+            continue
+        assert hits
+        hits.clear()
+        for layer in (ours, theirs):
+            torch.manual_seed(1)
+            change(layer)
+        theirs.load_state_dict(ours.state_dict())
+
+
+class Doubling(TorchFunctionMode):
+    """Of somebody's: linear maps give twice as much."""
+
+    def __torch_function__(self, function, kinds, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        return out * 2 if function is nn.functional.linear else out
+
+
+@pytest.mark.parametrize("name", ["GCNConv", "GATv2Conv", "SAGEConv"])
+def test_a_mode_of_somebodys(name, hits):
+    """What it does is no step, and is done while it is there only."""
+    ours, theirs = pair(name, 6, 4)
+    for turn in range(3):
+        for seed in range(ENOUGH + 2):
+            with contextlib.nullcontext() if turn % 2 else Doubling():
+                torch.testing.assert_close(ours(features(seed), EDGES), theirs(features(seed), EDGES))
+        assert bool(hits) == bool(turn % 2)
+        hits.clear()
+
+
+def test_a_device_is_no_mode_of_somebodys(hits):
+    ours, _ = pair("GCNConv", 6, 4)
+    with torch.device("cpu"):
+        for seed in range(ENOUGH + 1):
+            ours(features(seed), EDGES)
+    assert hits
+
+
+@pytest.mark.parametrize("name", ["GCNConv", "SAGEConv", "GATConv", "TAGConv"])
+def test_features_that_are_a_weight_of_the_layer(name):
+    ours, theirs = pair(name, 12, 12)
+    edges = EDGES
+    for seed in range(2 * ENOUGH):
+        x = torch.randn(12, 12, dtype=torch.float64).requires_grad_()
+        found = []
+        for layer in (ours, theirs):
+            weight = next(p for p in layer.parameters() if p.shape == x.shape)
+            found.append(layer(weight if seed < ENOUGH else x, edges))
+        torch.testing.assert_close(*found)
+
+
 @pytest.mark.filterwarnings("ignore::pyg_fullgraph.debug.PlainPathWarning")
 def test_hooks_see_what_they_saw_before(hits):
     ours, _ = pair("GATConv", 6, 4)
@@ -304,18 +381,8 @@ def test_values_are_let_go_of_when_nothing_reads_them_any_more():
         most = max(most, sum(ref() is not None for ref in made))
         return out
 
-    layer, x = nn.Identity(), torch.zeros(3)
-    recorder = tape.Recorder(layer, (x,), {}, lambda t: False, (), lambda layer, given: None)
-    tape.running.recorder = recorder
-    try:
-        with recorder:
-            out = x
-            for _ in range(5):
-                out = plus_one(out)
-    finally:
-        tape.running.recorder = None
-    found = recorder.tape(out)
-    del out
+    layer, x = fused_nn.SimpleConv(), torch.zeros(3)
+    found = recorded(lambda x: functools.reduce(lambda out, _: plus_one(out), range(5), x), x)
     most = 0
     made.clear()
     torch.testing.assert_close(found.run(layer, (x + 1,), {}), torch.full((3,), 6.0))
@@ -323,10 +390,11 @@ def test_values_are_let_go_of_when_nothing_reads_them_any_more():
     assert most == 2
 
 
-def recorded(forward, x, layer=None):
+def recorded(forward, x):
     """The tape of ``forward(x)``, None if there is none."""
-    layer = layer or nn.Identity()
-    recorder = tape.Recorder(layer, (x,), {}, lambda t: t is getattr(layer, "weight", None), (), lambda *given: None)
+    layer = fused_nn.SimpleConv()
+    watch = Watch.of(layer, ("message",), vars(layer), ("forward",))
+    recorder = tape.Recorder(layer, (x,), {}, watch, (), lambda layer, given: None)
     tape.running.recorder = recorder
     try:
         with recorder:
@@ -367,12 +435,12 @@ def test_what_there_is_a_tape_of(name):
     found = recorded(forward, first)
     assert (found is not None) == is_possible
     if found is not None:
-        torch.testing.assert_close(found.run(nn.Identity(), (second,), {}), forward(second))
+        torch.testing.assert_close(found.run(fused_nn.SimpleConv(), (second,), {}), forward(second))
 
 
 def test_a_tape_ends_where_an_answer_is_another_one():
     """What asks leaves no trace then; the same call has another tape."""
-    layer, known = nn.Identity(), []
+    layer, known = fused_nn.SimpleConv(), []
 
     def is_new(x):
         new = not any(x is y for y in known)

@@ -22,7 +22,7 @@ from pyg_fullgraph.graph import Graph, graph_of
 from pyg_fullgraph.nn.lazy import EdgeExpr, as_plain
 from pyg_fullgraph.nn.order import LinearExpr
 from pyg_fullgraph.nn.preparation import check_edge_rows, draw_seed, is_derived, phase_graph
-from pyg_fullgraph.nn.tape import asked
+from pyg_fullgraph.nn.tape import asked, running
 from pyg_fullgraph.nn.tracing import METHODS, attribute, initialize_lazy, mentioned, result_dtype, traced
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.forms import TARGET_ROWS
@@ -195,6 +195,8 @@ class Call:
     def _holds(self, fact: bool) -> bool:
         """Whether something holds in all parts of the graph."""
         self.has_asked = self.has_asked or self.graph.is_divided
+        if self.has_asked and running.recorder is not None:  # who makes the steps of a tape asks nobody
+            running.recorder.refuse()
         return self.graph.holds_everywhere(fact)
 
     def _tensor(self, name: str, value: Tensor, domain: Domain, dim: int = 0) -> ArgSpec:

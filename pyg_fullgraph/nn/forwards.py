@@ -9,6 +9,7 @@ or checkpoints.
 
 from __future__ import annotations
 
+import contextlib
 import types
 import weakref
 from collections import OrderedDict
@@ -20,8 +21,9 @@ from torch.autograd import forward_ad
 from torch.nn import Module
 from torch_geometric.nn.conv import MessagePassing as PyGMessagePassing
 
-from pyg_fullgraph.functions import PLAIN, has_transforms, unseen
+from pyg_fullgraph.functions import PLAIN, has_modes_of_others, has_transforms, unseen
 from pyg_fullgraph.graph import Graph, remembered
+from pyg_fullgraph.memo import keep
 from pyg_fullgraph.nn import order
 from pyg_fullgraph.nn.known import MAX_CALLS, MAX_CHANGES
 from pyg_fullgraph.nn.surroundings import Watch, is_library
@@ -46,16 +48,18 @@ class _Layer:
     """What is known of one layer.
 
     Attributes:
+        kind: its class.
+        is_pygs: whether all of that is PyG's or ours.
         watches: per mode, what its forward depends on beside its arguments.
         calls: by look.
-        is_pygs: whether all of its class is PyG's or ours.
         num_changes: how often a watch broke or could not be made.
     """
 
     def __init__(self, conv: Module) -> None:
+        self.kind = type(conv)
+        self.is_pygs = order.is_pygs(conv) and all(map(is_library, self.kind.__mro__[:-1]))
         self.watches: dict[bool, Watch] = {}
         self.calls: OrderedDict[Any, Calls] = OrderedDict()
-        self.is_pygs = order.is_pygs(conv) and all(map(is_library, type(conv).__mro__[:-1]))
         self.num_changes = 0
 
 
@@ -67,19 +71,23 @@ class Calls:
 
     def __init__(self, layer: _Layer) -> None:
         self._layer, self._tapes = layer, list[Tape]()
+        self._watch: Watch | None = None  # under which the tapes were noted
         self._num_calls = self._num_tries = 0
 
     def run(self, conv: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-        """What the forward returns, alone in a tuple; an empty one where it has to run as ever."""
+        """What the forward returns, alone in a tuple; an empty one where it has to run as ever.
+
+        If the layer is not what it was, all that is known of its calls is forgotten.
+        """
         if not self._tapes or running.recorder is not None:
             return ()
-        watch = self._layer.watches.get(conv.training)
+        watch = self._watch
         with unseen():
-            is_same = watch is not None and watch.holds(conv)
+            is_same = watch is not None and watch is self._layer.watches.get(conv.training) and watch.holds(conv)
         if not is_same:
+            self._tapes = []
             self._layer.num_changes += 1
             self._layer.calls.clear()
-            self._tapes = []
             return ()
         for tape in self._tapes:
             try:
@@ -99,27 +107,29 @@ class Calls:
         with unseen():
             watch = known.watches.get(conv.training)
             if watch is None or not watch.holds(conv):
+                known.num_changes += watch is not None
                 watch = Watch.of(conv, _METHODS, fields, _functions(type(conv)))
                 if watch is None:
                     known.num_changes += 1
                     return None
                 known.watches[conv.training] = watch
-        return Recorder(conv, args, kwargs, watch.has, [n for n in _GIVEN if fields.get(n) is not None], multiplies)
+        return Recorder(conv, args, kwargs, watch, [n for n in _GIVEN if fields.get(n) is not None], multiplies)
 
     def remember(self, recorder: Recorder, out: Any) -> None:
         """Keep what was noted of a call that returned ``out``, if that is all there is to it."""
         tape = recorder.tape(out)
         if tape is not None:
-            self._tapes = [*self._tapes, tape][-MAX_TAPES:]
+            others = self._tapes if self._watch is recorder.watch else []
+            self._watch, self._tapes = recorder.watch, [*others, tape][-MAX_TAPES:]
 
 
 def calls_like(conv: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Calls | None:
     """The calls that look like this one, with it; None if none of them is noted."""
     layer = _layers.get(conv)
-    if layer is None:
+    if layer is None or layer.kind is not type(conv):
         layer = _layers[conv] = _Layer(conv)
     if not layer.is_pygs or layer.num_changes >= MAX_CHANGES or not order.is_quiet(conv) or has_transforms() or \
-            forward_ad._current_level >= 0:
+            forward_ad._current_level >= 0 or has_modes_of_others():
         return None
     with unseen():
         look = _look(conv, args, kwargs)
@@ -128,11 +138,12 @@ def calls_like(conv: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Cal
     calls = layer.calls.get(look)
     if calls is None:
         calls = layer.calls[look] = Calls(layer)
+    elif len(layer.calls) == 1:
+        return calls
+    with contextlib.suppress(KeyError):  # another thread found the layer changed
+        layer.calls.move_to_end(look)
         while len(layer.calls) > MAX_CALLS:
-            try:
-                layer.calls.popitem(last=False)
-            except KeyError:  # another thread found the layer changed
-                break
+            layer.calls.popitem(last=False)
     return calls
 
 
@@ -155,7 +166,7 @@ def _look(conv: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         looks += kwargs
         args = *args, *kwargs.values()
     for value in args:
-        look = _look_of(value, held)
+        look = _look_of_value(value, held)
         if look is None:
             return None
         looks.append(look)
@@ -165,7 +176,7 @@ def _look(conv: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return tuple(looks)
 
 
-def _look_of(value: Any, held: list[int]) -> Any:
+def _look_of_value(value: Any, held: list[int]) -> Any:
     kind = type(value)
     if kind in PLAIN:
         if value.layout is not torch.strided:
@@ -180,11 +191,11 @@ def _look_of(value: Any, held: list[int]) -> Any:
     if isinstance(value, Graph):
         return _token(value.memo)
     if kind is tuple or kind is list:
-        looks = tuple([_look_of(part, held) for part in value])
+        looks = tuple([_look_of_value(part, held) for part in value])
         return None if None in looks else (kind, looks)
     return None
 
 
 def _token(memo: dict[Any, Any]) -> object:
     token = memo.get(_TOKEN)
-    return memo.setdefault(_TOKEN, object()) if token is None else token
+    return keep(memo, _TOKEN, object()) if token is None else token

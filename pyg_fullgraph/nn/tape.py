@@ -26,6 +26,7 @@ from pyg_fullgraph import dense
 from pyg_fullgraph.autograd import Ways
 from pyg_fullgraph.functions import PLAIN
 from pyg_fullgraph.graph import Graph
+from pyg_fullgraph.nn.surroundings import Watch
 from pyg_fullgraph.saga.ir import EdgeProgram, Node
 
 __all__ = ["ChangedError", "Recorder", "Tape", "asked", "running", "step"]
@@ -154,16 +155,16 @@ class Recorder(TorchFunctionMode):
 
     Args:
         layer, args, kwargs: Of the call.
-        is_own: Whether a tensor is a parameter or buffer of the layer that is the same one in each call.
+        watch: Over the layer: its parameters and buffers are the same ones in each call; none of them may be given.
         fields: Attributes of the layer that hold values as arguments do.
         multiplies: As of a :class:`Tape`.
     """
 
     def __init__(self, layer: Module, args: Sequence[Any], kwargs: Mapping[str, Any],
-                 is_own: Callable[[Tensor], bool], fields: Sequence[str], multiplies: Multiplies) -> None:
+                 watch: Watch, fields: Sequence[str], multiplies: Multiplies) -> None:
         super().__init__()
         self._multiplies, self._has_products, self._is_inside = multiplies, False, True
-        self._layer, self._is_own, self._fields = layer, is_own, dict(vars(layer))
+        self._layer, self.watch, self._fields = layer, watch, dict(vars(layer))
         self._registers: list[Any] = [None] * (1 + len(args) + len(kwargs))
         self._steps: list[_Step] = []
         self._num_inside = 0
@@ -261,7 +262,7 @@ class Recorder(TorchFunctionMode):
 
     def _note_torch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         tensors = [*_tensors((args, kwargs))]
-        is_known = func in _FUNCTIONS and all(t.is_floating_point() or self._is_own(t) for t in tensors)
+        is_known = func in _FUNCTIONS and all(t.is_floating_point() or self.watch.has(t) for t in tensors)
         if not is_known or (func is Tensor.__getitem__ and len(tensors) > 1):
             self.refuse()
         elif func in dense.TAKEN:
@@ -294,6 +295,8 @@ class Recorder(TorchFunctionMode):
         """Note that ``value`` is in the register ``place``, along ``path``."""
         if isinstance(value, Tensor):
             # What is handed through may be another tensor the next time.
+            if is_given and self.watch.has(value):
+                self.refuse()
             known = self._sources.get(id(value))
             is_given = is_given or (known is not None and known.ref() is value and known.is_given)
             self._sources[id(value)] = _Source(weakref.ref(value), place, path, is_given)
@@ -313,7 +316,7 @@ class Recorder(TorchFunctionMode):
         found = self._sources.get(id(tensor))
         if found is not None and found.ref() is tensor:
             return found
-        if type(tensor) not in PLAIN or not self._is_own(tensor):
+        if type(tensor) not in PLAIN or not self.watch.has(tensor):
             raise _UnknownError
         ref = weakref.ref(tensor)
         found = self._sources[id(tensor)] = _Source(ref, self._step(ref, ()), (), True)
@@ -440,9 +443,10 @@ _LASTING = _named(
     "__imul__ __itruediv__")
 #: Those that give tensors whose shapes follow from those of what was given, and nothing else.
 _FUNCTIONS = _LASTING | dense.TAKEN | {Tensor.T.__get__, Tensor.mT.__get__} | _named(
-    "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __neg__ __pow__ __rpow__ __matmul__ "
-    "__getitem__ abs add addmm amax amin baddbmm bmm cat celu chunk clamp clone concat contiguous cos div einsum elu "
-    "exp expand expand_as flatten gelu group_norm hardtanh layer_norm leaky_relu linear log log_softmax logsigmoid "
-    "matmul maximum mean minimum mish mm mul narrow neg new_ones new_zeros normalize ones_like permute pow prelu "
-    "reciprocal relu reshape rsqrt select selu sigmoid silu sin softmax softplus split sqrt square squeeze stack sub sum t "
-    "tanh transpose true_divide unbind unflatten unsqueeze view view_as zeros_like")
+    "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __neg__ __pow__ __rpow__ "
+    "__matmul__ __getitem__ abs add addmm amax amin baddbmm bmm cat celu chunk clamp clone concat contiguous cos "
+    "div einsum elu exp expand expand_as flatten gelu group_norm hardtanh layer_norm leaky_relu linear log "
+    "log_softmax logsigmoid matmul maximum mean minimum mish mm mul narrow neg new_ones new_zeros normalize "
+    "ones_like permute pow prelu reciprocal relu reshape rsqrt select selu sigmoid silu sin softmax softplus split "
+    "sqrt square squeeze stack sub sum t tanh transpose true_divide unbind unflatten unsqueeze view view_as "
+    "zeros_like")
