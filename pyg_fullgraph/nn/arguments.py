@@ -21,15 +21,15 @@ from pyg_fullgraph.errors import DeviceError, DtypeError, InputError, NotFusable
 from pyg_fullgraph.graph import Graph, graph_of
 from pyg_fullgraph.nn.lazy import EdgeExpr, as_plain
 from pyg_fullgraph.nn.order import LinearExpr
-from pyg_fullgraph.nn.preparation import check_edge_rows, draw_seed, is_derived, phase_graph
-from pyg_fullgraph.nn.tape import asked, running
+from pyg_fullgraph.nn.preparation import check_edge_rows, is_derived, prepared_graph
+from pyg_fullgraph.nn.tape import asked, running, step
 from pyg_fullgraph.nn.tracing import METHODS, attribute, initialize_lazy, mentioned, result_dtype, traced
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.forms import TARGET_ROWS
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output
 from pyg_fullgraph.saga.trace import INDEX, SIZE_I, SIZE_J, ArgSpec
 
-__all__ = ["Call", "is_same"]
+__all__ = ["Call", "draw_seed", "is_same", "phase_graph"]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -408,6 +408,21 @@ def _compose(value: Node, side: tuple[tuple[str, Node], ...], known: tuple[tuple
         output = Output("vertex", value)
     program = EdgeProgram((output,))
     return program, ir.inputs_of(output.value, *others), dict(zip(names, others, strict=True))
+
+
+def _phase_graph(edge_index: Tensor, size: tuple[int | None, int | None], is_reversed: bool) -> Graph:
+    """:func:`prepared_graph`, with sources and destinations exchanged if ``is_reversed``."""
+    graph = prepared_graph(edge_index, size)
+    return graph.reverse() if is_reversed else graph
+
+
+phase_graph = step(_phase_graph, is_repeatable=True)
+
+
+@step
+def draw_seed(graph: Graph) -> Tensor:
+    """A seed for dropout masks of an edge phase on ``graph``."""
+    return graph.draw_seed()
 
 
 def _shown(name: str) -> str:

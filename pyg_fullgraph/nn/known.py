@@ -23,10 +23,10 @@ from torch.nn import Module
 from pyg_fullgraph.autograd import Ways, check_derivatives, inputs_of
 from pyg_fullgraph.functions import unseen
 from pyg_fullgraph.graph import Graph
-from pyg_fullgraph.nn.arguments import Call, is_same
+from pyg_fullgraph.nn.arguments import Call, draw_seed, is_same, phase_graph
 from pyg_fullgraph.nn.lazy import DeferredTensor, EdgeExpr
 from pyg_fullgraph.nn.order import LinearExpr, has_update
-from pyg_fullgraph.nn.preparation import draw_seed, is_derived, phase_graph, prepared_graph
+from pyg_fullgraph.nn.preparation import is_derived, prepared_graph
 from pyg_fullgraph.nn.surroundings import Watch, has_hooks_of_all
 from pyg_fullgraph.nn.tape import asked
 from pyg_fullgraph.saga.ir import EdgeProgram, Node

@@ -37,7 +37,7 @@ from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
 from pyg_fullgraph.saga.trace import rebind
 
-__all__ = ["REPLACEMENTS", "REPLACEMENTS_APART", "draw_seed", "phase_graph", "prepared_graph"]
+__all__ = ["REPLACEMENTS", "REPLACEMENTS_APART", "prepared_graph"]
 
 Fill = float | Tensor | str | None
 
@@ -399,21 +399,6 @@ def prepared_graph(edge_index: Tensor, size: tuple[int | None, int | None]) -> G
         return _once(edge_index.memo, ("resized", size),
                      lambda: Graph.from_edge_index(edge_index.to_edge_index(), size))
     return graph_of(edge_index, size)
-
-
-def _phase_graph(edge_index: Tensor, size: tuple[int | None, int | None], is_reversed: bool) -> Graph:
-    """:func:`prepared_graph`, with sources and destinations exchanged if ``is_reversed``."""
-    graph = prepared_graph(edge_index, size)
-    return graph.reverse() if is_reversed else graph
-
-
-phase_graph = step(_phase_graph, is_repeatable=True)
-
-
-@step
-def draw_seed(graph: Graph) -> Tensor:
-    """A seed for dropout masks of an edge phase on ``graph``."""
-    return graph.draw_seed()
 
 
 def _without_loops(origin: Tensor, size: tuple[int | None, int | None]) -> Graph:
