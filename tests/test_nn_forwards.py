@@ -325,19 +325,23 @@ def test_checkpoints(use_reentrant):
         torch.testing.assert_close(*found)
 
 
-def test_weights_that_are_frozen_for_some_time():
-    ours, theirs = pair("GATConv", 6, 4, edge_dim=2)
-    attributes = torch.randn(40, 2, dtype=torch.float64)
-    for k in range(4 * ENOUGH):
+@pytest.mark.parametrize("name, options", [("GATConv", {"edge_dim": 2}), ("GATConv", {}), ("GCNConv", {}),
+                                           ("SAGEConv", {})])
+@pytest.mark.parametrize("has_grad", [False, True])
+def test_weights_that_are_frozen_for_some_time(name, options, has_grad, hits):
+    ours, theirs = pair(name, 6, 4, **options)
+    given = (torch.randn(40, 2, dtype=torch.float64),) if options else ()
+    for k in range(12 * ENOUGH):
         found = []
         for layer in (ours, theirs):
-            layer.requires_grad_(k % 3 > 0)
-            x = features(k).requires_grad_()
-            with torch.set_grad_enabled(k % 4 > 0):
-                out = layer(x, EDGES, attributes)
-            wanted = [x, *(p for p in layer.parameters() if p.requires_grad)]
+            layer.requires_grad_(k // 5 % 3 > 0)
+            x = features(k).requires_grad_(has_grad)
+            with torch.set_grad_enabled(k // 5 % 4 > 0):
+                out = layer(x, EDGES, *given)
+            wanted = [x] * has_grad + [p for p in layer.parameters() if p.requires_grad]
             found.append([out, *(torch.autograd.grad(out.square().sum(), wanted) if out.requires_grad else [])])
         torch.testing.assert_close(*found)
+    assert hits
 
 
 def test_wrong_arguments_are_named_as_ever(hits):

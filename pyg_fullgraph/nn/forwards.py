@@ -70,7 +70,8 @@ class Calls:
     """Calls of a layer that look alike."""
 
     def __init__(self, layer: _Layer) -> None:
-        self._layer, self._tapes = layer, list[Tape]()
+        self._layer = layer
+        self._tapes: list[tuple[list[bool], Tape]] = []  # and which parameters required a gradient
         self._watch: Watch | None = None  # under which the tapes were noted
         self._num_calls = self._num_tries = 0
 
@@ -84,12 +85,15 @@ class Calls:
         watch = self._watch
         with unseen():
             is_same = watch is not None and watch is self._layer.watches.get(conv.training) and watch.holds(conv)
+            needs = watch.needs() if watch is not None else []
         if not is_same:
             self._tapes = []
             self._layer.num_changes += 1
             self._layer.calls.clear()
             return ()
-        for tape in self._tapes:
+        for needed, tape in self._tapes:
+            if needed != needs:
+                continue
             try:
                 return tape.run(conv, args, kwargs),
             except ChangedError:
@@ -120,7 +124,7 @@ class Calls:
         tape = recorder.tape(out)
         if tape is not None:
             others = self._tapes if self._watch is recorder.watch else []
-            self._watch, self._tapes = recorder.watch, [*others, tape][-MAX_TAPES:]
+            self._watch, self._tapes = recorder.watch, [*others, (recorder.watch.needs(), tape)][-MAX_TAPES:]
 
 
 def calls_like(conv: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Calls | None:

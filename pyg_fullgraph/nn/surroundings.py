@@ -447,6 +447,10 @@ class Watch:
         """Whether ``tensor`` is a parameter or buffer that is watched."""
         return any(ref() is tensor for ref, _ in self._looks)
 
+    def needs(self) -> list[bool]:
+        """Which of the parameters and buffers require a gradient now."""
+        return [t.requires_grad for ref, _ in self._looks if (t := ref()) is not None]
+
     def holds(self, conv: Module) -> bool:
         """Whether everything is as it was."""
         if type(conv) is not self.kind:
