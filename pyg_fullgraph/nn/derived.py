@@ -30,13 +30,14 @@ _INDEX_DTYPES = (torch.int32, torch.int64)
 #: Calls of a layer, since it last derived something, after which it is not watched any more.
 MAX_TRIES = 3
 _tries: weakref.WeakKeyDictionary[Module, int] = weakref.WeakKeyDictionary()
-_nothing: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
-def remembering(layer: Module) -> contextlib.AbstractContextManager[Any]:
-    """A context for the forward of ``layer``, in which what it derives from an ``edge_index`` is remembered."""
+def remembering(layer: Module) -> contextlib.AbstractContextManager[Any] | None:
+    """A context for the forward of ``layer``, in which what it derives from an ``edge_index`` is remembered; None if
+    that is nothing.
+    """
     if _tries.get(layer, 0) >= MAX_TRIES or torch.compiler.is_compiling() or is_recorded():
-        return _nothing
+        return None
     return _Remembering(layer)
 
 

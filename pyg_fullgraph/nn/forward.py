@@ -132,6 +132,7 @@ def _wrapped(forward: Any, original: Any, is_lazy: bool) -> Any:
         forwards.calls_like
     is_dynamo = torch.compiler.is_dynamo_compiling
     eager, has_chains, nothing = _with_sums(forward, original), order.has_chains, contextlib.nullcontext()
+    is_pygs, remembering = (original.__module__ or "").startswith("torch_geometric."), derived.remembering
 
     def multiplies(self: Any, given: Sequence[Any]) -> Any:
         """The context for products in a call, None if there are none."""
@@ -140,35 +141,34 @@ def _wrapped(forward: Any, original: Any, is_lazy: bool) -> Any:
             return products(self, given, has_chains) if self._parameters or len(self._modules) > 1 else None
 
     def explained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        outer = running.layer, running.may_wait, tape.running.recorder
         try:
-            calls = calls_like(self, args, kwargs)
+            calls = calls_like(self, args, kwargs) if is_pygs else None
             if calls is not None and (known := calls.run(self, args, kwargs)):
                 return known[0]
-            return run(self, calls, args, kwargs)
-        except (RuntimeError, RowCountError) as error:
-            _explain(self, original, args, kwargs, error)
-            raise
-
-    def run(self: Any, calls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """PyG's code, of which a call may be noted for others among ``calls``."""
-        outer = running.layer, running.may_wait, tape.running.recorder
-        running.layer, running.may_wait, tape.running.recorder = self, None, None
-        try:
+            running.layer, running.may_wait, tape.running.recorder = self, None, None
             recorder = None if calls is None else calls.recorder(self, args, kwargs, multiplies)
-            is_open = order.is_open(self)
-            with unseen():
-                opened = ([order.opened(a) for a in args], {k: order.opened(v) for k, v in kwargs.items()}) \
-                    if is_open else (args, kwargs)
-            in_products = multiplies(self, (*args, *kwargs.values()))
-            with derived.remembering(self), in_products or nothing, recorder or nothing:
-                tape.running.recorder = recorder
+            is_open = is_pygs and order.is_open(self)
+            opened: tuple[Any, Any] = args, kwargs
+            if is_open:
+                with unseen():
+                    opened = [order.opened(a) for a in args], {k: order.opened(v) for k, v in kwargs.items()}
+            derives, in_products = remembering(self), multiplies(self, (*args, *kwargs.values()))
+            if derives is None and in_products is None and recorder is None:
                 out = eager(self, *opened[0], **opened[1])
+            else:
+                with derives or nothing, in_products or nothing, recorder or nothing:
+                    tape.running.recorder = recorder
+                    out = eager(self, *opened[0], **opened[1])
             if is_open:
                 order.settle(self)
             out = as_plain(out) if is_lazy or is_open or isinstance(out, LazyTensor) else out
-            if recorder is not None:
+            if calls is not None and recorder is not None:
                 calls.remember(recorder, out)
             return out
+        except (RuntimeError, RowCountError) as error:
+            _explain(self, original, args, kwargs, error)
+            raise
         finally:
             if outer[2] is not None:
                 outer[2].refuse()  # which has a layer in the layer

@@ -45,21 +45,18 @@ _BEYOND_VERSIONS = {
 }
 
 
-def _run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor],
-         ways: autograd.Ways | None = None) -> tuple[Tensor, ...]:
-    """:func:`pyg_fullgraph.autograd.run` in the dtype of the tensors, whatever autocast says; by ``ways`` if there are
-    some.
-    """
+def _run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    """:func:`pyg_fullgraph.autograd.run` in the dtype of the tensors, whatever autocast says."""
     kind = graph.device.type
     with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext():
-        return autograd.run(program, graph, tensors) if ways is None else ways.run(program, graph, tensors)
+        return autograd.run(program, graph, tensors)
 
 
 def _run_phase(layer: Module, program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor],
-               ways: autograd.Ways | None = None) -> tuple[Tensor, ...]:
-    """The same, counted as a fused propagate of ``layer``."""
+                ways: autograd.Ways | None = None) -> tuple[Tensor, ...]:
+    """The same, counted as a fused propagate of ``layer``; ``ways`` are of calls without autocast."""
     debug.record(layer, "propagate", program, graph)
-    return _run(program, graph, tensors, ways)
+    return _run(program, graph, tensors) if ways is None else ways.run(program, graph, tensors)
 
 
 run, run_phase = tape.step(_run, multiplies=True), tape.step(_run_phase, multiplies=True)
