@@ -434,6 +434,7 @@ linear_operator.register_autograd(_backward, setup_context=_setup_context)
 _LINEAR = frozenset({F.linear})
 _MATMUL = frozenset({torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__})
 _ADDMM = frozenset({torch.addmm, Tensor.addmm})
+#: Torch's functions that add, which multiply nothing.
 SUMS = frozenset({torch.add, Tensor.add})
 #: Torch's functions that :func:`call` may take.
 TAKEN = _LINEAR | _MATMUL | _ADDMM | SUMS

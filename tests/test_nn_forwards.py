@@ -89,7 +89,7 @@ def test_forwards_are_made_of_steps(name, hits):
     ("GATConv", (6, 4), {"heads": 2, "dropout": 0.5}), ("TransformerConv", (6, 4), {"dropout": 0.3}),
     ("GINConv", (lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5)),), {}),
     ("APPNP", (3, 0.1), {"dropout": 0.4})])
-def test_random_numbers_and_running_means_go_on_as_ever(name, args, options, monkeypatch):
+def test_random_numbers_and_running_means_go_on_as_ever(name, args, options, monkeypatch, hits):
     """To the bit: the same are drawn in the same order, and batches are counted."""
     found = []
     for steps in (True, False):
@@ -104,6 +104,7 @@ def test_random_numbers_and_running_means_go_on_as_ever(name, args, options, mon
             found.append([out, *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()], allow_unused=True),
                           *layer.state_dict().values(), torch.get_rng_state()])
     assert all(torch.equal(a, b) if a is not None else b is None for a, b in zip(*found, strict=True))
+    assert len(hits) >= 3
 
 
 class Asking(pyg_nn.GraphConv):
@@ -135,7 +136,7 @@ def test_a_forward_that_asks_for_numbers_runs_as_ever(hits):
 
 
 @pytest.mark.parametrize("name", ["GCNConv", "GATConv", "SAGEConv", "GINConv"])
-def test_edges_that_change_in_place(name):
+def test_edges_that_change_in_place(name, hits):
     args = (nn.Linear(6, 4),) if name == "GINConv" else (6, 4)
     ours, theirs = pair(name, *args)
     edges = EDGES.clone()
@@ -143,9 +144,10 @@ def test_edges_that_change_in_place(name):
         if k >= ENOUGH:
             edges[:, k] = k - ENOUGH  # a self-loop more
         torch.testing.assert_close(ours(features(k), edges), theirs(features(k), edges))
+    assert hits
 
 
-def test_one_graph_has_self_loops_and_another_of_its_size_has_none():
+def test_one_graph_has_self_loops_and_another_of_its_size_has_none(hits):
     ours, theirs = pair("GATConv", 6, 4)
     plain = torch.stack([torch.arange(12), (torch.arange(12) + 1) % 12])
     loops = plain.clone()
@@ -154,6 +156,8 @@ def test_one_graph_has_self_loops_and_another_of_its_size_has_none():
         first, second = make(plain), make(loops)
         for seed, (edges, given) in enumerate([(first, plain)] * ENOUGH + [(second, loops), (first, plain)] * 4):
             torch.testing.assert_close(ours(features(seed), edges), theirs(features(seed), given))
+        assert hits
+        hits.clear()
 
 
 def test_a_cache_that_is_dropped(hits):
@@ -191,20 +195,23 @@ def test_edge_weights_with_and_without_gradients(hits):
             wanted = [x, *layer.parameters(), *([weight] if weight.requires_grad else [])]
             found.append([out, *torch.autograd.grad(out.square().sum(), wanted)])
         torch.testing.assert_close(*found)
+    assert hits
 
 
-def test_one_tensor_for_two_arguments_and_memory_in_common():
+def test_one_tensor_for_two_arguments_and_memory_in_common(hits):
     ours, theirs = pair("SAGEConv", (6, 6), 4)
     x, y = features(0), features(1)
     for given in [(x, x)] * ENOUGH + [(x, y)] * ENOUGH + [(x, x.view(12, 6)), (y, y), (y, x)] * 3:
         torch.testing.assert_close(ours(given, EDGES), theirs(given, EDGES))
+    assert hits
 
 
-def test_features_of_other_strides():
+def test_features_of_other_strides(hits):
     ours, theirs = pair("GATConv", 6, 4, heads=2)
     for k in range(2 * ENOUGH):
         x = features(k) if k % 2 else features(k).t().contiguous().t()
         torch.testing.assert_close(ours(x, EDGES), theirs(x, EDGES))
+    assert hits
 
 
 def test_a_function_of_modules_that_is_replaced(monkeypatch, hits):

@@ -53,7 +53,7 @@ def _run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> t
 
 
 def _run_phase(layer: Module, program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor],
-                ways: autograd.Ways | None = None) -> tuple[Tensor, ...]:
+               ways: autograd.Ways | None = None) -> tuple[Tensor, ...]:
     """The same, counted as a fused propagate of ``layer``; ``ways`` are of calls without autocast."""
     debug.record(layer, "propagate", program, graph)
     return _run(program, graph, tensors) if ways is None else ways.run(program, graph, tensors)
