@@ -23,7 +23,8 @@ from pyg_fullgraph.graph import is_part
 from pyg_fullgraph.nn import compiled, derived, dots, forwards, order, sums, tape
 from pyg_fullgraph.nn.lazy import LazyTensor, as_plain
 from pyg_fullgraph.nn.preparation import REPLACEMENTS, REPLACEMENTS_APART
-from pyg_fullgraph.saga.trace import rebind
+from pyg_fullgraph.nn.rebinding import globals_of, rebind, writes_globals
+from pyg_fullgraph.nn.surroundings import code_names
 
 __all__ = ["install_forward"]
 
@@ -82,14 +83,10 @@ def _prepared(function: types.FunctionType) -> Any:
 def _over_ours(function: types.FunctionType) -> Any:
     """A copy of ``function`` that names our functions, None if there is nothing that we have another for."""
     code = dots.code_with_dots(function)
-    if code is None and not _names_replaced(function):
+    if (code is None and not _names_replaced(function)) or writes_globals(function.__code__):
         return None
     is_pygs = (function.__module__ or "").startswith("torch_geometric.")
-    made: Any = rebind(function, REPLACEMENTS if is_pygs else REPLACEMENTS_APART)
-    if code is not None:
-        made.__code__ = code
-        made.__globals__[dots.NAME] = dots.dot
-    return made
+    return rebind(function, REPLACEMENTS if is_pygs else REPLACEMENTS_APART, code, {dots.NAME: dots.dot})
 
 
 def _with_sums(forward: Any, original: Any) -> Any:
@@ -97,27 +94,16 @@ def _with_sums(forward: Any, original: Any) -> Any:
     code = sums.code_with_sums(original, dots.Scores()) if isinstance(original, types.FunctionType) else None
     if code is None:
         return forward
-    made: Any = rebind(forward, {})
-    made.__code__ = code
-    made.__globals__.update({**sums.CALLS, dots.NAME: dots.dot})
-    return made
+    return rebind(forward, {}, code, {**sums.CALLS, dots.NAME: dots.dot})
 
 
 def _names_replaced(function: types.FunctionType) -> bool:
-    space = function.__globals__
-    for name in _global_names(function.__code__):
+    space = globals_of(function)
+    for name in set(code_names(function.__code__)):
         value = space.get(name)
         if isinstance(value, types.FunctionType) and value in REPLACEMENTS:
             return True
     return False
-
-
-def _global_names(code: types.CodeType) -> set[str]:
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= _global_names(constant)
-    return names
 
 
 def _wrapped(forward: Any, original: Any, is_lazy: bool) -> Any:
@@ -141,9 +127,12 @@ def _wrapped(forward: Any, original: Any, is_lazy: bool) -> Any:
             return products(self, given, has_chains) if self._parameters or len(self._modules) > 1 else None
 
     def explained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if running.layer is self and type(self).forward is not function:  # by super(): a part of that call
+            out = eager(self, *args, **kwargs)
+            return as_plain(out) if is_lazy or isinstance(out, LazyTensor) else out
         outer = running.layer, running.may_wait, tape.running.recorder
         try:
-            calls = calls_like(self, args, kwargs) if is_pygs else None
+            calls = calls_like(self, args, kwargs)
             if calls is not None and (known := calls.run(self, args, kwargs)):
                 return known[0]
             running.layer, running.may_wait, tape.running.recorder = self, None, None

@@ -32,10 +32,10 @@ from pyg_fullgraph.graph import Graph, graph_of, is_part, remembered
 from pyg_fullgraph.memo import Memo, is_unchanged, keep, state_of, taken
 from pyg_fullgraph.nn.ends import EdgeValues, Ends
 from pyg_fullgraph.nn.lazy import EdgeExpr, LazyTensor, run
+from pyg_fullgraph.nn.rebinding import rebind
 from pyg_fullgraph.nn.tape import step
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
-from pyg_fullgraph.saga.trace import rebind
 
 __all__ = ["REPLACEMENTS", "REPLACEMENTS_APART", "prepared_graph"]
 

@@ -27,9 +27,11 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules import module as modules
 
+from pyg_fullgraph.nn.rebinding import codes_in, globals_of
 from pyg_fullgraph.saga.trace import ArgSpec
 
-__all__ = ["Key", "Numbers", "Reached", "Watch", "has_hooks_of_all", "initialized", "is_lazy", "reached", "submodules"]
+__all__ = ["Key", "Numbers", "Reached", "Watch", "cells_of", "code_names", "definitions", "has_hooks_of_all",
+           "initialized", "is_lazy", "is_library", "reached", "submodules"]
 
 Numbers = tuple[tuple[str, float], ...]
 
@@ -83,7 +85,7 @@ class Reached:
         functions: list[Any] = [ref() for ref in self.functions]
         if None in functions:
             return False
-        spaces = [f.__globals__ for f in functions]
+        spaces = [globals_of(f) for f in functions]
         for i, name, j in self.links:
             if spaces[i].get(name) is not functions[j]:
                 return False
@@ -119,7 +121,7 @@ class _Walk:
     def over(self, methods: tuple[str, ...]) -> Reached:
         """See :func:`reached`."""
         for method in methods:
-            self._add_all(_definitions(self.kind, method))
+            self._add_all(definitions(self.kind, method))
         names: set[str] = set()
         done = 0
         while done < len(self.functions):
@@ -141,12 +143,13 @@ class _Walk:
     def _enter(self, function: types.FunctionType, place: int) -> set[str]:
         names = set(code_names(function.__code__))
         for name in names:
-            self._add_all(_definitions(self.kind, name, "super" in names))
-        self._add_all([f for f in _cells(function) if isinstance(f, types.FunctionType) and not is_library(f)])
+            self._add_all(definitions(self.kind, name, "super" in names))
+        self._add_all([f for f in cells_of(function) if isinstance(f, types.FunctionType) and not is_library(f)])
         if is_library(function):
             return names
-        for name in names & function.__globals__.keys():
-            value = function.__globals__[name]
+        space = globals_of(function)
+        for name in names & space.keys():
+            value = space[name]
             if isinstance(value, types.FunctionType):
                 if not is_library(value):
                     self._add_all([value])
@@ -168,14 +171,18 @@ def _reference(value: Any) -> Callable[[], Any]:
     return weakref.ref(value) if isinstance(value, types.FunctionType) else lambda: value
 
 
-def _definitions(kind: type, name: str, in_bases: bool = False) -> list[types.FunctionType]:
-    """The functions that ``name`` stands for on an instance of ``kind``; with ``in_bases`` those it hides as well."""
+def definitions(kind: type, name: str, in_bases: bool = False) -> list[types.FunctionType]:
+    """The functions that ``name`` stands for on an instance of ``kind``, as they were written; with ``in_bases`` those
+    it hides as well. Our functions around the methods of a layer are none.
+    """
     found = [vars(c).get(name) for c in kind.__mro__] if in_bases else [getattr(kind, name, None)]
     found = [f.fget if isinstance(f, property) else getattr(f, "__func__", f) for f in found]
-    return [f for f in found if isinstance(f, types.FunctionType)]
+    written = [getattr(f, "__wrapped__", None) if getattr(f, "_is_fullgraph", False) else f for f in found]
+    return [f for f in written if isinstance(f, types.FunctionType)]
 
 
-def _cells(function: types.FunctionType) -> list[Any]:
+def cells_of(function: types.FunctionType) -> list[Any]:
+    """What a function holds of those around it."""
     found = []
     for cell in function.__closure__ or ():
         try:
@@ -201,10 +208,8 @@ def is_library(value: Any) -> bool:
 
 def code_names(code: types.CodeType) -> Iterator[str]:
     """Names of globals and attributes in a function and in the functions inside it."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from code_names(constant)
+    for one in codes_in(code):
+        yield from one.co_names
 
 
 def submodules(module: Module) -> Iterator[tuple[str, Module]]:
@@ -274,7 +279,7 @@ class Key:
 
     def _outside(self, function: types.FunctionType | None, name: str, mentions: frozenset[str]) -> Any:
         """What a global stands for; of a module of the user's what is mentioned in it."""
-        value = function.__globals__.get(name) if function is not None else None
+        value = globals_of(function).get(name) if function is not None else None
         if isinstance(value, types.ModuleType):
             inside = {n: vars(value)[n] for n in sorted(mentions & vars(value).keys())}
             return tuple((n, v.__code__ if isinstance(v, types.FunctionType) else self.value(v))
@@ -283,7 +288,7 @@ class Key:
 
     def _bound(self, function: types.FunctionType) -> tuple[Any, ...]:
         """What a function holds: its closure, without functions that were followed, and its defaults."""
-        cells = [v for v in _cells(function) if not isinstance(v, (types.FunctionType, type))]
+        cells = [v for v in cells_of(function) if not isinstance(v, (types.FunctionType, type))]
         defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
         return tuple(self.value(v) for v in (*cells, *defaults))
 
@@ -332,10 +337,11 @@ class Key:
     def _function(self, function: types.FunctionType) -> tuple[Any, ...]:
         """A function of the user's that is not a method of the layer: its code, and what that reads."""
         self._calls_functions = True
-        names = set(code_names(function.__code__)) & function.__globals__.keys()
-        outside = {n: v for n in sorted(names) if not _is_code(v := function.__globals__[n]) or
+        space = globals_of(function)
+        names = set(code_names(function.__code__)) & space.keys()
+        outside = {n: v for n in sorted(names) if not _is_code(v := space[n]) or
                    (isinstance(v, types.FunctionType) and not is_library(v))}
-        cells = [v for v in _cells(function) if not isinstance(v, type)]
+        cells = [v for v in cells_of(function) if not isinstance(v, type)]
         defaults = (function.__defaults__ or (), function.__kwdefaults__ or {})
         return function.__code__, self.value([*outside.items()]), self.value([*cells, *defaults])
 
@@ -401,19 +407,19 @@ class Watch:
         on_class = [n for n in found.attributes if n not in fields]
         spaces: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
         for i, name in (*((i, name) for i, name, _ in (*found.links, *found.code)), *found.reads):
-            space = functions[i].__globals__
+            space = globals_of(functions[i])
             spaces.setdefault(id(space), (space, {}))[1][name] = None
         _check(*(getattr(self.kind, n) for n in on_class),
-               *(functions[i].__globals__.get(n) for i, n in found.reads))
+               *(globals_of(functions[i]).get(n) for i, n in found.reads))
         in_function = ("__code__", "__defaults__", "__kwdefaults__")
         self._facts = [_fact(operator.attrgetter, self.kind, (*methods, "update", *(beside or ()), *on_class,
                                                                *dict(found.members))),
                        *(_fact(operator.attrgetter, function, in_function) for function in functions),
                        *(_fact(operator.itemgetter, space, inside) for space, inside in spaces.values())]
-        self._cells = [(f, _cells(f)) for f in functions if f.__closure__]
+        self._cells = [(f, cells_of(f)) for f in functions if f.__closure__]
         for f in functions:
             _check(*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values(),
-                   *(c for c in _cells(f) if not isinstance(c, type)))
+                   *(c for c in cells_of(f) if not isinstance(c, (type, types.FunctionType))))  # which are followed
         # Hooks of methods, which calls of them run; the layer itself must not be kept alive.
         hooks = tuple(n for n in fields if n.endswith("_hooks") and n not in _MODULE_FIELDS)
         self._views = [_View(conv, fields, names, hooks)]
@@ -470,7 +476,7 @@ class Watch:
             if t is None or _look_of(t) != look:
                 return False
         for function, cells in self._cells:
-            known = _cells(function)
+            known = cells_of(function)
             if len(known) != len(cells) or not all(map(operator.is_, known, cells)):
                 return False
         return True

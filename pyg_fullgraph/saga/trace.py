@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 import threading
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -130,29 +129,6 @@ def trace_method(conv: torch.nn.Module, method: str, args: Mapping[str, Any],
 
 def _prefixed(prefix: str, args: Mapping[str, Any]) -> dict[str, Any]:
     return {k.removeprefix(prefix): v for k, v in args.items() if k.startswith(prefix)}
-
-
-def rebind(function: Callable, replacements: Mapping[Any, Any]) -> Callable:
-    """``function`` with some of its globals replaced, by identity of their values, for this copy of it only.
-
-    Args:
-        function: A plain Python function.
-        replacements: Maps an object that the function's module holds to what the copy sees in its place.
-    """
-    function = getattr(function, "__func__", function)
-    space = dict(function.__globals__)
-    for name, value in function.__globals__.items():
-        try:
-            fresh = replacements.get(value)
-        except TypeError:  # unhashable global
-            continue
-        if fresh is not None:
-            space[name] = fresh
-    copy = types.FunctionType(function.__code__, space, function.__name__, function.__defaults__, function.__closure__)
-    copy.__kwdefaults__, copy.__annotations__ = function.__kwdefaults__, dict(function.__annotations__)
-    copy.__dict__.update(function.__dict__)
-    copy.__qualname__, copy.__module__, copy.__doc__ = function.__qualname__, function.__module__, function.__doc__
-    return copy
 
 
 _DROPOUTS = (F.dropout, torch.dropout, torch.dropout_)

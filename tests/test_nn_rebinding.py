@@ -1,0 +1,139 @@
+"""Forwards of somebody's that name PyG's preparation functions: all else that they name is what it is at the time."""
+
+import sys
+import types
+
+import pytest
+import torch
+import torch_geometric.nn as pyg_nn
+from torch_geometric import utils
+
+import pyg_fullgraph.nn as fused_nn
+from pyg_fullgraph import debug
+from pyg_fullgraph.nn.rebinding import globals_of, rebind
+
+EDGES = torch.tensor([[0, 1, 2, 2], [1, 2, 3, 2]])
+X = torch.rand(4, 2, dtype=torch.float64)
+
+SOURCE = """
+import torch
+from torch_geometric.utils import add_self_loops, degree, scatter
+
+SCALE = 1.0
+SEEN = []
+NUM_CALLS = 0
+
+
+class Layer(base):
+    def forward(self, x, edge_index):
+        SEEN.append(len(x))
+        edge_index, _ = add_self_loops(edge_index, num_nodes=x.size(0))
+        return shift(self.scaled(self.propagate(edge_index, x=x * SCALE)))
+
+    def scaled(self, x):
+        return scatter(x, torch.arange(4) // 2, 0) * SCALE
+
+    def message(self, x_j):
+        return self.bounded(x_j)
+
+    def bounded(self, x):
+        degree  # a name that we have another function for
+        return x.clamp(max=SCALE / 2)
+
+
+class Counting(base):
+    def forward(self, x, edge_index):
+        global NUM_CALLS
+        NUM_CALLS += 1
+        edge_index, _ = add_self_loops(edge_index, num_nodes=x.size(0))
+        return self.propagate(edge_index, x=x)
+
+
+def shift(x):
+    return x + 1
+"""
+
+
+@pytest.fixture
+def written(monkeypatch):
+    """The same source in a module of its own over our base class and over PyG's."""
+    made = []
+    for name, base in (("of_ours", fused_nn.MessagePassing), ("of_pygs", pyg_nn.MessagePassing)):
+        module = types.ModuleType(name)
+        monkeypatch.setitem(sys.modules, name, module)
+        module.base = base
+        exec(SOURCE, vars(module))
+        made.append(module)
+    return made
+
+
+def both(written, layers):
+    debug.reset()
+    ours, theirs = (layer(X, EDGES) for layer in layers)
+    torch.testing.assert_close(ours, theirs)
+    assert debug.counters()["plain"] == 0
+    return ours
+
+
+def change(written, **values):
+    for module in written:
+        vars(module).update(values)
+
+
+def test_numbers_and_functions_may_be_replaced_between_calls(written):
+    layers = [module.Layer() for module in written]
+    first = both(written, layers)
+    change(written, SCALE=0.5)
+    second = both(written, layers)
+    assert not torch.equal(first, second)
+    change(written, shift=lambda x: x - 1)
+    torch.testing.assert_close(both(written, layers), second - 2)
+    change(written, SCALE=1.0, shift=lambda x: x + 1)
+    assert torch.equal(both(written, layers), first)
+
+
+def test_a_function_of_pygs_may_be_replaced_by_ones_own(written):
+    layers = [module.Layer() for module in written]
+    before = both(written, layers)
+    change(written, add_self_loops=lambda edge_index, num_nodes: (edge_index.flip(0), None))
+    after = both(written, layers)
+    assert not torch.equal(before, after)
+    change(written, add_self_loops=utils.add_self_loops)
+    assert torch.equal(both(written, layers), before)
+
+
+def test_what_is_defined_after_the_first_layer_is_found(written):
+    for module in written:
+        del module.shift
+    layers = [module.Layer() for module in written]
+    with pytest.raises(NameError, match="shift"):
+        layers[0](X, EDGES)
+    change(written, shift=torch.neg)
+    both(written, layers)
+
+
+def test_writes_reach_the_module(written):
+    layers = [module.Counting() for module in written]
+    for count in (1, 2):
+        both(written, layers)
+        assert [module.NUM_CALLS for module in written] == [count, count]
+    layers = [module.Layer() for module in written]
+    both(written, layers)
+    assert [module.SEEN for module in written] == [[4], [4]]
+
+
+def test_copies_of_copies():
+    def function():
+        return first(), second(), third, len  # noqa: F821
+
+    module = {"__builtins__": __builtins__, "first": abs, "second": max, "third": []}
+    function = types.FunctionType(function.__code__, module)
+    once = rebind(function, {abs: lambda: 1}, own={"third": 3})
+    twice = rebind(once, {max: lambda: 2})
+    assert twice() == (1, 2, 3, len)
+    assert globals_of(twice) is globals_of(once) is module
+    module["second"] = lambda: 5
+    assert twice() == (1, 5, 3, len)
+    module["len"] = 7
+    assert twice() == (1, 5, 3, 7)
+    assert set(module) == {"__builtins__", "first", "second", "third", "len"}
