@@ -6,6 +6,7 @@ Everything is put on the class, at the first instance as PyG does it, never on a
 from __future__ import annotations
 
 import atexit
+import contextlib
 import copyreg
 import functools
 import importlib.util
@@ -88,10 +89,15 @@ def install(conv: PyGMessagePassing, build: Callable[[], None]) -> None:
     for method in methods:
         _install_dispatcher(conv, method)
     for method, (function, reaches_ours) in own_methods.items():
-        if function is not None and not reaches_ours:
-            _install_own(cls, method, function)
+        if function is not None:
+            _install_own(cls, method, function, reaches_ours)
     conv.inspector._source_dict = before
-    install_forward(cls)
+    # What a user's forward calls by super() as well, be there instances of that class or not.
+    for base in reversed(cls.__mro__):
+        is_layer = issubclass(base, PyGMessagePassing) and PyGMessagePassing not in base.__bases__
+        if base is cls or (is_layer and hasattr(base, "_fullgraph_propagate") and
+                           not getattr(vars(base).get("forward"), "_is_fullgraph", False)):
+            install_forward(base)
     cls._fullgraph_installed = tuple(methods)
 
 
@@ -151,9 +157,9 @@ def _install_dispatcher(conv: PyGMessagePassing, method: str) -> None:
     setattr(cls, f"_orig_{method}", on_instance(method))
 
 
-def _install_own(cls: type, method: str, own: Any) -> None:
-    """Keep a user's ``own`` method, which is no place to fuse at, and count its calls."""
-
+def _install_own(cls: type, method: str, own: Any, reaches_ours: bool) -> None:
+    """Keep a user's ``own`` method; where no ``super()`` in it reaches ours there is nothing to fuse, which is counted.
+    """
     @functools.wraps(own)
     def function(self: Any, *args: Any, **kwargs: Any) -> Any:
         debug.record(self, method, reasons=[f"the class has {_article(method)} of its own"])
@@ -161,7 +167,7 @@ def _install_own(cls: type, method: str, own: Any) -> None:
 
     function._is_fullgraph = True
     for name in (method, f"_orig_{method}", f"_jinja_{method}"):
-        setattr(cls, name, function)
+        setattr(cls, name, own if reaches_ours else function)
 
 
 def _article(method: str) -> str:
@@ -243,9 +249,11 @@ def drop_in_class(base: type, mixin: type, summary: str) -> type:
     space = {"__module__": mixin.__module__, "__qualname__": base.__name__,
              "__annotations__": dict(inspect.get_annotations(base)),
              "__doc__": f"{summary}\n\n{inspect.getdoc(base) or ''}"}
-    return types.new_class(base.__name__, (mixin, base), exec_body=lambda ns: ns.update(space))
+    made = _drop_ins[base] = types.new_class(base.__name__, (mixin, base), exec_body=lambda ns: ns.update(space))
+    return made
 
 
+_drop_ins: dict[type, type] = {}
 _fused: weakref.WeakKeyDictionary[type, weakref.ref[type]] = weakref.WeakKeyDictionary()
 
 
@@ -259,9 +267,20 @@ def fused_class(base: type, mixin: type) -> type:
     if cls is None:
         space = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__,
                  "_fullgraph_base": base, "__reduce_ex__": _reduce_fused}
-        cls = types.new_class(base.__name__, (mixin, base), exec_body=lambda ns: ns.update(space))
+        cls = _new_class(base, mixin, space)
         _fused[base] = weakref.ref(cls)
     return cls
+
+
+def _new_class(base: type, mixin: type, space: dict[str, Any]) -> type:
+    """A subclass of ``base``; where that is a user's over a layer that has a class of ours, this is what ``super()`` in
+    it reaches.
+    """
+    above = next((_drop_ins[c] for c in base.__mro__ if c in _drop_ins), None)
+    if above is not None:
+        with contextlib.suppress(TypeError):  # of a class over several layers there may be no order of all
+            return types.new_class(base.__name__, (base, above), exec_body=lambda ns: ns.update(space))
+    return types.new_class(base.__name__, (mixin, base), exec_body=lambda ns: ns.update(space))
 
 
 def _reduce_fused(self: Any, protocol: Any) -> Any:

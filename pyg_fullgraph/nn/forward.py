@@ -41,18 +41,22 @@ def install_forward(cls: Any) -> None:
 
     The methods of the edge phase stay as they are: the tracer knows PyG's functions in them.
     """
-    changed, original = False, cls.forward
+    original = forward = cls.forward.__wrapped__ if getattr(cls.forward, "_is_fullgraph", False) else cls.forward
+    changed = False
     for name in dir(cls):
-        function = inspect.getattr_static(cls, name)
-        is_prepared = name == "forward" or not (name in _EDGE_PHASE or hasattr(torch.nn.Module, name))
-        prepared = _prepared(function) if is_prepared and isinstance(function, types.FunctionType) else None
-        if prepared is not None:
-            setattr(cls, name, prepared)
-            changed = True
+        if name == "forward":
+            prepared = _prepared(original) if isinstance(original, types.FunctionType) else None
+            forward = prepared or original
+        else:
+            function = inspect.getattr_static(cls, name)
+            is_prepared = not (name in _EDGE_PHASE or hasattr(torch.nn.Module, name))
+            prepared = _prepared(function) if is_prepared and isinstance(function, types.FunctionType) else None
+            if prepared is not None:
+                setattr(cls, name, prepared)
+        changed |= prepared is not None
     # What goes from one call to the next may be lazy, which neither a user nor a compiled graph can hold.
     is_lazy = changed or _implements(cls, "edge_update") or _stores(cls.message) or _stores(cls.aggregate)
-    if not getattr(cls.forward, "_is_fullgraph", False):
-        cls.forward = _wrapped(cls.forward, original, is_lazy)
+    cls.forward = _wrapped(forward, original, is_lazy)
 
 
 def _implements(cls: Any, method: str) -> bool:

@@ -1,10 +1,10 @@
-"""Forwards of PyG's layers that came before: their steps, without PyG's code and without sorting out calls again.
+"""Forwards that came before: their steps, without the code of the layer and without sorting out calls again.
 
 What a forward does follows from the shapes, dtypes and devices of its arguments, from which edges they are of, from the
-modes that torch is in, and from the layer. Where a layer is PyG's, as it is, and is watched
-(:class:`surroundings.Watch`), a call that looks like earlier ones takes the steps that were noted in one of those
-(:mod:`tape`). Calls that anybody looks into take the long way: with hooks, under autocast, transforms of ``torch.func``
-or checkpoints.
+modes that torch is in, and from the layer. Where a layer is PyG's, or is somebody's and does nothing but to compute
+(:mod:`purity`), and is watched (:class:`surroundings.Watch`), a call that looks like earlier ones takes the steps that
+were noted in one of those (:mod:`tape`). Calls that anybody looks into take the long way: with hooks, under autocast,
+transforms of ``torch.func`` or checkpoints, and of somebody's layer in a debugger.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pyg_fullgraph.graph import Graph, remembered
 from pyg_fullgraph.memo import keep
 from pyg_fullgraph.nn import order
 from pyg_fullgraph.nn.known import MAX_CALLS, MAX_CHANGES
+from pyg_fullgraph.nn.purity import is_debugged, is_pure
 from pyg_fullgraph.nn.surroundings import Watch, is_library
 from pyg_fullgraph.nn.tape import ChangedError, Multiplies, Recorder, Tape, running
 from pyg_fullgraph.nn.tracing import METHODS
@@ -52,7 +53,7 @@ class _Layer:
         is_pygs: whether all of that is PyG's or ours.
         watches: per mode, what its forward depends on beside its arguments.
         calls: by look.
-        num_changes: how often a watch broke or could not be made.
+        num_failures: how often a watch broke or could not be made, or there was no tape of a look.
     """
 
     def __init__(self, conv: Module) -> None:
@@ -60,7 +61,7 @@ class _Layer:
         self.is_pygs = order.is_pygs(conv) and all(map(is_library, self.kind.__mro__[:-1]))
         self.watches: dict[bool, Watch] = {}
         self.calls: OrderedDict[Any, Calls] = OrderedDict()
-        self.num_changes = 0
+        self.num_failures = 0
 
 
 _layers: weakref.WeakKeyDictionary[Module, _Layer] = weakref.WeakKeyDictionary()
@@ -88,7 +89,7 @@ class Calls:
             needs = watch.needs() if watch is not None else []
         if not is_same:
             self._tapes = []
-            self._layer.num_changes += 1
+            self._layer.num_failures += 1
             self._layer.calls.clear()
             return ()
         for needed, tape in self._tapes:
@@ -108,13 +109,19 @@ class Calls:
             return None
         self._num_tries += 1
         known, fields = self._layer, dict(vars(conv))
+        if not known.is_pygs and _has_list((*args, *kwargs.values())):  # to which the forward may write
+            return None
         with unseen():
             watch = known.watches.get(conv.training)
             if watch is None or not watch.holds(conv):
-                known.num_changes += watch is not None
-                watch = Watch.of(conv, _METHODS, fields, _functions(type(conv)))
+                known.num_failures += watch is not None
+                if not known.is_pygs and not is_pure(conv):
+                    known.num_failures = MAX_CHANGES
+                    return None
+                watch = Watch.of(conv, _METHODS, fields, _functions(type(conv))) if known.is_pygs else \
+                    Watch.of(conv, ("forward", "update", *_METHODS), fields)
                 if watch is None:
-                    known.num_changes += 1
+                    known.num_failures += 1
                     return None
                 known.watches[conv.training] = watch
         return Recorder(conv, args, kwargs, watch, [n for n in _GIVEN if fields.get(n) is not None], multiplies)
@@ -125,6 +132,8 @@ class Calls:
         if tape is not None:
             others = self._tapes if self._watch is recorder.watch else []
             self._watch, self._tapes = recorder.watch, [*others, (recorder.watch.needs(), tape)][-MAX_TAPES:]
+        elif self._num_tries >= MAX_TRIES and not self._tapes:
+            self._layer.num_failures += 1
 
 
 def calls_like(conv: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Calls | None:
@@ -132,8 +141,8 @@ def calls_like(conv: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Cal
     layer = _layers.get(conv)
     if layer is None or layer.kind is not type(conv):
         layer = _layers[conv] = _Layer(conv)
-    if not layer.is_pygs or layer.num_changes >= MAX_CHANGES or not order.is_quiet(conv) or has_transforms() or \
-            forward_ad._current_level >= 0 or has_modes_of_others():
+    if layer.num_failures >= MAX_CHANGES or not order.is_quiet(conv) or has_transforms() or \
+            forward_ad._current_level >= 0 or has_modes_of_others() or (not layer.is_pygs and is_debugged()):
         return None
     with unseen():
         look = _look(conv, args, kwargs)
@@ -198,6 +207,10 @@ def _look_of_value(value: Any, held: list[int]) -> Any:
         looks = tuple([_look_of_value(part, held) for part in value])
         return None if None in looks else (kind, looks)
     return None
+
+
+def _has_list(value: Any) -> bool:
+    return type(value) is list or (type(value) is tuple and any(map(_has_list, value)))
 
 
 def _token(memo: dict[Any, Any]) -> object:

@@ -250,7 +250,8 @@ class _Known:
                 return None
             value.check_unchanged()
         for a, b, was_same in self.same:
-            if asked(is_same, a(kwargs), b(kwargs)) != was_same:
+            one, other = a(kwargs), b(kwargs)
+            if (one is other or asked(is_same, one, other)) != was_same:
                 return None
         for linear, was_later in self.maps:
             if linear(kwargs).may_come_later(conv, graph) != was_later:

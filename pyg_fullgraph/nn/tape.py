@@ -29,7 +29,7 @@ from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn.surroundings import Watch
 from pyg_fullgraph.saga.ir import EdgeProgram, Node
 
-__all__ = ["ChangedError", "Recorder", "Tape", "asked", "running", "step"]
+__all__ = ["FUNCTIONS", "QUESTIONS", "ChangedError", "Recorder", "Tape", "asked", "running", "step"]
 
 #: Gives the context of products in the forward of a layer with some arguments, if there is one.
 Multiplies = Callable[[Module, Sequence[Any]], dense.Products | None]
@@ -187,7 +187,7 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if func in _QUESTIONS or not self._is_possible:
+        if func in QUESTIONS or not self._is_possible:
             return out
         if all(type(t) in PLAIN for t in _tensors((args, kwargs))):
             self._note_torch(func, args, kwargs, out)
@@ -262,7 +262,7 @@ class Recorder(TorchFunctionMode):
 
     def _note_torch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         tensors = [*_tensors((args, kwargs))]
-        is_known = func in _FUNCTIONS and all(t.is_floating_point() or self.watch.has(t) for t in tensors)
+        is_known = func in FUNCTIONS and all(t.is_floating_point() or self.watch.has(t) for t in tensors)
         if not is_known or (func is Tensor.__getitem__ and len(tensors) > 1):
             self.refuse()
         elif func in dense.TAKEN:
@@ -431,7 +431,7 @@ def _named(names: str) -> frozenset[Any]:
 
 
 #: Questions whose answer follows from shape, dtype and device of what was given.
-_QUESTIONS = frozenset({
+QUESTIONS = frozenset({
     Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.layout.__get__, Tensor.ndim.__get__,
     Tensor.is_cuda.__get__, Tensor.is_sparse.__get__, Tensor.is_sparse_csr.__get__, Tensor.requires_grad.__get__,
     Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.__len__, torch.numel,
@@ -442,7 +442,7 @@ _LASTING = _named(
     "dropout dropout_ feature_dropout alpha_dropout batch_norm add_ sub_ mul_ div_ relu_ copy_ zero_ __iadd__ __isub__ "
     "__imul__ __itruediv__")
 #: Those that give tensors whose shapes follow from those of what was given, and nothing else.
-_FUNCTIONS = _LASTING | dense.TAKEN | {Tensor.T.__get__, Tensor.mT.__get__} | _named(
+FUNCTIONS = _LASTING | dense.TAKEN | {Tensor.T.__get__, Tensor.mT.__get__} | _named(
     "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __neg__ __pow__ __rpow__ "
     "__matmul__ __getitem__ abs add addmm amax amin baddbmm bmm cat celu chunk clamp clone concat contiguous cos "
     "div einsum elu exp expand expand_as flatten gelu group_norm hardtanh layer_norm leaky_relu linear log "

@@ -1,0 +1,522 @@
+"""Forwards of somebody's: those that only compute are made of steps, and whatever others do is done in each call."""
+
+import functools
+import math
+import random
+import sys
+import types
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch_geometric.nn as pyg_nn
+from torch import Tensor, nn
+from torch.nn.functional import leaky_relu
+from torch_geometric.utils import add_self_loops, softmax
+from torch_geometric.utils import degree as degree_of
+
+import pyg_fullgraph.nn as fused_nn
+from pyg_fullgraph import convert
+from pyg_fullgraph.graph import Graph
+from pyg_fullgraph.nn import forwards, tape
+
+EDGES = torch.randint(12, (2, 40), generator=torch.Generator().manual_seed(0))
+NUM_CALLS = 8
+SLOPE = 0.1
+LIMITS = (-2.0, 2.0)
+SEEN = []
+COUNT = 0
+
+
+@pytest.fixture
+def hits(monkeypatch):
+    """Layers whose forwards were made of steps."""
+    seen, take = [], tape.Tape.run
+
+    def noted(self, layer, args, kwargs):
+        out = take(self, layer, args, kwargs)
+        seen.append(layer)
+        return out
+
+    monkeypatch.setattr(tape.Tape, "run", noted)
+    return seen
+
+
+def features(seed=0):
+    return torch.randn(12, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def bounded(x):
+    return leaky_relu(x, SLOPE).clamp(*LIMITS) / math.sqrt(x.size(-1))
+
+
+def shown(x):
+    SEEN.append(x.shape)
+    return x
+
+
+class Layer(pyg_nn.MessagePassing):
+    """A sum, of what each of those below makes of it."""
+
+    def __init__(self):
+        super().__init__(aggr="add")
+        torch.manual_seed(0)
+        self.lin, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
+        self.maps = nn.ModuleList([nn.Linear(6, 6) for _ in range(2)])
+        self.scale, self.factor, self.bias, self.act = nn.Parameter(torch.rand(6)), 2.0, None, torch.relu
+        self.seen, self.calls = [], 0
+        self.double()
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_j):
+        return x_j
+
+
+# --- those that only compute ------------------------------------------------------------------------------------
+
+
+class Parts(Layer):
+    rate = 0.25
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        if isinstance(x, Tensor) and x.dim() != 2:
+            raise ValueError(f"Expected two dimensions, got {x.shape}")
+        out = self.propagate(edge_index, x=self.act(self.lin(x)) * self.scale)
+        if self.bias is not None:
+            out = out + self.bias
+        return self.norm(self.around(out, x)) * self.factor * self.half
+
+    def around(self, out, x):
+        return bounded(out + self.rate * F.elu(F.dropout(x, 0.0, self.training)))
+
+    @property
+    def half(self):
+        return self.factor / 4
+
+
+class Loops(Layer):
+    def forward(self, x, edge_index):
+        parts = {}
+        outs = [self.propagate(edge_index, x=lin(x)) for lin in self.maps]
+        for k, out in enumerate(outs):
+            parts[k] = out.sigmoid()
+        outs.extend(parts.values())
+        total = outs[0]
+        for out in outs[1:]:
+            total = total * out
+        return total, torch.cat([o.mean(dim=0, keepdim=True) for o in outs], dim=0)
+
+
+class Attention(Layer):
+    def forward(self, x, edge_index):
+        edge_index, _ = add_self_loops(edge_index, num_nodes=x.size(0))
+        alpha = self.edge_updater(edge_index, x=x)
+        return self.propagate(edge_index, x=x, alpha=alpha)
+
+    def edge_update(self, x_i, x_j, index, ptr, size_i):
+        return softmax((x_i * x_j).sum(-1, keepdim=True), index, ptr, size_i)
+
+    def message(self, x_j, alpha):
+        return x_j * alpha
+
+
+class OwnMessage(pyg_nn.SAGEConv):
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__(6, 6)
+        self.double()
+
+    def message(self, x_j):
+        return x_j.relu() * 2
+
+
+def close_over(factor):
+    def scaled(x):
+        return x * factor
+
+    class Closed(Layer):
+        def forward(self, x, edge_index, power=2):
+            return self.propagate(edge_index, x=scaled(x) ** power + len(LIMITS))
+
+    return Closed
+
+
+PURE = [Layer, Parts, Loops, Attention, OwnMessage, close_over(3.0)]
+
+
+def results(layer, seed, edges=EDGES):
+    x = features(seed).requires_grad_()
+    out = layer(x, edges)
+    outs = out if isinstance(out, tuple) else (out,)
+    wanted = [x, *(p for p in layer.parameters() if p.requires_grad)]
+    return *outs, *torch.autograd.grad(sum(o.square().sum() for o in outs), wanted, allow_unused=True)
+
+
+def assert_same(ours, theirs, seed, edges=EDGES, given=None):
+    for a, b in zip(results(ours, seed, edges), results(theirs, seed, edges if given is None else given), strict=True):
+        if a is not None and b is not None:
+            torch.testing.assert_close(a, b)
+        else:
+            assert a is b
+
+
+@pytest.mark.parametrize("kind", PURE, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("has_graph", [False, True])
+def test_forwards_that_only_compute_are_made_of_steps(kind, has_graph, hits):
+    ours, theirs = convert(kind()), kind()
+    edges = Graph.from_edge_index(EDGES, 12) if has_graph else EDGES
+    for seed in range(NUM_CALLS):
+        assert_same(ours, theirs, seed, edges, EDGES)
+    assert len(hits) >= NUM_CALLS - 5
+    other = torch.randint(12, (2, 50))
+    for seed in range(NUM_CALLS):
+        assert_same(ours, theirs, seed, other)
+
+
+def test_classes_over_ours(hits):
+    class Own(fused_nn.MessagePassing):
+        def forward(self, x, edge_index):
+            return self.propagate(edge_index, x=x) * 2
+
+        def message(self, x_i, x_j):
+            return x_i - x_j
+
+    layer = Own()
+    for seed in range(NUM_CALLS):
+        x = features(seed)
+        want = torch.zeros_like(x).index_add(0, EDGES[1], x[EDGES[1]] - x[EDGES[0]]) * 2
+        torch.testing.assert_close(layer(x, EDGES), want)
+    assert hits
+
+
+@pytest.mark.parametrize("name", ["GCNConv", "GATConv", "SAGEConv"])
+@pytest.mark.parametrize("is_converted", [False, True])
+def test_a_forward_around_that_of_a_layer(name, is_converted, hits):
+    """It is ours that ``super()`` reaches, with what a graph has in common for all calls."""
+    def around(base):
+        class Around(base):
+            def forward(self, x, edge_index):
+                return super().forward(torch.tanh(x), edge_index) * 2
+
+        torch.manual_seed(0)
+        # PyG tells classes apart by their names.
+        Around.__name__ += f"{base.__module__}{name}{is_converted}".replace(".", "_")
+        return Around(6, 6).double()
+
+    theirs = around(getattr(pyg_nn, name))
+    ours = convert(around(getattr(pyg_nn, name))) if is_converted else around(getattr(fused_nn, name))
+    for seed in range(NUM_CALLS):
+        assert_same(ours, theirs, seed)
+    assert hits
+
+
+def stretch(x):
+    return bounded(x) * 3
+
+
+CHANGES = {
+    "number": lambda layer, patch: setattr(layer, "factor", 5.0),
+    "class-attribute": lambda layer, patch: patch.setattr(Parts, "rate", 0.5),
+    "global": lambda layer, patch: patch.setattr(sys.modules[__name__], "SLOPE", 0.7),
+    "global-tuple": lambda layer, patch: patch.setattr(sys.modules[__name__], "LIMITS", (-0.1, 0.1)),
+    "function": lambda layer, patch: patch.setattr(sys.modules[__name__], "bounded", torch.neg),
+    "function-of-functions": lambda layer, patch: patch.setattr(sys.modules[__name__], "bounded", stretch),
+    "torchs-function": lambda layer, patch: patch.setattr(sys.modules[__name__], "leaky_relu", torch.mul),
+    "method": lambda layer, patch: patch.setattr(Parts, "around", lambda self, out, x: out - x),
+    "module": lambda layer, patch: setattr(layer, "lin", nn.Linear(6, 6, bias=False).double()),
+    "activation": lambda layer, patch: setattr(layer, "act", torch.tanh),
+    "bias": lambda layer, patch: setattr(layer, "bias", nn.Parameter(torch.ones(6, dtype=torch.float64))),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_whatever_it_reads_may_change(name, hits, monkeypatch):
+    ours, theirs = convert(Parts()), Parts()
+    for seed in range(NUM_CALLS):
+        assert_same(ours, theirs, seed)
+    assert hits
+    if name == "function-of-functions":  # which would call itself
+        monkeypatch.setitem(stretch.__globals__, "bounded", bounded)
+        monkeypatch.setattr(sys.modules[__name__], "stretch", types.FunctionType(
+            stretch.__code__, {**vars(sys.modules[__name__])}))
+    for layer in (ours, theirs):
+        torch.manual_seed(1)
+        CHANGES[name](layer, monkeypatch)
+    hits.clear()
+    assert_same(ours, theirs, 0)
+    assert not hits
+    for seed in range(NUM_CALLS):
+        assert_same(ours, theirs, seed)
+    assert hits
+
+
+def test_a_function_that_is_not_pure_any_more(hits, monkeypatch):
+    layer = convert(Parts())
+    for seed in range(NUM_CALLS):
+        layer(features(seed), EDGES)
+    assert hits
+    hits.clear()
+    SEEN.clear()
+    monkeypatch.setattr(sys.modules[__name__], "bounded", shown)
+    for seed in range(NUM_CALLS):
+        layer(features(seed), EDGES)
+    assert len(SEEN) == NUM_CALLS
+    assert not hits
+
+
+# --- those that leave something behind --------------------------------------------------------------------------
+
+
+class Counting(Layer):
+    def forward(self, x, edge_index):
+        self.calls += 1
+        return self.propagate(edge_index, x=x)
+
+
+class CountingInProperty(Layer):
+    @property
+    def counted(self):
+        SEEN.append(None)
+        return 1.0
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x * self.counted)
+
+
+class Keeping(Layer):
+    def forward(self, x, edge_index):
+        self.seen.append(x.shape)
+        return self.propagate(edge_index, x=x)
+
+
+class KeepingInLists(Layer):
+    def forward(self, x, edge_index, seen):
+        seen.append(None)
+        return self.propagate(edge_index, x=x)
+
+
+class KeepingInDefaults(Layer):
+    def forward(self, x, edge_index, seen=SEEN):
+        seen.append(None)
+        return self.propagate(edge_index, x=x)
+
+
+class KeepingInTensors(Layer):
+    def forward(self, x, edge_index):
+        x.tag = "seen"
+        return self.propagate(edge_index, x=x)
+
+
+class CountingOutside(Layer):
+    def forward(self, x, edge_index):
+        global COUNT
+        COUNT += 1
+        return self.propagate(edge_index, x=x)
+
+
+class Showing(Layer):
+    def forward(self, x, edge_index):
+        print("forward")
+        return shown(self.propagate(edge_index, x=x))
+
+
+class ShowingIndirectly(Layer):
+    def forward(self, x, edge_index):
+        return self.inner(self.propagate(edge_index, x=x))
+
+    def inner(self, x):
+        return functools.reduce(lambda a, b: shown(a) + b, [x, x])
+
+
+class Updated(Layer):
+    def update(self, out):
+        SEEN.append(None)
+        return out
+
+
+class Overridden(pyg_nn.GATConv):
+    def __init__(self):
+        super().__init__(6, 6)
+        self.double()
+
+    def edge_updater(self, *args, **kwargs):
+        SEEN.append(None)
+        return super().edge_updater(*args, **kwargs)
+
+
+class Attributes(Layer):
+    def __getattr__(self, name):
+        if name == "counted":
+            SEEN.append(None)
+            return 1.0
+        return super().__getattr__(name)
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x * self.counted)
+
+
+def recording(function):
+    @functools.wraps(function)
+    def run(*args, **kwargs):
+        SEEN.append(None)
+        return function(*args, **kwargs)
+
+    return run
+
+
+class Decorated(Layer):
+    @recording
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x)
+
+
+def nonlocal_count():
+    count = 0
+
+    class Closed(Layer):
+        def forward(self, x, edge_index):
+            nonlocal count
+            count += 1
+            return self.propagate(edge_index, x=x)
+
+        def seen_so_far(self):
+            return count
+
+    return Closed
+
+
+class Warning_(Layer):
+    def forward(self, x, edge_index):
+        warnings.warn("seen", stacklevel=2)
+        return self.propagate(edge_index, x=x)
+
+
+IMPURE = {
+    Counting: lambda layer: layer.calls, Keeping: lambda layer: len(layer.seen),
+    CountingInProperty: lambda layer: len(SEEN), KeepingInLists: lambda layer: len(SEEN),
+    KeepingInDefaults: lambda layer: len(SEEN), CountingOutside: lambda layer: COUNT,
+    Showing: lambda layer: len(SEEN), ShowingIndirectly: lambda layer: len(SEEN), Updated: lambda layer: len(SEEN),
+    Overridden: lambda layer: len(SEEN), Attributes: lambda layer: len(SEEN), Decorated: lambda layer: len(SEEN),
+    nonlocal_count(): lambda layer: layer.seen_so_far(),
+}
+
+
+@pytest.mark.parametrize("kind", IMPURE, ids=lambda kind: kind.__name__)
+@pytest.mark.filterwarnings("ignore::pyg_fullgraph.debug.PlainPathWarning")
+def test_what_a_forward_leaves_behind_it_leaves_in_each_call(kind, hits, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "COUNT", 0)
+    SEEN.clear()
+    layer = convert(kind())
+    more = (SEEN,) if kind is KeepingInLists else ()
+    for seed in range(2 * NUM_CALLS):
+        layer(features(seed), EDGES, *more)
+    assert IMPURE[kind](layer) == 2 * NUM_CALLS
+    assert not hits
+
+
+def test_tensors_are_marked_in_each_call(hits):
+    layer = convert(KeepingInTensors())
+    for seed in range(NUM_CALLS):
+        x = features(seed)
+        layer(x, EDGES)
+        assert x.tag == "seen"
+    assert not hits
+
+
+def test_warnings_come_in_each_call():
+    layer = convert(Warning_())
+    for seed in range(NUM_CALLS):
+        with pytest.warns(UserWarning, match="seen"):
+            layer(features(seed), EDGES)
+
+
+class Random(Layer):
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x * random.random())
+
+
+class Numbers(Layer):
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x if x.sum() > 0 else x * 2)
+
+
+class Degrees(Layer):
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x) / degree_of(edge_index[1], x.size(0)).clamp(min=1).view(-1, 1)
+
+
+class WithoutGradients(Layer):
+    def forward(self, x, edge_index):
+        with torch.no_grad():
+            scale = self.lin(x).sigmoid()
+        return self.propagate(edge_index, x=x * scale)
+
+
+class ByIdentity(Layer):
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x * (2 if type(x) is nn.Parameter else 1))
+
+
+class Held(Layer):
+    def __init__(self):
+        super().__init__()
+        self.options = {"factor": 2.0}
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x * self.options["factor"])
+
+
+class Updating(Layer):
+    def update(self, out):
+        return out.tanh() * self.factor
+
+
+@pytest.mark.parametrize("kind", [Updating, Random, Numbers, Degrees, WithoutGradients, ByIdentity, Held],
+                         ids=lambda kind: kind.__name__)
+def test_other_forwards_compute_what_they_did(kind):
+    ours, theirs = convert(kind()), kind()
+    for seed in range(2 * NUM_CALLS):
+        if kind is Held and seed > NUM_CALLS:
+            ours.options["factor"] = theirs.options["factor"] = float(seed)
+        x = features(seed)
+        x = nn.Parameter(x) if kind is ByIdentity and seed % 2 else x.requires_grad_()
+        found = []
+        for layer in (ours, theirs):
+            random.seed(seed)
+            out = layer(x, EDGES)
+            found.append([out, *torch.autograd.grad(out.square().sum(), [x])])
+        torch.testing.assert_close(*found)
+
+
+def test_who_is_in_a_debugger_goes_through_the_code(hits):
+    layer, lines = convert(Parts()), []
+
+    def trace(frame, event, arg):
+        if frame.f_code is Parts.around.__code__:
+            lines.append(event)
+        return trace
+
+    for seed in range(NUM_CALLS):
+        layer(features(seed), EDGES)
+    assert hits
+    hits.clear()
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        layer(features(), EDGES)
+    finally:
+        sys.settrace(before)
+    assert "line" in lines
+    assert not hits
+
+
+def test_a_layer_without_tapes_is_not_asked_for_long(monkeypatch):
+    asked, look = [], forwards._look
+    monkeypatch.setattr(forwards, "_look", lambda *args: asked.append(None) or look(*args))
+    layer = convert(Counting())
+    for seed in range(3 * NUM_CALLS):
+        layer(features(seed), EDGES)
+    assert len(asked) == forwards.MIN_CALLS + 1
