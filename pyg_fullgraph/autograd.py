@@ -458,6 +458,21 @@ class Way:
         most = 0 if torch.compiler.is_compiling() else scaled_bytes(graph)
         return _way(program, tuple(kinds), is_plain, is_whole, may_postpone, most, torch.is_grad_enabled())
 
+    @property
+    def names(self) -> tuple[str, ...] | None:
+        """The inputs of :meth:`run_alone`; None where there is more to do than one edge phase."""
+        return None if self._sole is None or len(self._sole[2]) < len(self._inputs) else self._sole[2]
+
+    def run_alone(self, graph: Graph, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """As :meth:`run` for the tensors of :attr:`names`, if there are such."""
+        assert self._sole is not None
+        phase, scalar, names = self._sole
+        if _observers or (self._steady and reuse.is_on()):
+            return self.run(graph, dict(zip(names, tensors, strict=True)))
+        with unseen():
+            taken(graph)
+            return tuple(_call(phase, graph, scalar, tensors))
+
     def run(self, graph: Graph, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Go it, with tensors that :func:`check_derivatives` has seen; see :func:`run`."""
         if not self.is_plain:
@@ -540,13 +555,17 @@ class Ways:
         """As :func:`run`, where ``program`` is always given its inputs in the same order, tensors that
         :func:`check_derivatives` has seen.
         """
+        return self.way(program, graph, tensors).run(graph, tensors)
+
+    def way(self, program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> Way:
+        """That of these tensors."""
         given = tensors.values()
         held = [*map(id, given)]
         key = program.digest, torch.is_grad_enabled(), *map(_needs_grad, given), *map(held.index, held)
         way = self._known.get(key)
         if way is None:
             way = self._known[key] = Way.of(program, graph, tensors)
-        return way.run(graph, tensors)
+        return way
 
 
 def _merge_inputs(program: EdgeProgram,

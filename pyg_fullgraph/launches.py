@@ -290,11 +290,39 @@ class Prepared:
         self.sites = [_Site(part, rows, schedule, sweep.needs_ids, merges, constants, made)
                       for part, schedule in zip(parts, schedules, strict=True)]
 
+        site = self.sites[0]
+        # One launch that writes nothing but rows, and perhaps one that merges them: most sweeps.
+        self._is_simple = len(self.sites) == 1 and not (
+            self.local or self.totals or self.added or self.adds_to_zeros or site.kernel.uses_places or
+            site.kernel.apart)
+
     def run(self, order: EdgeOrder, leaf: chunks.Leaf, staging: EdgeOrder | None) -> dict[Node, Tensor]:
-        """The results of the sweep over all edges at once; see :class:`Run`."""
-        run = Run(self, (order,), staging)
-        run.take(0, leaf)
-        return run.finish()
+        """The results of the sweep over all edges at once; as :class:`Run` has them, in half of the time if it can."""
+        if not self._is_simple:
+            run = Run(self, (order,), staging)
+            run.take(0, leaf)
+            return run.finish()
+        site = self.sites[0]
+        inputs, ends, values, strides, reach = site.inputs.take(leaf, staging)
+        made = [like.new_empty(shape) for _, shape, like in self.results]
+        space = [make(shape) for make, shape in self.workspace]
+        args = [*inputs, *made, *space]
+        if site.kernel.merges:
+            args.append(self.arrivals.take())
+        site.launch(False, False, reach >= _FAR or self.reach >= _FAR).run(args, values, strides)
+        results = dict(zip(self.written, made, strict=True))
+        if self.merge is not None:
+            self._merge(results, ends, space)
+        return results
+
+    def _merge(self, results: Mapping[Node, Tensor], known: Sequence[Any], space: Sequence[Tensor]) -> None:
+        """Add up what pieces of cut rows left in ``space``; ``known`` is what that reads beside results."""
+        assert self.merge is not None
+        args = [*map(results.__getitem__, self.merged), *known, *space]
+        if known:
+            self.merge.run(args, [t for t in known if type(t) is not int], [n for n in known if type(n) is int])
+        else:
+            self.merge.run(args, ())
 
 
 class _Arrivals:
@@ -418,12 +446,7 @@ class Run:
         """Merge, and give the results."""
         prepared = self.prepared
         if prepared.merge is not None:
-            known = [*self.added, *self.ends]
-            args = [*map(self.results.__getitem__, prepared.merged), *known, *self.workspace]
-            if known:
-                prepared.merge.run(args, [t for t in known if type(t) is not int], [n for n in known if type(n) is int])
-            else:
-                prepared.merge.run(args, ())
+            prepared._merge(self.results, [*self.added, *self.ends], self.workspace)
         for node, _ in prepared.totals:
             total = self.totals.get(node)
             self.results[node] = torch.zeros(node.shape, dtype=prepared.dtype, device=prepared.device) \

@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -59,7 +59,23 @@ def _run_phase(layer: Module, program: EdgeProgram, graph: Graph, tensors: Mappi
     return _run(program, graph, tensors) if ways is None else ways.run(program, graph, tensors)
 
 
-run, run_phase = tape.step(_run, multiplies=True), tape.step(_run_phase, multiplies=True)
+def _phase_again(layer: Module, program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor],
+                 ways: autograd.Ways | None = None) -> tuple[Callable[..., Any], Sequence[Any]] | None:
+    """What such a call comes to in all of one look, and with which arguments; None if that is to be found each time."""
+    way = None if ways is None else ways.way(program, graph, tensors)
+    if way is None or way.names is None:
+        return None
+    return functools.partial(_run_alone, program, way), (layer, graph, *(tensors[name] for name in way.names))
+
+
+def _run_alone(program: EdgeProgram, way: autograd.Way, layer: Module, graph: Graph,
+               *tensors: Tensor) -> tuple[Tensor, ...]:
+    debug.record(layer, "propagate", program, graph)
+    return way.run_alone(graph, tensors)
+
+
+run = tape.step(_run, multiplies=True)
+run_phase = tape.step(_run_phase, multiplies=True, settled=_phase_again)
 _detached = tape.step(Tensor.detach, is_repeatable=True)
 
 

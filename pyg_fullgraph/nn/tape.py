@@ -52,8 +52,12 @@ class _Running(threading.local):
 running = _Running()
 
 
+#: Gives what a call comes to in all calls of one look, with which arguments; None if that is to be found each time.
+Settled = Callable[..., "tuple[Callable[..., Any], Sequence[Any]] | None"]
+
+
 def step(function: Callable[..., Any], is_repeatable: bool = False, multiplies: bool = False,
-         again: Callable[..., Any] | None = None) -> Callable[..., Any]:
+         again: Callable[..., Any] | None = None, settled: Settled | None = None) -> Callable[..., Any]:
     """``function``, whose calls are steps of a tape.
 
     Args:
@@ -61,13 +65,14 @@ def step(function: Callable[..., Any], is_repeatable: bool = False, multiplies: 
         is_repeatable: Whether a call may be made in vain: it changes nothing that anybody sees.
         multiplies: Whether there may be products in a call.
         again: What is called in its place later on; a call whose result is None is no step then.
+        settled: Finds, for the arguments of a call, what is called in its place later on.
     """
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         recorder = running.recorder
         if recorder is None:
             return function(*args, **kwargs)
-        return recorder.call(function, args, kwargs, is_repeatable, multiplies, again)
+        return recorder.call(function, args, kwargs, is_repeatable, multiplies, again, settled)
 
     return run
 
@@ -171,6 +176,7 @@ class Recorder(TorchFunctionMode):
         self._sources: dict[int, _Source] = {}
         self._constants: set[int] = set()
         self._is_repeatable = self._is_possible = True
+        self._has_grad = torch.is_grad_enabled()
         for place, value in enumerate((*args, *kwargs.values()), 1):
             self._bind(value, place, (), True)
         for name in fields:
@@ -207,11 +213,15 @@ class Recorder(TorchFunctionMode):
             running.recorder = self
 
     def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], is_repeatable: bool,
-             multiplies: bool, again: Callable[..., Any] | None) -> Any:
+             multiplies: bool, again: Callable[..., Any] | None, settled: Settled | None) -> Any:
         """The same, noted as a step; see :func:`step`."""
         out = self.apart(function, args, kwargs)
         self._has_products |= multiplies and self._is_inside
-        if again is None or out is not None:
+        # What depends on whether gradients are on is settled for calls of this look.
+        found = settled(*args, **kwargs) if settled is not None and torch.is_grad_enabled() == self._has_grad else None
+        if found is not None:
+            self._note(*found, {}, out, is_repeatable)
+        elif again is None or out is not None:
             self._note(again or function, args, kwargs, out, is_repeatable)
         return out
 
