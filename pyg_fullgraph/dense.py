@@ -183,6 +183,14 @@ def in_layer(layer: Module, values: Iterable[Any], has_chains: Callable[[Module]
     return None
 
 
+def alone(products: Products | None) -> contextlib.AbstractContextManager[None]:
+    """:meth:`Products.alone`, nothing where there are none."""
+    return _nothing if products is None else products.alone()
+
+
+_nothing = contextlib.nullcontext()
+
+
 def chain() -> Products | None:
     """The forward that runs in this thread, if products of the same features may be a chain in it."""
     forward = _running.mode

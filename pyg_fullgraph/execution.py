@@ -139,14 +139,14 @@ def _run_pair(sweep: Sweep, across: Sweep, orders: tuple[EdgeOrder, EdgeOrder], 
     return {**run_sweep(sweep, order, leaf, like, exact), **run_sweep(across, others, leaf, like, exact)}
 
 
-@_without_autocast
 def run_again(plan: Plan, incoming: Order, outgoing: Order | None, env: Mapping[Node, Tensor],
               like: Tensor) -> list[Tensor] | None:
     """As :func:`run_plan` a plan that is one sweep which ran on these edges before by a kernel: each result is a new
-    tensor. None if it is not, and where sweeps are recorded or tuned.
+    tensor. None if it is not, under autocast, and where sweeps are recorded or tuned.
     """
-    sweep = plan.sole
-    if sweep is None or events.is_recording() or tune.is_enabled(like.device):
+    sweep, device = plan.sole, like.device
+    if sweep is None or events.is_recording() or tune.is_enabled(device) or (
+            device.type != "meta" and torch.is_autocast_enabled(device.type)):
         return None
     order = incoming if sweep.rows is Domain.DST else outgoing
     if not isinstance(order, EdgeOrder):

@@ -213,7 +213,7 @@ def _picker(places: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...
     """A function that picks ``places`` of a tuple."""
     if len(places) > 1:
         return operator.itemgetter(*places)
-    return lambda pool: tuple(pool[p] for p in places)
+    return operator.itemgetter(slice(places[0], places[0] + 1)) if places else lambda pool: ()
 
 
 class _Made(NamedTuple):

@@ -118,35 +118,43 @@ def _wrapped(forward: Any, original: Any, is_lazy: bool) -> Any:
     # The globals of what is returned are PyG's, so what it names of ours is bound here.
     is_compiling, takes, can_fuse, as_operator, products, running = torch.compiler.is_compiling, compiled.takes, \
         compiled.can_fuse, compiled.call, dense.in_layer, order.running
-    is_recorded, is_exported, unseen, calls_like = functions.is_recorded, functions.is_exported, functions.unseen, \
-        forwards.calls_like
+    is_recorded, is_exported, unseen, run_like = functions.is_recorded, functions.is_exported, functions.unseen, \
+        forwards.run_like
     is_dynamo = torch.compiler.is_dynamo_compiling
     eager, has_chains, nothing = _with_sums(forward, original), order.has_chains, contextlib.nullcontext()
     is_pygs, remembering = (original.__module__ or "").startswith("torch_geometric."), derived.remembering
 
     def multiplies(self: Any, given: Sequence[Any]) -> Any:
         """The context for products in a call, None if there are none."""
-        # A layer that has nothing but an aggregation multiplies with no weight.
         with unseen():
-            return products(self, given, has_chains) if self._parameters or len(self._modules) > 1 else None
+            return products(self, given, has_chains)
 
     def explained(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if running.layer is self and type(self).forward is not function:  # by super(): a part of that call
+        if type(self).forward is not function and running.layer is self:  # by super(): a part of that call
             out = eager(self, *args, **kwargs)
             return as_plain(out) if is_lazy or isinstance(out, LazyTensor) else out
+        try:
+            calls, known = run_like(self, args, kwargs)
+            return run(self, args, kwargs, calls) if known is None else known[0]
+        except (RuntimeError, RowCountError) as error:
+            _explain(self, original, args, kwargs, error)
+            raise
+
+    def run(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any], calls: forwards.Calls | None) -> Any:
+        """The forward; ``calls`` are those that look like it, if any of them may be noted."""
+        # A layer that has nothing but an aggregation multiplies with no weight.
+        multiply = multiplies if self._parameters or len(self._modules) > 1 else None
         outer = running.layer, running.may_wait, tape.running.recorder
         try:
-            calls = calls_like(self, args, kwargs)
-            if calls is not None and (known := calls.run(self, args, kwargs)):
-                return known[0]
             running.layer, running.may_wait, tape.running.recorder = self, None, None
-            recorder = None if calls is None else calls.recorder(self, args, kwargs, multiplies)
+            recorder = None if calls is None else calls.recorder(self, args, kwargs, multiply)
             is_open = is_pygs and order.is_open(self)
             opened: tuple[Any, Any] = args, kwargs
             if is_open:
                 with unseen():
                     opened = [order.opened(a) for a in args], {k: order.opened(v) for k, v in kwargs.items()}
-            derives, in_products = remembering(self), multiplies(self, (*args, *kwargs.values()))
+            derives = remembering(self)
+            in_products = None if multiply is None else multiply(self, (*args, *kwargs.values()))
             if derives is None and in_products is None and recorder is None:
                 out = eager(self, *opened[0], **opened[1])
             else:
@@ -159,9 +167,6 @@ def _wrapped(forward: Any, original: Any, is_lazy: bool) -> Any:
             if calls is not None and recorder is not None:
                 calls.remember(recorder, out)
             return out
-        except (RuntimeError, RowCountError) as error:
-            _explain(self, original, args, kwargs, error)
-            raise
         finally:
             if outer[2] is not None:
                 outer[2].refuse()  # which has a layer in the layer

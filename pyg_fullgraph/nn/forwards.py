@@ -31,7 +31,7 @@ from pyg_fullgraph.nn.surroundings import Watch, is_library
 from pyg_fullgraph.nn.tape import ChangedError, Multiplies, Recorder, Tape, running
 from pyg_fullgraph.nn.tracing import METHODS
 
-__all__ = ["Calls", "calls_like"]
+__all__ = ["Calls", "run_like"]
 
 #: Calls of one look before one is noted: in the first ones much is found that later ones find again.
 MIN_CALLS = 2
@@ -76,33 +76,24 @@ class Calls:
         self._watch: Watch | None = None  # under which the tapes were noted
         self._num_calls = self._num_tries = 0
 
-    def run(self, conv: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-        """What the forward returns, alone in a tuple; an empty one where it has to run as ever.
+    def tapes(self, conv: Any) -> list[Tape]:
+        """The tapes of a call of ``conv``, of which the first that does not say otherwise is right.
 
         If the layer is not what it was, all that is known of its calls is forgotten.
         """
-        if not self._tapes or running.recorder is not None:
-            return ()
         watch = self._watch
-        with unseen():
-            is_same = watch is not None and watch is self._layer.watches.get(conv.training) and watch.holds(conv)
-            needs = watch.needs() if watch is not None else []
-        if not is_same:
+        if not self._tapes or watch is None or running.recorder is not None:
+            return []
+        if watch is not self._layer.watches.get(conv.training) or not watch.holds(conv):
             self._tapes = []
             self._layer.num_failures += 1
             self._layer.calls.clear()
-            return ()
-        for needed, tape in self._tapes:
-            if needed != needs:
-                continue
-            try:
-                return tape.run(conv, args, kwargs),
-            except ChangedError:
-                continue
-        return ()
+            return []
+        needs = watch.needs()
+        return [tape for needed, tape in self._tapes if needed == needs]
 
     def recorder(self, conv: Module, args: Sequence[Any], kwargs: Mapping[str, Any],
-                 multiplies: Multiplies) -> Recorder | None:
+                 multiplies: Multiplies | None) -> Recorder | None:
         """What is to note this call, None if it is not noted; then comes :meth:`remember`."""
         self._num_calls += 1
         if self._num_calls <= MIN_CALLS or self._num_tries >= MAX_TRIES or not order.may_wait(conv):
@@ -136,16 +127,29 @@ class Calls:
             self._layer.num_failures += 1
 
 
-def calls_like(conv: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Calls | None:
-    """The calls that look like this one, with it; None if none of them is noted."""
+def run_like(conv: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Calls | None, tuple[Any] | None]:
+    """What calls that look like this one have in common, None if none of them is noted; and what the forward returns,
+    alone in a tuple, if that is known from them.
+    """
     layer = _layers.get(conv)
     if layer is None or layer.kind is not type(conv):
         layer = _layers[conv] = _Layer(conv)
     if layer.num_failures >= MAX_CHANGES or not order.is_quiet(conv) or has_transforms() or \
             forward_ad._current_level >= 0 or has_modes_of_others() or (not layer.is_pygs and is_debugged()):
-        return None
+        return None, None
     with unseen():
-        look = _look(conv, args, kwargs)
+        calls = _calls_like(layer, conv, args, kwargs)
+        tapes = () if calls is None else calls.tapes(conv)
+    for tape in tapes:
+        try:
+            return calls, (tape.run(conv, args, kwargs),)
+        except ChangedError:
+            continue
+    return calls, None
+
+
+def _calls_like(layer: _Layer, conv: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Calls | None:
+    look = _look(conv, args, kwargs)
     if look is None:
         return None
     calls = layer.calls.get(look)

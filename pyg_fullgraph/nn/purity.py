@@ -60,12 +60,13 @@ _NAMES = frozenset({*map(_name_of, FUNCTIONS | QUESTIONS)} - {*dir(Module)}) | f
     "propagate", "Tensor", "training", "values", *(n for n in vars(math) if not n.startswith("_"))})
 
 
+_monitoring: Any = getattr(sys, "monitoring", None)  # from Python 3.12 on
+
+
 def is_debugged() -> bool:
     """Whether somebody goes through the code of this thread line by line."""
-    if sys.gettrace() is not None:
-        return True
-    monitoring = getattr(sys, "monitoring", None)  # from Python 3.12 on
-    return monitoring is not None and monitoring.get_tool(monitoring.DEBUGGER_ID) is not None
+    return sys.gettrace() is not None or (
+        _monitoring is not None and _monitoring.get_tool(_monitoring.DEBUGGER_ID) is not None)
 
 
 def is_pure(conv: Module) -> bool:

@@ -411,11 +411,10 @@ class Watch:
             spaces.setdefault(id(space), (space, {}))[1][name] = None
         _check(*(getattr(self.kind, n) for n in on_class),
                *(globals_of(functions[i]).get(n) for i, n in found.reads))
-        in_function = ("__code__", "__defaults__", "__kwdefaults__")
         self._facts = [_fact(operator.attrgetter, self.kind, (*methods, "update", *(beside or ()), *on_class,
                                                                *dict(found.members))),
-                       *(_fact(operator.attrgetter, function, in_function) for function in functions),
                        *(_fact(operator.itemgetter, space, inside) for space, inside in spaces.values())]
+        self._code = [(f, f.__code__, f.__defaults__, f.__kwdefaults__) for f in functions if not is_library(f)]
         self._cells = [(f, cells_of(f)) for f in functions if f.__closure__]
         for f in functions:
             _check(*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values(),
@@ -471,6 +470,9 @@ class Watch:
                     return False
         except (AttributeError, KeyError):  # what there was is gone
             return False
+        for f, code, defaults, named in self._code:
+            if f.__code__ is not code or f.__defaults__ is not defaults or f.__kwdefaults__ is not named:
+                return False
         for ref, look in self._looks:
             t = ref()
             if t is None or _look_of(t) != look:

@@ -10,7 +10,6 @@ again, such as asking a tensor for its numbers.
 from __future__ import annotations
 
 import functools
-import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -94,64 +93,71 @@ def asked(question: Callable[..., bool], *args: Any, peek: Callable[..., bool] |
 
 
 class _Step(NamedTuple):
-    """One call: of what, with which registers, where its result goes, and which registers are not read any more."""
+    """One line of a tape.
 
-    function: Callable[..., Any]
+    Attributes:
+        text: What computes the value, with ``{0}`` and so on for the registers that it is made of, and ``{f}`` for:
+        function: What is called, if anything is.
+        places: The registers, in order.
+        out: The register of the value.
+    """
+
+    text: str
+    function: Any
     places: tuple[int, ...]
     out: int
-    dead: tuple[int, ...]
 
 
 class Tape:
-    """The steps of a forward.
+    """The steps of a forward, as a function in Python.
 
     Args:
-        registers: Constants; None where there are other values.
+        num_given: How many registers hold what is given: the layer, and arguments by position and by name.
+        constants: By register.
         inside: Steps of the forward itself.
         after: Those with which what it returned was computed.
         out: The register of the result.
         multiplies: What gives the context of products for a layer and arguments; None if there are none inside.
     """
 
-    def __init__(self, registers: Sequence[Any], inside: Sequence[_Step], after: Sequence[_Step], out: int,
-                 multiplies: Multiplies | None) -> None:
-        self._inside, self._after = (inside, after) if multiplies is not None else ((), (*inside, *after))
-        self._registers, self._out, self._multiplies = registers, out, multiplies
+    def __init__(self, num_given: int, constants: Mapping[int, Any], inside: Sequence[_Step], after: Sequence[_Step],
+                 out: int, multiplies: Multiplies | None) -> None:
+        space: dict[str, Any] = {f"r{k}": value for k, value in constants.items()}
+        given = ", ".join(f"r{k}" for k in range(num_given))
+        last = {k: n for n, one in enumerate((*inside, *after)) for k in (*one.places, one.out)}
+        dead: dict[int, list[str]] = {}
+        for k, n in last.items():
+            if k != out and k >= num_given and k not in constants:
+                dead.setdefault(n, []).append(f"r{k}")
+        lines = []
+        for n, one in enumerate((*inside, *after)):
+            space[f"f{n}"] = one.function
+            lines.append(f"r{one.out} = " + one.text.format(*(f"r{k}" for k in one.places), f=f"f{n}"))
+            lines += [f"del {', '.join(dead[n])}"] if n in dead else []
+            if n == len(inside) - 1 and multiplies is not None:
+                space.update(alone=dense.alone, multiplies=multiplies)
+                lines = [f"with alone(multiplies(r0, ({given[4:]}))):", *("    " + line for line in lines)]
+        source = "\n    ".join([f"def run({given}):", *lines, f"return r{out}"])
+        exec(compile(source, f"<tape of {len(lines)} lines>", "exec"), space)
+        self._run: Callable[..., Any] = space["run"]
 
     def run(self, layer: Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What the forward of ``layer`` returns for these arguments.
 
         Raises: ChangedError: It is to be run as ever.
         """
-        registers = [*self._registers]
-        registers[:1 + len(args) + len(kwargs)] = (layer, *args, *kwargs.values())
-        if self._multiplies is not None:
-            products = self._multiplies(layer, (*args, *kwargs.values()))
-            if products is None:
-                _run(self._inside, registers)
-            else:
-                with products.alone():
-                    _run(self._inside, registers)
-        _run(self._after, registers)
-        return registers[self._out]
-
-
-def _run(steps: Sequence[_Step], registers: list[Any]) -> None:
-    for function, places, out, dead in steps:
-        registers[out] = function(*[registers[k] for k in places])
-        for k in dead:
-            registers[k] = None
+        return self._run(layer, *args, *kwargs.values())
 
 
 # --- recording --------------------------------------------------------------------------------------------------
 
 
 class _Source(NamedTuple):
-    """Where a tensor is: in a register, or along a path from it; and whether it is there before the first step."""
+    """Where a tensor is: in a register, or by some code behind it; and whether it is there before the first step."""
 
     ref: weakref.ref[Tensor]
     place: int
-    path: tuple[int | str, ...]
+    path: str
     is_given: bool
 
 
@@ -166,21 +172,21 @@ class Recorder(TorchFunctionMode):
     """
 
     def __init__(self, layer: Module, args: Sequence[Any], kwargs: Mapping[str, Any],
-                 watch: Watch, fields: Sequence[str], multiplies: Multiplies) -> None:
+                 watch: Watch, fields: Sequence[str], multiplies: Multiplies | None) -> None:
         super().__init__()
         self._multiplies, self._has_products, self._is_inside = multiplies, False, True
         self._layer, self.watch, self._fields = layer, watch, dict(vars(layer))
-        self._registers: list[Any] = [None] * (1 + len(args) + len(kwargs))
+        self._num_given = self._num_registers = 1 + len(args) + len(kwargs)
         self._steps: list[_Step] = []
         self._num_inside = 0
         self._sources: dict[int, _Source] = {}
-        self._constants: set[int] = set()
+        self._constants: dict[int, Any] = {}
         self._is_repeatable = self._is_possible = True
         self._has_grad = torch.is_grad_enabled()
         for place, value in enumerate((*args, *kwargs.values()), 1):
-            self._bind(value, place, (), True)
+            self._bind(value, place, "", True)
         for name in fields:
-            self._bind(vars(layer)[name], 0, (name,), True)
+            self._bind(vars(layer)[name], 0, f".{name}", True)
 
     def refuse(self) -> None:
         """There is something in this forward that no tape has."""
@@ -259,16 +265,9 @@ class Recorder(TorchFunctionMode):
             place = self._place(out)
         except _UnknownError:
             return None
-        last: dict[int, int] = {}
-        for k, one in enumerate(self._steps):
-            last.update(dict.fromkeys((*one.places, one.out), k))
-        dead: dict[int, list[int]] = {}
-        for register, k in last.items():
-            if register != place and register not in self._constants:
-                dead.setdefault(k, []).append(register)
-        steps = [one._replace(dead=tuple(dead.get(k, ()))) for k, one in enumerate(self._steps)]
-        inside, after = steps[:self._num_inside], steps[self._num_inside:]
-        return Tape(self._registers, inside, after, place, self._multiplies if self._has_products else None)
+        inside, after = self._steps[:self._num_inside], self._steps[self._num_inside:]
+        return Tape(self._num_given, self._constants, inside, after, place,
+                    self._multiplies if self._has_products else None)
 
     def _note_torch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         tensors = [*_tensors((args, kwargs))]
@@ -291,17 +290,20 @@ class Recorder(TorchFunctionMode):
         except _UnknownError:
             self.refuse()
             return
-        if kwargs:
-            function = functools.partial(_with_names, function, tuple(kwargs))
-        self._bind(out, self._step(function, places), ())
+        given = [f"{{{k}}}" for k in range(len(args))]
+        given += [f"{name}={{{k}}}" for k, name in enumerate(kwargs, len(args))]
+        self._bind(out, self._step(f"{{f}}({', '.join(given)})", places, function), "")
 
-    def _step(self, function: Callable[..., Any], places: Sequence[int]) -> int:
-        out = len(self._registers)
-        self._registers.append(None)
-        self._steps.append(_Step(function, tuple(places), out, ()))
+    def _step(self, text: str, places: Sequence[int], function: Any = None) -> int:
+        out = self._new_register()
+        self._steps.append(_Step(text, function, tuple(places), out))
         return out
 
-    def _bind(self, value: Any, place: int, path: tuple[int | str, ...], is_given: bool = False) -> None:
+    def _new_register(self) -> int:
+        self._num_registers += 1
+        return self._num_registers - 1
+
+    def _bind(self, value: Any, place: int, path: str, is_given: bool = False) -> None:
         """Note that ``value`` is in the register ``place``, along ``path``."""
         if isinstance(value, Tensor):
             # What is handed through may be another tensor the next time.
@@ -315,12 +317,12 @@ class Recorder(TorchFunctionMode):
                     self._end_unless(functools.partial(_check_sizes, _sizes(value)), (value,))
             elif type(value) not in PLAIN:
                 for name, held in getattr(value, "tensors", {}).items():
-                    self._bind(held, place, (*path, "tensors", name), is_given)
+                    self._bind(held, place, f"{path}.tensors[{name!r}]", is_given)
                 if is_given:
                     self._note(_check_unchanged, (value,), {}, None, True)
         elif type(value) in (tuple, list):
             for k, part in enumerate(value):
-                self._bind(part, place, (*path, k), is_given)
+                self._bind(part, place, f"{path}[{k}]", is_given)
 
     def _source(self, tensor: Tensor) -> _Source:
         found = self._sources.get(id(tensor))
@@ -329,7 +331,7 @@ class Recorder(TorchFunctionMode):
         if type(tensor) not in PLAIN or not self.watch.has(tensor):
             raise _UnknownError
         ref = weakref.ref(tensor)
-        found = self._sources[id(tensor)] = _Source(ref, self._step(ref, ()), (), True)
+        found = self._sources[id(tensor)] = _Source(ref, self._step("{f}()", (), ref), "", True)
         return found
 
     def _place(self, value: Any) -> int:
@@ -340,19 +342,20 @@ class Recorder(TorchFunctionMode):
             found = self._source(value)
             if not found.path:
                 return found.place
-            is_item = len(found.path) == 1 and type(found.path[0]) is int
-            get = operator.itemgetter(found.path[0]) if is_item else functools.partial(_along, found.path)
-            place = self._step(get, (found.place,))
-            self._sources[id(value)] = found._replace(place=place, path=())
+            place = self._step("{0}" + found.path.replace("{", "{{").replace("}", "}}"), (found.place,))
+            self._sources[id(value)] = found._replace(place=place, path="")
             return place
         if _is_constant(value):
-            self._registers.append(value)
-            self._constants.add(len(self._registers) - 1)
-            return len(self._registers) - 1
+            place = self._new_register()
+            self._constants[place] = value
+            return place
         if type(value) in (tuple, list):
-            return self._step(_as_tuple if type(value) is tuple else _as_list, [self._place(v) for v in value])
-        if type(value) is dict:
-            return self._step(functools.partial(_as_dict, tuple(value)), [self._place(v) for v in value.values()])
+            parts = "".join(f"{{{k}}}, " for k in range(len(value)))
+            return self._step(f"({parts})" if type(value) is tuple else f"[{parts}]", [self._place(v) for v in value])
+        if type(value) is dict and all(isinstance(name, str) for name in value):
+            names = [name.replace("{", "{{").replace("}", "}}") for name in value]
+            parts = ", ".join(f"{name!r}: {{{k}}}" for k, name in enumerate(names))
+            return self._step(f"{{{{{parts}}}}}", [self._place(v) for v in value.values()])
         raise _UnknownError
 
 
@@ -386,33 +389,9 @@ def _sizes(graph: Graph) -> tuple[int, int, int]:
 # --- what steps call --------------------------------------------------------------------------------------------
 
 
-def _with_names(function: Callable[..., Any], names: tuple[str, ...], *args: Any) -> Any:
-    count = len(args) - len(names)
-    return function(*args[:count], **dict(zip(names, args[count:], strict=True)))
-
-
 def _by_ours(func: Any, names: tuple[str, ...], *args: Any) -> Any:
     count = len(args) - len(names)
     return dense.call(func, args[:count], dict(zip(names, args[count:], strict=True)))
-
-
-def _along(path: tuple[int | str, ...], value: Any) -> Any:
-    """What is found in ``value`` along ``path``: items of tuples, lists and dicts, or attributes."""
-    for name in path:
-        value = value[name] if type(value) in (tuple, list, dict) else getattr(value, name)  # type: ignore[arg-type]
-    return value
-
-
-def _as_tuple(*values: Any) -> tuple[Any, ...]:
-    return values
-
-
-def _as_list(*values: Any) -> list[Any]:
-    return [*values]
-
-
-def _as_dict(names: tuple[str, ...], *values: Any) -> dict[str, Any]:
-    return dict(zip(names, values, strict=True))
 
 
 def _expect(question: Callable[..., bool], peek: Callable[..., bool] | None, answer: bool, *args: Any) -> None:
