@@ -47,8 +47,13 @@ class _Kept:
         self.versions: list[int] = []
 
     def holds_for(self, tensors: Sequence[Tensor]) -> bool:
-        known = zip(self.refs, self.states, tensors, strict=True)
-        return len(tensors) == len(self.refs) and all(ref() is t and is_unchanged(t, state) for ref, state, t in known)
+        """Whether ``tensors`` are those, unchanged; a loop, as this is asked several times in each call."""
+        if len(tensors) != len(self.refs):
+            return False
+        for ref, state, tensor in zip(self.refs, self.states, tensors, strict=True):
+            if ref() is not tensor or not is_unchanged(tensor, state):
+                return False
+        return True
 
 
 def constant_inputs(program: EdgeProgram, graph: Graph, env: Mapping[Node, Tensor]) -> frozenset[Node]:

@@ -15,7 +15,7 @@ from sharded import LAYERS, call, check_layer, close, gradients, make_case, shar
 import pyg_fullgraph.nn as fused_nn
 from pyg_fullgraph.distributed import shard
 from pyg_fullgraph.graph import Graph
-from pyg_fullgraph.nn import forwards, known, order, propagation
+from pyg_fullgraph.nn import forwards, known, order, propagation, tape
 from pyg_fullgraph.partition import Partition
 
 
@@ -26,9 +26,13 @@ def noting(whole: bool = False) -> Iterator[list[bool]]:
     """
     hits: list[bool] = []
 
-    def run(*given: Any, run: Any = forwards.Calls.run) -> Any:
+    def tapes(*given: Any, tapes: Any = forwards.Calls.tapes) -> Any:
+        hits.append(False)
+        return tapes(*given)
+
+    def run(*given: Any, run: Any = tape.Tape.run) -> Any:
         made = run(*given)
-        hits.append(bool(made))
+        hits[-1] = True
         return made
 
     def find(*given: Any, find: Any = known.find) -> Any:
@@ -38,7 +42,8 @@ def noting(whole: bool = False) -> Iterator[list[bool]]:
 
     with pytest.MonkeyPatch.context() as patch:
         if whole:
-            patch.setattr(forwards.Calls, "run", run)
+            patch.setattr(forwards.Calls, "tapes", tapes)
+            patch.setattr(tape.Tape, "run", run)
         else:
             patch.setattr(propagation.known, "find", find)
             patch.setattr(forwards, "MIN_CALLS", sys.maxsize)

@@ -69,7 +69,7 @@ def test_other_inputs_in_each_call(layer: Layer):
 
 
 @pytest.mark.parametrize("name", ["gcn", "gat", "gat_edge", "gatv2", "transformer_edge", "edge_conv", "res_gated",
-                                  "sage_max", "gin", "gat_pair"])
+                                  "sage_max", "gin", "gat_pair", "pna"])
 def test_forwards_are_made_of_steps(name, hits):
     layer = BY_NAME[name]
     _, fused = twins(layer)

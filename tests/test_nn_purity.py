@@ -56,6 +56,15 @@ def shown(x):
     return x
 
 
+def recording(function):
+    @functools.wraps(function)
+    def run(*args, **kwargs):
+        SEEN.append(None)
+        return function(*args, **kwargs)
+
+    return run
+
+
 class Layer(pyg_nn.MessagePassing):
     """A sum, of what each of those below makes of it."""
 
@@ -217,7 +226,20 @@ def stretch(x):
     return bounded(x) * 3
 
 
+def always(*args):
+    return True
+
+
+def getting(self, name):
+    return 9.0 if name == "factor" else object.__getattribute__(self, name)
+
+
 CHANGES = {
+    "builtin": lambda layer, patch: patch.setattr(sys.modules[__name__], "isinstance", always, raising=False),
+    "of-a-module": lambda layer, patch: patch.setattr(F, "elu", lambda x: x * 2),
+    "over-an-attribute": lambda layer, patch: patch.setattr(Parts, "factor", property(lambda self: 7.0), raising=False),
+    "over-a-parameter": lambda layer, patch: patch.setattr(Parts, "scale", 0.5, raising=False),
+    "access": lambda layer, patch: patch.setattr(Parts, "__getattribute__", getting, raising=False),
     "number": lambda layer, patch: setattr(layer, "factor", 5.0),
     "class-attribute": lambda layer, patch: patch.setattr(Parts, "rate", 0.5),
     "global": lambda layer, patch: patch.setattr(sys.modules[__name__], "SLOPE", 0.7),
@@ -250,7 +272,7 @@ def test_whatever_it_reads_may_change(name, hits, monkeypatch):
     assert not hits
     for seed in range(NUM_CALLS):
         assert_same(ours, theirs, seed)
-    assert hits
+    assert bool(hits) == (name not in ("of-a-module", "access"))
 
 
 def test_a_function_that_is_not_pure_any_more(hits, monkeypatch):
@@ -265,6 +287,86 @@ def test_a_function_that_is_not_pure_any_more(hits, monkeypatch):
         layer(features(seed), EDGES)
     assert len(SEEN) == NUM_CALLS
     assert not hits
+
+
+def test_the_forward_that_super_reaches_is_another_one(hits):
+    class Around(pyg_nn.GCNConv):
+        def forward(self, x, edge_index):
+            return super().forward(x, edge_index) * 2
+
+        def plain(self, x, edge_index):
+            return super().forward(x, edge_index)
+
+    layer = convert(Around(6, 6).double())
+    for seed in range(NUM_CALLS):
+        whole = layer(features(seed), EDGES)
+    assert hits
+    torch.testing.assert_close(layer.plain(features(seed), EDGES) * 2, whole)
+
+
+class InPlace(Layer):
+    def forward(self, x, edge_index, factor=1.0):
+        y = x.contiguous()
+        y.mul_(2)
+        return self.propagate(edge_index, x=x) + y / factor
+
+
+def test_strides_and_signs_of_zeros(hits):
+    """Of which it depends what is one tensor, and what is infinite."""
+    ours, theirs = convert(InPlace()), InPlace()
+    for call in range(4 * NUM_CALLS):
+        found = []
+        for layer in (ours, theirs):
+            x = features(call)
+            x = x.t().contiguous().t() if call // NUM_CALLS == 1 else x
+            found.append((layer(x, EDGES, (1.0, 2.0, 0.0, -0.0)[call // NUM_CALLS]), x))
+        torch.testing.assert_close(*found, equal_nan=True)
+    assert hits
+
+
+class Given(Layer):
+    def forward(self, x, edge_index, w):
+        return self.propagate(edge_index, x=x) * (2 if w is self.scale else w)
+
+
+def test_a_weight_that_is_given(hits):
+    ours, theirs = convert(Given()), Given()
+    other = torch.rand(6, dtype=torch.float64, requires_grad=True)
+    for seed in range(2 * NUM_CALLS):
+        found = [layer(features(seed), EDGES, other if seed < NUM_CALLS else layer.scale) for layer in (ours, theirs)]
+        torch.testing.assert_close(*found)
+    assert hits
+
+
+@pytest.mark.parametrize("is_converted", [False, True])
+def test_a_compiler_sees_a_forward_around_that_of_a_layer(is_converted):
+    base = pyg_nn.GCNConv if is_converted else fused_nn.GCNConv
+
+    class Compiled(base):
+        def forward(self, x, edge_index):
+            return super().forward(torch.tanh(x), edge_index) * 2
+
+    Compiled.__name__ += str(is_converted)
+    torch.manual_seed(0)
+    layer = convert(Compiled(6, 6)) if is_converted else Compiled(6, 6)
+    x = features().float()
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(layer, backend="eager")(x, EDGES), layer(x, EDGES))
+
+
+@pytest.mark.parametrize("was_used", [False, True])
+def test_a_decorated_forward_of_a_fused_class(was_used):
+    if was_used:
+        fused_nn.SAGEConv(6, 6)
+
+    class Used(fused_nn.SAGEConv):
+        forward = recording(fused_nn.SAGEConv.forward)
+
+    layer = Used(6, 6).double()
+    SEEN.clear()
+    for seed in range(NUM_CALLS):
+        layer(features(seed), EDGES)
+    assert len(SEEN) == NUM_CALLS
 
 
 # --- those that leave something behind --------------------------------------------------------------------------
@@ -358,15 +460,6 @@ class Attributes(Layer):
         return self.propagate(edge_index, x=x * self.counted)
 
 
-def recording(function):
-    @functools.wraps(function)
-    def run(*args, **kwargs):
-        SEEN.append(None)
-        return function(*args, **kwargs)
-
-    return run
-
-
 class Decorated(Layer):
     @recording
     def forward(self, x, edge_index):
@@ -394,7 +487,114 @@ class Warning_(Layer):
         return self.propagate(edge_index, x=x)
 
 
+class Logging(Layer):
+    """Holds what has a name that tensors have."""
+
+    def __init__(self):
+        super().__init__()
+        self.log, self.num_logged = {}, 0
+
+    def forward(self, x, edge_index):
+        self.log[len(self.log)] = None
+        return self.propagate(edge_index, x=x)
+
+
+class LoggingByAnotherName(Logging):
+    def forward(self, x, edge_index):
+        me = self
+        me.log[len(me.log)] = None
+        return self.propagate(edge_index, x=x)
+
+
+class Helping(Layer):
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=self.helped(x))
+
+    def helped(self, x):
+        SEEN.append(None)
+        return x
+
+
+def by_name_of_class():
+    base = Helping
+
+    class Named(base):
+        def forward(self, x, edge_index):
+            return base.forward(self, x, edge_index)
+
+        def helped(self, x):
+            return base.helped(self, x)
+
+    return Named
+
+
+class Wrapped(pyg_nn.SAGEConv):
+    """Says that its forward is of PyG's module."""
+
+    def __init__(self):
+        super().__init__(6, 6)
+        self.double()
+
+    @functools.wraps(pyg_nn.SAGEConv.forward)
+    def forward(self, *args, **kwargs):
+        SEEN.append(None)
+        return super().forward(*args, **kwargs)
+
+
+class Elu(Layer):
+    @staticmethod
+    @functools.wraps(F.elu)
+    def elu(x):
+        SEEN.append(None)
+        return F.elu(x)
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=self.elu(x))
+
+
+class Descriptor:
+    def __get__(self, layer, kind):
+        if layer is not None:
+            SEEN.append(None)
+        return 1.0
+
+
+class Described(Layer):
+    weight = Descriptor()  # as parameters of modules in it are called
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x * self.weight)
+
+
+class Number(float):
+    def __rmul__(self, other):
+        SEEN.append(None)
+        return other * float(self)
+
+
+class WithNumber(Layer):
+    def __init__(self):
+        super().__init__()
+        self.factor = Number(2.0)
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=len(x.shape) * self.factor * x)
+
+
+class Telling(Layer):
+    def __repr__(self):
+        SEEN.append(None)
+        return "a layer"
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x * len(f"{self}"))
+
+
 IMPURE = {
+    Logging: lambda layer: len(layer.log), LoggingByAnotherName: lambda layer: len(layer.log),
+    Helping: lambda layer: len(SEEN), by_name_of_class(): lambda layer: len(SEEN), Wrapped: lambda layer: len(SEEN),
+    Elu: lambda layer: len(SEEN), Described: lambda layer: len(SEEN), WithNumber: lambda layer: len(SEEN),
+    Telling: lambda layer: len(SEEN),
     Counting: lambda layer: layer.calls, Keeping: lambda layer: len(layer.seen),
     CountingInProperty: lambda layer: len(SEEN), KeepingInLists: lambda layer: len(SEEN),
     KeepingInDefaults: lambda layer: len(SEEN), CountingOutside: lambda layer: COUNT,

@@ -41,6 +41,17 @@ class Layer(base):
         return x.clamp(max=SCALE / 2)
 
 
+class Asking(base):
+    def forward(self, x, edge_index):
+        class Local:
+            factor = SCALE
+
+        edge_index, _ = add_self_loops(edge_index, num_nodes=x.size(0))
+        factor = Local.factor * eval("SCALE") * globals().get("SCALE", 0) * ("SCALE" in globals().keys())
+        globals()["NUM_CALLS"] = NUM_CALLS + 1
+        return self.propagate(edge_index, x=x * factor)
+
+
 class Counting(base):
     def forward(self, x, edge_index):
         global NUM_CALLS
@@ -113,10 +124,12 @@ def test_what_is_defined_after_the_first_layer_is_found(written):
 
 
 def test_writes_reach_the_module(written):
-    layers = [module.Counting() for module in written]
-    for count in (1, 2):
-        both(written, layers)
-        assert [module.NUM_CALLS for module in written] == [count, count]
+    for kind in ("Counting", "Asking"):
+        layers = [getattr(module, kind)() for module in written]
+        change(written, NUM_CALLS=0)
+        for count in (1, 2):
+            both(written, layers)
+            assert [module.NUM_CALLS for module in written] == [count, count]
     layers = [module.Layer() for module in written]
     both(written, layers)
     assert [module.SEEN for module in written] == [[4], [4]]

@@ -26,6 +26,7 @@ from torch_geometric.nn.conv import MessagePassing as PyGMessagePassing
 
 from pyg_fullgraph import debug
 from pyg_fullgraph.nn.forward import install_forward
+from pyg_fullgraph.nn.rebinding import is_ours, mark
 
 METHODS = ("propagate", "edge_updater")
 
@@ -47,7 +48,7 @@ def own_method(cls: type, method: str) -> tuple[Any, bool]:
         if base is PyGMessagePassing:
             break
         function = vars(base).get(method)
-        ours = getattr(function, "_is_fullgraph", False)
+        ours = is_ours(function)
         if function is not None and not ours and not _is_generated(base, method, function):
             return function, is_above_ours and any("_fullgraph_propagate" in vars(b) for b in cls.__mro__)
         is_above_ours = is_above_ours and "_fullgraph_propagate" not in vars(base)
@@ -64,9 +65,9 @@ def install(conv: PyGMessagePassing, build: Callable[[], None]) -> None:
     cls = type(conv)
     if PyGMessagePassing in cls.__bases__:  # no layer yet: takes any arguments, and others inherit from it
         return
-    own = vars(cls)
-    installed = own.get("_fullgraph_installed")
-    if installed is not None and all(own[m] is own[f"_jinja_{m}"] for m in installed):
+    present = vars(cls)
+    installed = present.get("_fullgraph_installed")
+    if installed is not None and all(present[m] is present[f"_jinja_{m}"] for m in installed):
         return
     wanted = [m for m in METHODS if m == "propagate" or conv.inspector.implements("edge_update")]
     own_methods = {m: own_method(cls, m) for m in wanted}
@@ -88,15 +89,17 @@ def install(conv: PyGMessagePassing, build: Callable[[], None]) -> None:
     build()
     for method in methods:
         _install_dispatcher(conv, method)
-    for method, (function, reaches_ours) in own_methods.items():
-        if function is not None:
-            _install_own(cls, method, function, reaches_ours)
+    for method, (own, reaches_ours) in own_methods.items():
+        if own is not None:
+            kept = own if reaches_ours else _counted(method, own)
+            for name in (method, f"_orig_{method}", f"_jinja_{method}"):
+                setattr(cls, name, kept)
     conv.inspector._source_dict = before
     # What a user's forward calls by super() as well, be there instances of that class or not.
     for base in reversed(cls.__mro__):
         is_layer = issubclass(base, PyGMessagePassing) and PyGMessagePassing not in base.__bases__
         if base is cls or (is_layer and hasattr(base, "_fullgraph_propagate") and
-                           not getattr(vars(base).get("forward"), "_is_fullgraph", False)):
+                           not is_ours(vars(base).get("forward"))):
             install_forward(base)
     cls._fullgraph_installed = tuple(methods)
 
@@ -150,24 +153,22 @@ def _install_dispatcher(conv: PyGMessagePassing, method: str) -> None:
     if dispatcher is None:  # PyG could not read the class either; its generic function takes any keywords
         dispatcher = _generic(method)
     dispatcher.__module__ = plain.__module__
-    dispatcher._is_fullgraph = True
+    mark(dispatcher)
     setattr(cls, method, dispatcher)
     setattr(cls, f"_jinja_{method}", dispatcher)
     # Not the parent's generated function, which PyG takes if the parent was instantiated first: it ignores explain.
     setattr(cls, f"_orig_{method}", on_instance(method))
 
 
-def _install_own(cls: type, method: str, own: Any, reaches_ours: bool) -> None:
-    """Keep a user's ``own`` method; where no ``super()`` in it reaches ours there is nothing to fuse, which is counted.
-    """
+def _counted(method: str, own: Any) -> Any:
+    """A user's ``own`` method, which is no place to fuse at, with its calls counted."""
+
     @functools.wraps(own)
     def function(self: Any, *args: Any, **kwargs: Any) -> Any:
         debug.record(self, method, reasons=[f"the class has {_article(method)} of its own"])
         return own(self, *args, **kwargs)
 
-    function._is_fullgraph = True
-    for name in (method, f"_orig_{method}", f"_jinja_{method}"):
-        setattr(cls, name, own if reaches_ours else function)
+    return mark(function)
 
 
 def _article(method: str) -> str:
@@ -202,8 +203,7 @@ def on_instance(method: str) -> Any:
         debug.record(self, method, reasons=["explain is on"])
         return generic(self, edge_index, size=size, **kwargs)
 
-    function._is_fullgraph = True
-    return function
+    return mark(function)
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from pyg_fullgraph.graph import is_part
 from pyg_fullgraph.nn import compiled, derived, dots, forwards, order, sums, tape
 from pyg_fullgraph.nn.lazy import LazyTensor, as_plain
 from pyg_fullgraph.nn.preparation import REPLACEMENTS, REPLACEMENTS_APART
-from pyg_fullgraph.nn.rebinding import globals_of, rebind, writes_globals
+from pyg_fullgraph.nn.rebinding import globals_of, mark, may_be_copied, rebind, written
 from pyg_fullgraph.nn.surroundings import code_names
 
 __all__ = ["install_forward"]
@@ -41,7 +41,7 @@ def install_forward(cls: Any) -> None:
 
     The methods of the edge phase stay as they are: the tracer knows PyG's functions in them.
     """
-    original = forward = cls.forward.__wrapped__ if getattr(cls.forward, "_is_fullgraph", False) else cls.forward
+    original = forward = written(cls.forward)
     changed = False
     for name in dir(cls):
         if name == "forward":
@@ -87,7 +87,7 @@ def _prepared(function: types.FunctionType) -> Any:
 def _over_ours(function: types.FunctionType) -> Any:
     """A copy of ``function`` that names our functions, None if there is nothing that we have another for."""
     code = dots.code_with_dots(function)
-    if (code is None and not _names_replaced(function)) or writes_globals(function.__code__):
+    if (code is None and not _names_replaced(function)) or not may_be_copied(function.__code__):
         return None
     is_pygs = (function.__module__ or "").startswith("torch_geometric.")
     return rebind(function, REPLACEMENTS if is_pygs else REPLACEMENTS_APART, code, {dots.NAME: dots.dot})
@@ -130,11 +130,12 @@ def _wrapped(forward: Any, original: Any, is_lazy: bool) -> Any:
             return products(self, given, has_chains)
 
     def explained(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if type(self).forward is not function and running.layer is self:  # by super(): a part of that call
+        is_whole = type(self).forward is function
+        if not is_whole and running.layer is self:  # by super(): a part of that call
             out = eager(self, *args, **kwargs)
             return as_plain(out) if is_lazy or isinstance(out, LazyTensor) else out
         try:
-            calls, known = run_like(self, args, kwargs)
+            calls, known = run_like(self, args, kwargs) if is_whole else (None, None)
             return run(self, args, kwargs, calls) if known is None else known[0]
         except (RuntimeError, RowCountError) as error:
             _explain(self, original, args, kwargs, error)
@@ -189,6 +190,8 @@ def _wrapped(forward: Any, original: Any, is_lazy: bool) -> Any:
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():
+            if type(self).forward is not function:  # by super(), in what is an operator or is compiled itself
+                return original(self, *args, **kwargs)
             if is_exported():
                 return original(self, *args, **kwargs) if is_dynamo() else recorded(self, args, kwargs)
             if takes((args, tuple(kwargs.values()))) and can_fuse(self._fullgraph_handle):
@@ -198,7 +201,7 @@ def _wrapped(forward: Any, original: Any, is_lazy: bool) -> Any:
 
     function = types.FunctionType(call.__code__, original.__globals__, forward.__name__, None, call.__closure__)
     functools.update_wrapper(function, original)
-    function._is_fullgraph = True
+    mark(function)
     function._fullgraph_eager = explained
     return function
 

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Module
 from torch_geometric.nn.conv import MessagePassing as PyGMessagePassing
@@ -26,7 +27,7 @@ from pyg_fullgraph.graph import Graph, remembered
 from pyg_fullgraph.memo import keep
 from pyg_fullgraph.nn import order
 from pyg_fullgraph.nn.known import MAX_CALLS, MAX_CHANGES
-from pyg_fullgraph.nn.purity import is_debugged, is_pure
+from pyg_fullgraph.nn.purity import is_debugged, reads_of
 from pyg_fullgraph.nn.surroundings import Watch, is_library
 from pyg_fullgraph.nn.tape import ChangedError, Multiplies, Recorder, Tape, running
 from pyg_fullgraph.nn.tracing import METHODS
@@ -106,11 +107,12 @@ class Calls:
             watch = known.watches.get(conv.training)
             if watch is None or not watch.holds(conv):
                 known.num_failures += watch is not None
-                if not known.is_pygs and not is_pure(conv):
+                reads = None if known.is_pygs else reads_of(conv)
+                if reads is None and not known.is_pygs:
                     known.num_failures = MAX_CHANGES
                     return None
-                watch = Watch.of(conv, _METHODS, fields, _functions(type(conv))) if known.is_pygs else \
-                    Watch.of(conv, ("forward", "update", *_METHODS), fields)
+                watch = Watch.of(conv, _METHODS, fields, _functions(type(conv))) if reads is None else \
+                    Watch.of(conv, ("forward", "update", *_METHODS), fields, reads=reads)
                 if watch is None:
                     known.num_failures += 1
                     return None
@@ -200,11 +202,12 @@ def _look_of_value(value: Any, held: list[int]) -> Any:
             return None
         held.append(id(value))
         if value.is_floating_point():
-            return value.shape, value.dtype, value.device, value.requires_grad
+            look = value.shape, value.stride(), value.dtype, value.device, value.requires_grad
+            return look if kind is Tensor else (*look, id(value))  # which may be the layer's own
         # What is found from ids decides what comes.
         return None if value.is_inference() else _token(remembered.of(value))
     if kind in _NUMBERS:
-        return kind, value
+        return kind, value.hex() if kind is float else value  # 0.0 is -0.0
     if isinstance(value, Graph):
         return _token(value.memo)
     if kind is tuple or kind is list:

@@ -62,10 +62,18 @@ def _run_phase(layer: Module, program: EdgeProgram, graph: Graph, tensors: Mappi
 def _phase_again(layer: Module, program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor],
                  ways: autograd.Ways | None = None) -> tuple[Callable[..., Any], Sequence[Any]] | None:
     """What such a call comes to in all of one look, and with which arguments; None if that is to be found each time."""
-    way = None if ways is None else ways.way(program, graph, tensors)
-    if way is None or way.names is None:
+    if ways is None:
         return None
+    way = ways.way(program, graph, tensors)
+    if way.names is None:
+        return functools.partial(_run_way, program, way), (layer, graph, tensors)
     return functools.partial(_run_alone, program, way), (layer, graph, *(tensors[name] for name in way.names))
+
+
+def _run_way(program: EdgeProgram, way: autograd.Way, layer: Module, graph: Graph,
+             tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    debug.record(layer, "propagate", program, graph)
+    return way.run(graph, tensors)
 
 
 def _run_alone(program: EdgeProgram, way: autograd.Way, layer: Module, graph: Graph,

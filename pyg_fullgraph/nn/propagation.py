@@ -27,6 +27,7 @@ from pyg_fullgraph.nn import classes, compiled, derived, dots, known, order, tap
 from pyg_fullgraph.nn.arguments import Call
 from pyg_fullgraph.nn.lazy import EdgeExpr, as_plain, run, run_phase
 from pyg_fullgraph.nn.preparation import has_numbers
+from pyg_fullgraph.nn.rebinding import mark
 from pyg_fullgraph.nn.surroundings import has_hooks_of_all, submodules
 from pyg_fullgraph.nn.tracing import METHODS, mentioned
 
@@ -130,7 +131,8 @@ class FusedMixin(_Layer):
         """PyG's edge_updater, for classes that call it through ``super()``."""
         return self._fullgraph_edge_updater(edge_index, size, kwargs)
 
-    propagate._is_fullgraph = edge_updater._is_fullgraph = True
+    mark(propagate)
+    mark(edge_updater)
 
     def _fullgraph_refusals(self):
         """Asked where a compiler chooses between this layer's operator and PyG's code."""

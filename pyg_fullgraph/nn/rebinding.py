@@ -1,13 +1,33 @@
-"""Copies of functions that find other functions where they name some of a library's."""
+"""Functions of a class that are not as they were written: ours around them, and copies that name our functions."""
 
 from __future__ import annotations
 
 import dis
 import types
-from collections.abc import Iterator, Mapping
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
-__all__ = ["codes_in", "globals_of", "rebind", "writes_globals"]
+__all__ = ["codes_in", "globals_of", "is_ours", "mark", "may_be_copied", "rebind", "written"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_ours: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def mark(function: _Function) -> _Function:
+    """``function``, one of ours from now on; an attribute would go over to what a user makes of it."""
+    _ours.add(function)
+    return function
+
+
+def is_ours(function: Any) -> bool:
+    """Whether ``function`` was marked."""
+    return isinstance(function, types.FunctionType) and function in _ours
+
+
+def written(function: Any) -> Any:
+    """What somebody wrote: what ``function`` is around, if it is ours, None if that is nothing; else itself."""
+    return getattr(function, "__wrapped__", None) if is_ours(function) else function
 
 #: What Python reads of a module for ``import`` and for the names of its own functions, past ``__missing__``.
 _OF_MODULES = ("__builtins__", "__name__", "__package__", "__spec__")
@@ -65,9 +85,19 @@ def globals_of(function: types.FunctionType) -> dict[str, Any]:
     return space.space if isinstance(space, _Overlay) else space
 
 
-def writes_globals(code: types.CodeType) -> bool:
-    """Whether a function, or one inside it, writes to a global, which a copy would do for itself."""
-    return any(i.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") for c in codes_in(code) for i in dis.get_instructions(c))
+def may_be_copied(code: types.CodeType) -> bool:
+    """Whether a function, and those inside it, find the same in a copy: what asks for all globals, or writes to them,
+    goes past that.
+    """
+    for one in codes_in(code):
+        if not _ALL_GLOBALS.isdisjoint(one.co_names) or \
+                any(i.opname.startswith(_BY_OTHER_WAYS) for i in dis.get_instructions(one)):
+            return False
+    return True
+
+
+_ALL_GLOBALS = frozenset({"globals", "locals", "vars", "eval", "exec", "__import__"})
+_BY_OTHER_WAYS = ("STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "LOAD_BUILD_CLASS", "LOAD_FROM_DICT")
 
 
 def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:

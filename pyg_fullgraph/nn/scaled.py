@@ -11,7 +11,7 @@ Only forwards written in PyG are treated so: they write to nothing between the c
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,10 +24,12 @@ from pyg_fullgraph.autograd import Ways
 from pyg_fullgraph.functions import PLAIN
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn.lazy import DeferredTensor, LazyTensor, run_phase
+from pyg_fullgraph.nn.tape import step
 from pyg_fullgraph.saga.ir import EdgeProgram, Node, Output
 
 __all__ = ["ScaledExpr", "has_multiples"]
 
+_step = functools.partial(step, is_repeatable=True)
 
 
 class _Split(NamedTuple):
@@ -71,18 +73,14 @@ class _Multiples:
         if self._whole is None and self._parts is None:
             (self._whole,) = self._run(self.program)
         if self._whole is None:
-            value, factors = self.parts()
-            scaled = value.unsqueeze(-2) * factors.view(*factors.shape[:1], *(1,) * (value.dim() - 2), -1, 1)
-            self._whole = scaled.flatten(-2)
+            self._whole = _multiplied(*self.parts())
         return self._whole
 
     def parts(self) -> tuple[Tensor, Tensor]:
         """The value, ``[N, *lead, D]``, and the factor of each multiple for each node, ``[N, K]``."""
         if self._parts is None:
             value, *made = self._run(self.split.program)
-            factors, one = iter(made), value.new_ones(value.shape[0], 1)
-            columns = [next(factors).reshape(-1, 1).expand_as(one) if has else one for has in self.split.has_factor]
-            self._parts = value, torch.cat(columns, 1)
+            self._parts = value, _factors(value, made, self.split.has_factor)
         return self._parts
 
     def _run(self, program: EdgeProgram) -> tuple[Tensor, ...]:
@@ -123,8 +121,7 @@ class ScaledExpr(DeferredTensor):
         return cls((_Multiples(layer, split, program, graph, tensors, ways),))
 
     def compute(self) -> Tensor:
-        parts = [self._picked(p.whole() if isinstance(p, _Multiples) else p) for p in self.parts]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        return _joined([p.whole() if isinstance(p, _Multiples) else p for p in self.parts], self.tower)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -156,25 +153,54 @@ class ScaledExpr(DeferredTensor):
                                                    if isinstance(p, _Multiples)):
             return None
         self.check_unchanged()
-        terms: list[Tensor] = []
-        start = 0
-        for part in self.parts:
-            own = weight.narrow(1, start, part.shape[-1])
-            start += part.shape[-1]
-            if isinstance(part, Tensor):
-                terms.append(dense.linear(self._picked(part), own, bias))
-                bias = None
-                continue
-            value, factors = part.parts()
-            count, width = factors.shape[1], value.shape[-1]
-            stacked = own.unflatten(1, (count, width)).transpose(0, 1).reshape(-1, width)
-            products = dense.linear(self._picked(value), stacked).unflatten(1, (count, -1))
-            terms.append((products * factors.unsqueeze(-1)).sum(1))
-        total = functools.reduce(torch.add, terms)
-        return total if bias is None else total + bias
+        return _linear([p.parts() if isinstance(p, _Multiples) else p for p in self.parts], self.tower, weight, bias)
 
-    def _picked(self, value: Tensor) -> Tensor:
-        return value if self.tower is None else value.select(1, self.tower)
+
+@_step
+def _factors(value: Tensor, made: Sequence[Tensor], has_factor: Sequence[bool]) -> Tensor:
+    """The factor of each multiple for each node ``[N, K]``; of those that have none 1."""
+    waiting, one = iter(made), value.new_ones(value.shape[0], 1)
+    return torch.cat([next(waiting).reshape(-1, 1).expand_as(one) if has else one for has in has_factor], 1)
+
+
+@_step
+def _multiplied(value: Tensor, factors: Tensor) -> Tensor:
+    """All multiples ``[N, *lead, K D]`` of ``[N, *lead, D]``, with factors ``[N, K]``."""
+    scaled = value.unsqueeze(-2) * factors.view(*factors.shape[:1], *(1,) * (value.dim() - 2), -1, 1)
+    return scaled.flatten(-2)
+
+
+@_step
+def _joined(parts: Sequence[Tensor], tower: int | None) -> Tensor:
+    """``parts`` side by side, or what ``tower`` picks of each."""
+    picked = [_picked(p, tower) for p in parts]
+    return picked[0] if len(picked) == 1 else torch.cat(picked, -1)
+
+
+@functools.partial(step, is_repeatable=True, multiplies=True)
+def _linear(parts: Sequence[Tensor | tuple[Tensor, Tensor]], tower: int | None, weight: Tensor,
+            bias: Tensor | None) -> Tensor:
+    """The product of ``parts`` side by side with ``weight``; of a value and factors that of all multiples."""
+    terms: list[Tensor] = []
+    start = 0
+    for part in parts:
+        value, factors = part if isinstance(part, tuple) else (part, None)
+        count, width = 1 if factors is None else factors.shape[1], value.shape[-1]
+        own = weight.narrow(1, start, count * width)
+        start += count * width
+        if factors is None:
+            terms.append(dense.linear(_picked(value, tower), own, bias))
+            bias = None
+            continue
+        stacked = own.unflatten(1, (count, width)).transpose(0, 1).reshape(-1, width)
+        products = dense.linear(_picked(value, tower), stacked).unflatten(1, (count, -1))
+        terms.append((products * factors.unsqueeze(-1)).sum(1))
+    total = functools.reduce(torch.add, terms)
+    return total if bias is None else total + bias
+
+
+def _picked(value: Tensor, tower: int | None) -> Tensor:
+    return value if tower is None else value.select(1, tower)
 
 
 def _beside(tensors: Any, dim: Any = 0) -> ScaledExpr | None:

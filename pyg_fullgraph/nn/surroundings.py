@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules import module as modules
 
-from pyg_fullgraph.nn.rebinding import codes_in, globals_of
+from pyg_fullgraph.nn.rebinding import codes_in, globals_of, written
 from pyg_fullgraph.saga.trace import ArgSpec
 
 __all__ = ["Key", "Numbers", "Reached", "Watch", "cells_of", "code_names", "definitions", "has_hooks_of_all",
@@ -177,8 +177,7 @@ def definitions(kind: type, name: str, in_bases: bool = False) -> list[types.Fun
     """
     found = [vars(c).get(name) for c in kind.__mro__] if in_bases else [getattr(kind, name, None)]
     found = [f.fget if isinstance(f, property) else getattr(f, "__func__", f) for f in found]
-    written = [getattr(f, "__wrapped__", None) if getattr(f, "_is_fullgraph", False) else f for f in found]
-    return [f for f in written if isinstance(f, types.FunctionType)]
+    return [f for f in map(written, found) if isinstance(f, types.FunctionType)]
 
 
 def cells_of(function: types.FunctionType) -> list[Any]:
@@ -201,9 +200,13 @@ def _is_code(value: Any) -> bool:
 
 
 def is_library(value: Any) -> bool:
-    """Whether a function, class or module is of a library, whose code does not change and reads no user's layer."""
-    name = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None) or ""
-    return name.partition(".")[0] in _LIBRARIES
+    """Whether a function, class or module is of a library, whose code does not change and reads no user's layer.
+
+    A function that a user wrapped may say that it is of another module; where it was written its globals tell.
+    """
+    name = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
+    names = (name, globals_of(value).get("__name__")) if isinstance(value, types.FunctionType) else (name,)
+    return all((n or "").partition(".")[0] in _LIBRARIES for n in names)
 
 
 def code_names(code: types.CodeType) -> Iterator[str]:
@@ -396,7 +399,7 @@ class Watch:
     """
 
     def __init__(self, conv: Module, methods: tuple[str, ...], fields: Mapping[str, Any],
-                 beside: tuple[str, ...] | None) -> None:
+                 beside: tuple[str, ...] | None, reads: Sequence[tuple[types.ModuleType, str]] | None) -> None:
         """See :meth:`of`."""
         self.kind = type(conv)
         found = reached(self.kind, methods)
@@ -415,6 +418,11 @@ class Watch:
                                                                *dict(found.members))),
                        *(_fact(operator.itemgetter, space, inside) for space, inside in spaces.values())]
         self._code = [(f, f.__code__, f.__defaults__, f.__kwdefaults__) for f in functions if not is_library(f)]
+        self._facts += [_fact(operator.attrgetter, module, (name,)) for module, name in dict.fromkeys(reads or ())]
+        # What would come to lie over what they read.
+        self._classes = [(c, [*vars(c)]) for c in self.kind.__mro__ if not is_library(c)] if reads is not None else []
+        self._builtins = [(globals_of(f), found_in) for f in functions if not is_library(f) and (
+            found_in := {*code_names(f.__code__)} & vars(builtins).keys() - globals_of(f).keys())]
         self._cells = [(f, cells_of(f)) for f in functions if f.__closure__]
         for f in functions:
             _check(*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values(),
@@ -435,16 +443,18 @@ class Watch:
 
     @classmethod
     def of(cls, conv: Module, methods: tuple[str, ...], fields: Mapping[str, Any],
-           beside: tuple[str, ...] | None = None) -> Watch | None:
+           beside: tuple[str, ...] | None = None,
+           reads: Sequence[tuple[types.ModuleType, str]] | None = None) -> Watch | None:
         """A watch over what ``methods`` of ``conv`` read; None where that may change without being seen.
 
         Args:
             conv, methods: as for a :class:`Key`.
             fields: what ``vars(conv)`` was before the methods ran, which may set attributes.
             beside: methods that are called beside them, and may read all of the layer; None for none.
+            reads: what they take from modules of libraries, where they run in each call and not when they are traced.
         """
         try:
-            return cls(conv, methods, fields, beside)
+            return cls(conv, methods, fields, beside, reads)
         except _UnwatchedError:
             return None
 
@@ -470,6 +480,12 @@ class Watch:
                     return False
         except (AttributeError, KeyError):  # what there was is gone
             return False
+        for c, known_names in self._classes:
+            if [*vars(c)] != known_names:
+                return False
+        for known_space, hidden in self._builtins:
+            if not known_space.keys().isdisjoint(hidden):
+                return False
         for f, code, defaults, named in self._code:
             if f.__code__ is not code or f.__defaults__ is not defaults or f.__kwdefaults__ is not named:
                 return False
