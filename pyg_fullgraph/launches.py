@@ -312,10 +312,10 @@ class Prepared:
         site.launch(False, False, reach >= _FAR or self.reach >= _FAR).run(args, values, strides)
         results = dict(zip(self.written, made, strict=True))
         if self.merge is not None:
-            self._merge(results, ends, space)
+            self.merge_rows(results, ends, space)
         return results
 
-    def _merge(self, results: Mapping[Node, Tensor], known: Sequence[Any], space: Sequence[Tensor]) -> None:
+    def merge_rows(self, results: Mapping[Node, Tensor], known: Sequence[Any], space: Sequence[Tensor]) -> None:
         """Add up what pieces of cut rows left in ``space``; ``known`` is what that reads beside results."""
         assert self.merge is not None
         args = [*map(results.__getitem__, self.merged), *known, *space]
@@ -446,7 +446,7 @@ class Run:
         """Merge, and give the results."""
         prepared = self.prepared
         if prepared.merge is not None:
-            prepared._merge(self.results, [*self.added, *self.ends], self.workspace)
+            prepared.merge_rows(self.results, [*self.added, *self.ends], self.workspace)
         for node, _ in prepared.totals:
             total = self.totals.get(node)
             self.results[node] = torch.zeros(node.shape, dtype=prepared.dtype, device=prepared.device) \

@@ -15,6 +15,7 @@ import torch
 from torch_geometric.nn import SAGEConv, SimpleConv
 
 from pyg_fullgraph import chunks, columns, debug, selection
+from pyg_fullgraph.nn import tape
 from pyg_fullgraph.saga.kernel_source import KernelSource
 from triton_kernels import columns as column_kernels
 
@@ -106,6 +107,21 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 def counters() -> None:
     """Fused and plain calls are counted from the start of each test."""
     debug.reset()
+
+
+@pytest.fixture
+def hits(monkeypatch: pytest.MonkeyPatch) -> list[torch.nn.Module]:
+    """Layers whose forwards were made of the steps of earlier ones."""
+    seen: list[torch.nn.Module] = []
+    take = tape.Tape.run
+
+    def noted(self, layer, args, kwargs):
+        out = take(self, layer, args, kwargs)
+        seen.append(layer)
+        return out
+
+    monkeypatch.setattr(tape.Tape, "run", noted)
+    return seen
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -29,20 +29,6 @@ ENOUGH = 6
 EDGES = torch.randint(12, (2, 40))
 
 
-@pytest.fixture
-def hits(monkeypatch):
-    """Layers whose forwards were made of steps."""
-    seen, take = [], tape.Tape.run
-
-    def noted(self, layer, args, kwargs):
-        out = take(self, layer, args, kwargs)
-        seen.append(layer)
-        return out
-
-    monkeypatch.setattr(tape.Tape, "run", noted)
-    return seen
-
-
 def features(seed=0, rows=12):
     return torch.randn(rows, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
