@@ -12,6 +12,8 @@ __all__ = ["codes_in", "globals_of", "is_ours", "mark", "may_be_copied", "rebind
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _ours: weakref.WeakSet[Any] = weakref.WeakSet()
+#: What Python reads of a module for ``import`` and for the names of its own functions, past ``__missing__``.
+_OF_MODULES = ("__builtins__", "__name__", "__package__", "__spec__")
 
 
 def mark(function: _Function) -> _Function:
@@ -28,9 +30,6 @@ def is_ours(function: Any) -> bool:
 def written(function: Any) -> Any:
     """What somebody wrote: what ``function`` is around, if it is ours, None if that is nothing; else itself."""
     return getattr(function, "__wrapped__", None) if is_ours(function) else function
-
-#: What Python reads of a module for ``import`` and for the names of its own functions, past ``__missing__``.
-_OF_MODULES = ("__builtins__", "__name__", "__package__", "__spec__")
 
 
 class _Overlay(dict[str, Any]):
