@@ -24,14 +24,11 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.nn import Module
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer
 
 from pyg_fullgraph import events, memo
 from pyg_fullgraph.errors import CaptureError, InputError, PygFullgraphError
+from pyg_fullgraph.optimizers import Optimizers
 from pyg_fullgraph.saga.refusal import line_of
 from triton_kernels import segment
 
@@ -98,7 +95,7 @@ class CapturedStep:
         functools.update_wrapper(self, step, updated=())
         self.step = step
         self.num_recordings = 0
-        self._optimizers = _Optimizers()
+        self._optimizers = Optimizers()
         self._side: _Side | None = None
         self._num_run = self._num_restarts = 0
         self._recorded: _Recorded | None = None
@@ -280,7 +277,7 @@ def _without_collector() -> Iterator[None]:
 class _Recorded:
     """A graph with everything that it reads and writes, kept alive, and what that was when it was recorded."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: Any, taken: memo.Recording, optimizers: _Optimizers,
+    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: Any, taken: memo.Recording, optimizers: Optimizers,
                  grads_before: list[Tensor | None], bindings: list[tuple[Any, Any, Any]], side: _Side) -> None:
         self.graph, self.outputs, self.taken, self.optimizers = graph, outputs, taken, optimizers
         self.grads_before, self.grads = grads_before, optimizers.grads()
@@ -315,146 +312,6 @@ class _Recorded:
             if parameter.grad is not grad:
                 parameter.grad = grad
         return self.outputs
-
-
-# --- optimizers -------------------------------------------------------------------------------------------------
-
-
-class _Optimizers:
-    """The optimizers that a step uses, found when they take a step, made fit to be recorded before they do.
-
-    Learning rates stay the numbers that schedulers set; while an optimizer runs they are tensors, which replays read.
-    """
-
-    def __init__(self) -> None:
-        self._known: list[Optimizer] = []
-        #: Per optimizer and group the tensor and the number that is in it.
-        self._rates: dict[tuple[int, int], tuple[Tensor, float]] = {}
-        self._given: list[tuple[dict[str, Any], Any]] = []
-        # A compiled `optimizer.step` calls them, and looks whether they are the ones that it was compiled with.
-        self._hooks = torch.compiler.disable(self._before), torch.compiler.disable(self._after)
-
-    @contextmanager
-    def prepared(self) -> Iterator[None]:
-        """Around a step."""
-        before, after = self._hooks
-        hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-            self._after()
-
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not any(optimizer is known for known in self._known):
-            self._known.append(optimizer)
-        for k, group in enumerate(optimizer.param_groups):
-            if not group["params"] or not all(p.is_cuda for p in group["params"]):
-                continue
-            if "capturable" in group:
-                _make_capturable(optimizer, group)
-            elif _takes_rate_when_fused(optimizer, group):
-                group["fused"] = True
-            else:  # a changed rate is recorded anew
-                continue
-            rate = group["lr"]
-            if isinstance(rate, Tensor) and rate.is_cuda:
-                continue
-            self._given.append((group, rate))
-            group["lr"] = self._rate(optimizer, k, float(rate), group)
-
-    def _after(self, *step: Any) -> None:
-        for group, rate in self._given:
-            group["lr"] = rate
-        self._given.clear()
-
-    def _rate(self, optimizer: Optimizer, k: int, value: float, group: dict[str, Any]) -> Tensor:
-        known = self._rates.get((id(optimizer), k))
-        if known is None:
-            first = group["params"][0]
-            # Fused optimizers read a float32.
-            is_wide = first.dtype == torch.float64 and not group.get("fused")
-            known = torch.full((), value, dtype=torch.float64 if is_wide else torch.float32, device=first.device), value
-        elif known[1] != value:
-            known = known[0].fill_(value), value
-        self._rates[id(optimizer), k] = known
-        return known[0]
-
-    def write_rates(self) -> None:
-        """Bring the tensors that replays read up to date."""
-        for optimizer in self._known:
-            for k, group in enumerate(optimizer.param_groups):
-                known = self._rates.get((id(optimizer), k))
-                if known is not None and not (isinstance(group["lr"], Tensor) and group["lr"].is_cuda):
-                    self._rate(optimizer, k, float(group["lr"]), group)
-
-    def rates(self) -> list[Any]:
-        """Learning rates as they are set: numbers, and for tensors which."""
-        return [id(rate) if isinstance(rate, Tensor) else rate for optimizer in self._known
-                for group in optimizer.param_groups for rate in [group.get("lr")]]
-
-    def parameters(self) -> list[Tensor]:
-        return [p for optimizer in self._known for group in optimizer.param_groups for p in group["params"]]
-
-    def grads(self) -> list[Tensor | None]:
-        return [p.grad for p in self.parameters()]
-
-    def tensors(self) -> list[Any]:
-        """Everything that steps of the optimizers read and write."""
-        found = [*self.parameters(), *self.grads(), *(tensor for tensor, _ in self._rates.values())]
-        for optimizer in self._known:
-            found += [value for state in optimizer.state.values() for value in state.values()]
-            found += [v for group in optimizer.param_groups for v in group.values() if isinstance(v, Tensor)]
-        return found
-
-    def fingerprint(self) -> list[Any]:
-        """What is fixed in a recording: options except for learning rates that are read, parameters and state."""
-        made: list[Any] = []
-        for optimizer in self._known:
-            for k, group in enumerate(optimizer.param_groups):
-                is_read = (id(optimizer), k) in self._rates
-                made.append({name: id(v) if isinstance(v, Tensor) else v for name, v in group.items()
-                             if name != "params" and not (name == "lr" and is_read)})
-                for p in group["params"]:
-                    state = optimizer.state.get(p, {})
-                    made.append((id(p), p.data_ptr(), p.requires_grad, *map(id, state.values())))
-        return made
-
-    def check(self) -> None:
-        """Refuse optimizers that count or decide on the host, which a replay would not repeat.
-
-        Raises:
-            CaptureError: names the optimizer.
-        """
-        for optimizer in self._known:
-            name = type(optimizer).__name__
-            if any(not p.is_cuda for group in optimizer.param_groups for p in group["params"]):
-                raise CaptureError("parameters to be on a CUDA device", f"some of {name} elsewhere")
-            for state in optimizer.state.values():
-                for key, value in state.items():
-                    if isinstance(value, (int, float)) or (isinstance(value, Tensor) and not value.is_cuda):
-                        raise CaptureError(
-                            "the state of the optimizer to be on the GPU, as that of torch.optim.SGD and of those with "
-                            "the option 'capturable' (Adam, AdamW, ...)", f"{name}, which has '{key}' on the host")
-
-
-def _takes_rate_when_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Whether this is an SGD that may read its rate from a tensor; not fused, it reads it on the host."""
-    is_free = group.get("fused") or (group.get("foreach") is None and not group.get("differentiable"))
-    return type(optimizer) is torch.optim.SGD and bool(is_free) and all(
-        p.dtype in (torch.float32, torch.bfloat16, torch.float16) for p in group["params"])
-
-
-def _make_capturable(optimizer: Optimizer, group: dict[str, Any]) -> None:
-    group["capturable"] = True
-    # The steps before the recording are no mistake.
-    optimizer._warned_capturable_if_run_uncaptured = True
-    for p in group["params"]:
-        state = optimizer.state.get(p, {})
-        for key, value in state.items():
-            if isinstance(value, Tensor) and not value.is_cuda:
-                state[key] = value.to(p.device)
 
 
 # --- outputs and names ------------------------------------------------------------------------------------------

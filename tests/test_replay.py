@@ -192,7 +192,7 @@ def cuda(monkeypatch) -> Calls:
     monkeypatch.setattr(replay, "_idle_streams", collections.defaultdict(list))
     monkeypatch.setattr(replay, "_replays", collections.defaultdict(dict))
     monkeypatch.setattr(replay, "_check_devices", lambda outputs: None)
-    monkeypatch.setattr(replay._Optimizers, "check", lambda self: None)
+    monkeypatch.setattr(replay.Optimizers, "check", lambda self: None)
     return calls
 
 

@@ -28,10 +28,12 @@ class Net(nn.Module):
     def __init__(self, kind: str, dropout: float = 0.0) -> None:
         super().__init__()
         make = {"gat": lambda i, o: GATConv(i, o, heads=4, concat=False, dropout=dropout), "gcn": GCNConv,
+                "wide": GCNConv,
                 "sage-max": lambda i, o: SAGEConv(i, o, aggr="max"),
                 "gin": lambda i, o: GINConv(nn.Linear(i, o), train_eps=True),
                 "transformer": lambda i, o: TransformerConv(i, o, heads=2, concat=False, edge_dim=3)}[kind]
-        self.first, self.norm, self.second = make(16, 32), nn.BatchNorm1d(32), make(32, 5)
+        width = 512 if kind == "wide" else 32  # weights are updated in pieces
+        self.first, self.norm, self.second = make(16, width), nn.BatchNorm1d(width), make(width, 5)
         self.dropout, self.takes_edges = dropout, kind == "transformer"
 
     def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
@@ -54,7 +56,7 @@ class GpuJob:
         self.model = Net(kind, dropout).cuda()
         # What captured steps run with, so that bits can be compared.
         rate = torch.tensor(0.02, device="cuda") if is_plain else 0.02
-        more = {"fused" if optimizer == "sgd" else "capturable": True} if is_plain else {}
+        more = {"fused": True, **({} if optimizer == "sgd" else {"capturable": True})} if is_plain else {}
         make = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW,
                 "sgd": lambda p, **o: torch.optim.SGD(p, momentum=0.9, dampening=0.1, **o)}[optimizer]
         self.optimizer = make(self.model.parameters(), lr=rate, **more)
@@ -91,7 +93,7 @@ def pair(*options: object) -> tuple[GpuJob, GpuJob, pfg.CapturedStep]:
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd"])
-@pytest.mark.parametrize("kind", ["gat", "gcn", "sage-max", "transformer"])
+@pytest.mark.parametrize("kind", ["gat", "gcn", "wide", "sage-max", "transformer"])
 def test_replays_are_the_steps_to_the_bit(kind, optimizer):
     plain, job, step = pair(kind, optimizer)
     for k in range(12):
@@ -99,6 +101,7 @@ def test_replays_are_the_steps_to_the_bit(kind, optimizer):
         assert torch.equal(want, got), f"loss of step {k}: {float(want)} {float(got)}"
         torch.testing.assert_close(plain.evaluate(), job.evaluate(), rtol=0, atol=0)
     assert step.num_recordings == 1 and step.pool_bytes > 0
+    assert job.optimizer.param_groups[0]["fused"]
     assert_same(plain, job)
 
 
@@ -143,6 +146,7 @@ def test_replays_launch_as_many_pieces_as_there_are(monkeypatch):
 
 def test_an_optimizer_that_is_compiled():
     plain, job, step = pair("gcn")
+    plain.optimizer.param_groups[0]["fused"] = None
     for one in (plain, job):
         one.optimizer.step = torch.compile(one.optimizer.step)
     for _ in range(8):
@@ -151,7 +155,7 @@ def test_an_optimizer_that_is_compiled():
     plain.optimizer.param_groups[0]["lr"].fill_(0.001)
     for _ in range(4):
         torch.testing.assert_close(plain.step(), step())
-    assert step.num_recordings == 1
+    assert step.num_recordings == 1 and not job.optimizer.param_groups[0]["fused"]
 
 
 def test_replays_add_what_changes_to_sums(monkeypatch):

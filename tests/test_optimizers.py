@@ -1,0 +1,137 @@
+"""Optimizers in recorded steps: updates in pieces are the updates, and who may choose one kernel for all of it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from pyg_fullgraph import optimizers
+
+_MAKE = {
+    "adam": torch.optim.Adam,
+    "adamw": functools.partial(torch.optim.AdamW, amsgrad=True, weight_decay=0.1),
+    "adam-maximize": functools.partial(torch.optim.Adam, maximize=True, weight_decay=0.1),
+    "sgd": torch.optim.SGD,
+    "sgd-momentum": functools.partial(torch.optim.SGD, momentum=0.9, nesterov=True),
+}
+
+
+def parameters() -> list[nn.Parameter]:
+    """Two that are cut, one of them into pieces of two sizes, and four that are not, the last as it is not contiguous."""
+    torch.manual_seed(0)
+    shapes = [(9, 1001), (17,), (5000,), (), (4096,)]
+    return [nn.Parameter(torch.randn(shape)) for shape in shapes] + [nn.Parameter(torch.randn(60, 90).t())]
+
+
+def take_steps(optimizer: Optimizer, given: list[nn.Parameter], count: int = 3) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(count):
+        for p in given:
+            p.grad = torch.randn(p.t().shape, generator=generator).t() if p.dim() == 2 and not p.is_contiguous() else \
+                torch.randn(p.shape, generator=generator)
+        optimizer.step()
+
+
+def state_of(optimizer: Optimizer, given: list[nn.Parameter]) -> list[Tensor]:
+    return [*given, *(t for p in given for _, t in sorted(optimizer.state[p].items()) if t is not None)]
+
+
+@pytest.mark.parametrize("name", _MAKE)
+def test_pieces_make_the_same_bits(name, monkeypatch):
+    counts = []
+    for update in optimizers._UPDATES:
+        whole = getattr(torch, update)
+        monkeypatch.setattr(torch, update, lambda *a, whole=whole, **o: counts.append(len(a[0])) or whole(*a, **o))
+    given = parameters()
+    want, got = copy.deepcopy(given), copy.deepcopy(given)
+    plain, cut = (_MAKE[name](ps, lr=0.1, fused=True) for ps in (want, got))
+    take_steps(plain, want)
+    with optimizers._updates_in_pieces():
+        take_steps(cut, got)
+    assert counts == [6] * 3 + [3 + 1 + 2 + 1 + 1 + 1] * 3
+    for a, b in zip(state_of(plain, want), state_of(cut, got), strict=True):
+        assert torch.equal(a, b)
+    take_steps(cut, got, 1)
+    assert counts[-1] == 6
+
+
+def test_a_large_model_has_few_pieces():
+    given = [torch.empty(1000, 1000), torch.empty(10, 10), torch.empty(1000)]
+    made, steps = optimizers._cut((given, [torch.empty(()) for _ in given]))
+    assert len(made) == len(steps) == 24 + 2 and sum(t.numel() for t in made) == 1_001_100
+    assert all(t.data_ptr() % 16 == 0 for t in made) and steps[0] is steps[23] is not steps[24]
+
+
+def test_subclasses_of_tensors_stay_whole():
+    class Marked(Tensor):
+        pass
+
+    given = [torch.zeros(9000).as_subclass(Marked)]
+    assert optimizers._cut((given, given, []))[0][0] is given[0]
+
+
+def test_whoever_leaves_last_puts_them_back():
+    before = torch._fused_adam_
+    first, second = optimizers._updates_in_pieces(), optimizers._updates_in_pieces()
+    first.__enter__()
+    inside = torch._fused_adam_
+    second.__enter__()
+    assert torch._fused_adam_ is inside is not before
+    first.__exit__(None, None, None)
+    assert torch._fused_adam_ is inside
+    second.__exit__(None, None, None)
+    assert torch._fused_adam_ is before
+
+
+def answers(optimizer: Optimizer, step) -> bool:
+    """What a hook is told while ``step`` takes one."""
+    found: list[bool] = []
+
+    @torch.compiler.disable
+    def ask(optimizer: Optimizer, args: object, kwargs: object) -> None:
+        found.append(optimizers._may_be_fused(optimizer, optimizer.param_groups[0]))
+
+    hook = register_optimizer_step_pre_hook(ask)
+    try:
+        for _ in range(2):
+            step()
+    finally:
+        hook.remove()
+    assert len(set(found)) == 1
+    return found[0]
+
+
+@pytest.mark.parametrize(("make", "wanted"), [
+    (torch.optim.Adam, True),
+    (torch.optim.AdamW, True),
+    (torch.optim.SGD, True),
+    (torch.optim.Adagrad, False),
+    (type("MyAdam", (torch.optim.Adam,), {}), False),
+    (functools.partial(torch.optim.Adam, foreach=False), False),
+    (functools.partial(torch.optim.Adam, fused=False), False),
+    (functools.partial(torch.optim.Adam, fused=True), True),
+])
+def test_who_leaves_the_choice_gets_one_kernel(make, wanted):
+    given = parameters()
+    optimizer = make(given, lr=0.1)
+    assert answers(optimizer, lambda: take_steps(optimizer, given, 1)) == wanted
+
+
+def test_doubles_are_updated_as_before():
+    optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(3, dtype=torch.float64))])
+    assert not answers(optimizer, optimizer.step)
+
+
+@pytest.mark.parametrize("is_method", [True, False])
+def test_a_compiled_step_stays_compiled(is_method):
+    given = parameters()
+    optimizer = torch.optim.Adam(given, lr=0.1)
+    for p in given:
+        p.grad = torch.ones_like(p)
+    compiled = torch.compile(optimizer.step if is_method else lambda: optimizer.step(), backend="eager")
+    assert not answers(optimizer, compiled)
