@@ -1,6 +1,4 @@
-"""Optimizers in steps that are recorded: nothing on the host that a replay would not repeat, and few kernels, which fill
-the GPU.
-"""
+"""Optimizers in recorded steps: nothing on the host that a replay would not repeat, few kernels, and these fill the GPU."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _MAKE = {
 
 
 def parameters() -> list[nn.Parameter]:
-    """Two that are cut, one of them into pieces of two sizes, and four that are not, the last as it is not contiguous."""
+    """Two that are cut, one with a shorter last piece, and four that are not, the last as it is not contiguous."""
     torch.manual_seed(0)
     shapes = [(9, 1001), (17,), (5000,), (), (4096,)]
     return [nn.Parameter(torch.randn(shape)) for shape in shapes] + [nn.Parameter(torch.randn(60, 90).t())]
