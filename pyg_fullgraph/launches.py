@@ -39,6 +39,8 @@ MOST_MERGED, MEANS_PER_PIECE = 1 << 22, 2
 #: sums of 32 features 47.5 us, by length 43.3, of 64 87 and 83, but of 16 27 and 30, of 128 181 and 185, in bfloat16
 #: 118 and 97.
 SORTED_BYTES = (128, 256)
+#: Most bytes of sums of pieces that stay with a stream; a new tensor takes the host 3 to 5 us.
+MAX_KEPT_BYTES = 1 << 20
 #: Elements below which places have 32 bits: with 64 a loop of GAT has up to a quarter more instructions.
 _FAR = 1 << 31
 
@@ -263,30 +265,27 @@ class Prepared:
         self.reach = max((math.prod(made.shape) for made in self.results if made.node.domain == Domain.EDGE
                           and not is_local(made.node)), default=0)
         self.merged = [b.node for b in kernel.rows]
-        # What makes the rows that a run takes, and their shape.
-        self.workspace: list[tuple[Callable[..., Tensor], tuple[int, int]]] = []
-        space: list[torch.dtype] = []
+        sums: list[tuple[torch.dtype, int, int]] = []
         # Who merges cut rows: the kernel itself, which counts their pieces, or a launch after it.
-        self.arrivals, merges = _Arrivals(like.device, 0), False
+        merges, num_counts = False, 0
         self.merge: launch.Launch | None = None
         dtypes = {**{made.node: made.like.dtype for made in self.results}, **dict(self.totals)}
         schedule = schedules[0]
         if kernel.has_merge:
             assert schedule is not None
-            space = [rows.id_dtype if is_id else stat_dtype for _, is_id in kernel.carries]
-            self.workspace = [(_workspace(dtype, like.device, schedule.num_slots, features),
-                               (schedule.num_slots, features))
-                              for dtype, (features, _) in zip(space, kernel.carries, strict=True)]
+            sums = [(rows.id_dtype if is_id else stat_dtype, schedule.num_slots, features)
+                    for features, is_id in kernel.carries]
             merges = kernel.merges and span is None and len(parts) == 1 and rows.num_edges <= MOST_MERGED and \
                 MEANS_PER_PIECE * rows.num_edges <= schedule.max_piece * max(rows.num_rows, 1)
             if merges and schedule.num_split > 0:
-                self.arrivals = _Arrivals(like.device, schedule.num_slots * kernel.num_tiles)
+                num_counts = schedule.num_slots * kernel.num_tiles
             elif schedule.num_split > 0:
                 self.merge = launch.Launch.of(
                     kernel.source, kernel.merge_name, schedule.num_split * kernel.num_tiles, constants, shape.num_warps,
                     like.device, [schedule.split_row, schedule.split_ptr, schedule.num_split, rows.ptr],
-                    [*(dtypes[node] for node in self.merged), *space])
-        made = [*(dtypes[node] for node in self.written), *space]
+                    [*(dtypes[node] for node in self.merged), *(dtype for dtype, _, _ in sums)])
+        self.scratch = _Scratch(like.device, sums, num_counts)
+        made = [*(dtypes[node] for node in self.written), *(dtype for dtype, _, _ in sums)]
         self.sites = [_Site(part, rows, schedule, sweep.needs_ids, merges, constants, made)
                       for part, schedule in zip(parts, schedules, strict=True)]
 
@@ -305,53 +304,63 @@ class Prepared:
         site = self.sites[0]
         inputs, ends, values, strides, reach = site.inputs.take(leaf, staging)
         made = [like.new_empty(shape) for _, shape, like in self.results]
-        space = [make(shape) for make, shape in self.workspace]
-        args = [*inputs, *made, *space]
+        sums, counts = self.scratch.take()
+        args = [*inputs, *made, *sums]
         if site.kernel.merges:
-            args.append(self.arrivals.take())
+            args.append(counts)
         site.launch(False, False, reach >= _FAR or self.reach >= _FAR).run(args, values, strides)
         results = dict(zip(self.written, made, strict=True))
         if self.merge is not None:
-            self.merge_rows(results, ends, space)
+            self.merge_rows(results, ends, sums)
         return results
 
-    def merge_rows(self, results: Mapping[Node, Tensor], known: Sequence[Any], space: Sequence[Tensor]) -> None:
-        """Add up what pieces of cut rows left in ``space``; ``known`` is what that reads beside results."""
+    def merge_rows(self, results: Mapping[Node, Tensor], known: Sequence[Any], sums: Sequence[Tensor]) -> None:
+        """Merge the ``sums`` of pieces of cut rows; ``known`` is what that reads beside results."""
         assert self.merge is not None
-        args = [*map(results.__getitem__, self.merged), *known, *space]
+        args = [*map(results.__getitem__, self.merged), *known, *sums]
         if known:
             self.merge.run(args, [t for t in known if type(t) is not int], [n for n in known if type(n) is int])
         else:
             self.merge.run(args, ())
 
 
-class _Arrivals:
-    """How many pieces of each cut row have come, all 0 between launches, as :func:`device.arrive` leaves them.
+class _Scratch:
+    """What pieces of cut rows leave for those that merge them: their sums, and how many of each row have come, all 0
+    between launches, as :func:`device.arrive` leaves them.
 
-    Launches on one stream take turns: each stream has its own, and each graph that is recorded, which may be replayed
-    next to others.
+    Launches on one stream take turns: each stream has its own counts, and each graph that is recorded, which may be
+    replayed next to others. Sums of few bytes stay with these; others are new tensors in each run.
 
     Args:
         device: Of the launches.
-        count: How many numbers.
+        sums: Dtype, rows and features of each.
+        count: How many rows are counted; 0 where no kernel merges what it cut.
     """
 
-    def __init__(self, device: torch.device, count: int) -> None:
+    def __init__(self, device: torch.device, sums: Sequence[tuple[torch.dtype, int, int]], count: int) -> None:
         self._device, self._count = device, count
-        self._of_stream: dict[int, Tensor] = {}
-        self._none = chunks.scalar_of(torch.int32, device) if count == 0 else None
+        # What makes sums, and of which shape.
+        self._makers = [(_maker(dtype, device, rows, features), (rows, features)) for dtype, rows, features in sums]
+        self._stay = count > 0 and sum(d.itemsize * rows * features for d, rows, features in sums) <= MAX_KEPT_BYTES
+        self._of_stream: dict[int, tuple[list[Tensor], Tensor]] = {}
+        self._no_counts = chunks.scalar_of(torch.int32, device)
 
-    def take(self) -> Tensor:
-        """Those for a launch on the current stream."""
-        if self._none is not None:
-            return self._none
-        return claimed(self._of_stream, launch.stream_of(self._device), self._make)
+    def take(self) -> tuple[list[Tensor], Tensor]:
+        """Sums and counts for a launch on the current stream."""
+        if self._count == 0:
+            return self._sums(), self._no_counts
+        sums, counts = claimed(self._of_stream, launch.stream_of(self._device), self._make)
+        return sums if self._stay else self._sums(), counts
 
-    def _make(self) -> Tensor:
-        return torch.zeros(self._count, dtype=torch.int32, device=self._device)
+    def _sums(self) -> list[Tensor]:
+        return [make(shape) for make, shape in self._makers]
+
+    def _make(self) -> tuple[list[Tensor], Tensor]:
+        counts = torch.zeros(self._count, dtype=torch.int32, device=self._device)
+        return self._sums() if self._stay else [], counts
 
 
-def _workspace(dtype: torch.dtype, device: torch.device, num_rows: int, features: int) -> Callable[..., Tensor]:
+def _maker(dtype: torch.dtype, device: torch.device, num_rows: int, features: int) -> Callable[..., Tensor]:
     """What makes a tensor of a shape; without rows always the same one."""
     scalar = chunks.scalar_of(dtype, device)
     if num_rows:
@@ -389,9 +398,9 @@ class Run:
     def __init__(self, prepared: Prepared, tiles: Sequence[EdgeOrder], staging: EdgeOrder | None = None) -> None:
         self.prepared, self.tiles, self.staging = prepared, tiles, staging
         self.results = {node: like.new_empty(shape) for node, shape, like in prepared.results if not is_local(node)}
-        self.workspace = [make(shape) for make, shape in prepared.workspace]
-        for space in self.workspace if prepared.adds_to_zeros else ():
-            space.zero_()
+        self.sums, self.counts = prepared.scratch.take()
+        for sums in self.sums if prepared.adds_to_zeros else ():
+            sums.zero_()
         self.totals: dict[Node, Tensor] = {}
         self.added: list[Tensor] = []
         self.ends: tuple[Any, ...] = ()
@@ -431,10 +440,10 @@ class Run:
             self.added = self.added or [leaf(node).contiguous() for node in prepared.added]
             args += self.added
             tensors += self.added
-        args += self.workspace
+        args += self.sums
         adds = prepared.adds_to_zeros or (k > 0 and prepared.adds)
-        args += [self.workspace[n].clone() if adds else self.workspace[n] for n in kernel.apart]
-        args += [prepared.arrivals.take()] if kernel.merges else []
+        args += [self.sums[n].clone() if adds else self.sums[n] for n in kernel.apart]
+        args += [self.counts] if kernel.merges else []
         site.launch(has_places, adds, reach >= _FAR or prepared.reach >= _FAR).run(args, tensors, strides)
         self.is_begun = True
         # A parameter's gradient leaves the kernel as one row per program.
@@ -446,7 +455,7 @@ class Run:
         """Merge, and give the results."""
         prepared = self.prepared
         if prepared.merge is not None:
-            prepared.merge_rows(self.results, [*self.added, *self.ends], self.workspace)
+            prepared.merge_rows(self.results, [*self.added, *self.ends], self.sums)
         for node, _ in prepared.totals:
             total = self.totals.get(node)
             self.results[node] = torch.zeros(node.shape, dtype=prepared.dtype, device=prepared.device) \

@@ -1,4 +1,4 @@
-"""Optimizers in recorded steps: nothing on the host that a replay would not repeat, few kernels, and these fill the GPU."""
+"""Optimizers in recorded steps: nothing on the host that a replay would not repeat, and kernels that fill the GPU."""
 
 from __future__ import annotations
 

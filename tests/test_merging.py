@@ -44,7 +44,7 @@ def few_edges_per_piece(monkeypatch):
 
 def merging(prepared):
     """Those that merge cut rows themselves; none of tensors without data, with which kernels are foreseen."""
-    found = [p for p in prepared if p.arrivals._count and p.device.type != "meta"]
+    found = [p for p in prepared if p.scratch._count and p.device.type != "meta"]
     assert all(p.merge is None for p in found)
     return found
 
@@ -75,7 +75,7 @@ def test_the_last_piece_merges_its_row(name, pieces, device, only_kernels, monke
         knows_ids = name in ("gcn", "sage-max") and pieces != Pieces.SIDE_BY_SIDE
         assert (pieces in kinds(prepared)) != knows_ids
     assert (name == "features") == any(s.kernel.num_tiles > 1 for p in prepared for s in p.sites)
-    assert not any(t.any() for p in merging(prepared) for t in p.arrivals._of_stream.values())
+    assert not any(counts.any() for p in merging(prepared) for _, counts in p.scratch._of_stream.values())
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
@@ -285,8 +285,8 @@ def test_streams_side_by_side(width, prepared):
     torch.cuda.synchronize()
     assert all(torch.equal(one, wanted) for one in found)
     assert kinds(prepared) == {Pieces.SIDE_BY_SIDE if width <= 128 else Pieces.ONE}
-    (counters,) = [p.arrivals._of_stream for p in merging(prepared)]
-    assert len(counters) == 5 and not any(t.any() for t in counters.values())
+    (scratch,) = [p.scratch._of_stream for p in merging(prepared)]
+    assert len(scratch) == 5 and not any(counts.any() for _, counts in scratch.values())
 
 
 @pytest.mark.gpu

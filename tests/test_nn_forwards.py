@@ -13,13 +13,14 @@ from layers import MORE, MORE_PAIRS, PAIRS, SQUARE, Layer, assert_same, run, twi
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
 import pyg_fullgraph.nn as fused_nn
 import zoo
-from pyg_fullgraph import debug
+from pyg_fullgraph import debug, memo
 from pyg_fullgraph.errors import InputError
-from pyg_fullgraph.graph import Graph
-from pyg_fullgraph.nn import forwards, tape
+from pyg_fullgraph.graph import Graph, remembered
+from pyg_fullgraph.nn import arguments, forwards, preparation, tape
 from pyg_fullgraph.nn.surroundings import Watch
 
 LAYERS = [layer for layer in (*SQUARE, *PAIRS, *MORE, *MORE_PAIRS) if not layer.lacks_dst]
@@ -365,6 +366,109 @@ def test_nothing_is_kept_alive(name, hits):
         assert [ref() for ref in gone] == [None] * len(gone)
     finally:
         gc.enable()
+
+
+# --- what is found from edges alone ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lookups(monkeypatch):
+    """What graph functions were asked for."""
+    seen = []
+    for function in (preparation._with_loops, preparation.prepared_graph):
+        def noted(*args, _function=function, **kwargs):
+            seen.append(_function.__name__)
+            return _function(*args, **kwargs)
+
+        monkeypatch.setattr(preparation, function.__name__, noted)
+    monkeypatch.setattr(arguments, "prepared_graph", preparation.prepared_graph)
+    return seen
+
+
+@pytest.mark.parametrize("name", ["GCNConv", "GATConv", "SAGEConv", "SGConv", "ClusterGCNConv"])
+def test_what_is_found_from_edges_is_not_looked_for_again(name, lookups, hits):
+    """Until there are other edges, or what remembered it forgot it."""
+    ours, theirs = pair(name, 6, 4)
+    edges = EDGES.clone()
+    takes_steps = name != "ClusterGCNConv"  # which works on numbers of edges
+    for seed in range(3 * ENOUGH):
+        if seed == ENOUGH:
+            assert lookups and bool(hits) == takes_steps
+            lookups.clear()
+        elif seed == ENOUGH + 3:
+            assert not lookups or not takes_steps
+            remembered.of(edges).clear()
+        elif seed == ENOUGH + 6:
+            assert lookups
+            edges[1, 3] = 5
+        torch.testing.assert_close(ours(features(seed), edges), theirs(features(seed), edges))
+    for seed in range(ENOUGH):  # and with others of the same number, the first ones gone
+        edges = torch.randint(12, (2, 40), generator=torch.Generator().manual_seed(seed // 4))
+        torch.testing.assert_close(ours(features(seed), edges), theirs(features(seed), edges))
+
+
+def test_a_recording_holds_what_was_found_before(hits):
+    ours, _ = pair("GCNConv", 6, 4)
+    edges = EDGES.clone()
+    for seed in range(ENOUGH):
+        ours(features(seed), edges)
+    hits.clear()
+    with memo.recording() as made:
+        ours(features(), edges)
+    assert hits and any(isinstance(t, Graph) for t in made.taken)
+    assert any(isinstance(t, torch.Tensor) and t.shape == (12,) and t.is_floating_point() for t in made.taken)
+    assert made.is_current
+    edges[0, 0] = 1
+    assert not made.is_current
+
+
+def test_graphs_that_edges_came_from_are_let_go_of(hits):
+    ours, _ = pair("GCNConv", 6, 4)
+    edges = EDGES.clone()
+    for seed in range(ENOUGH):
+        ours(features(seed), edges)
+    assert hits
+    graphs = [weakref.ref(g) for g in remembered.of(edges).values() if isinstance(g, Graph)]
+    assert graphs and all(ref() is not None for ref in graphs)
+    gc.disable()
+    try:
+        del edges
+        assert all(ref() is None for ref in graphs)
+    finally:
+        gc.enable()
+
+
+class Normalized(fused_nn.MessagePassing):
+    """Gives what was found, and what is made of it, to whoever calls."""
+
+    def __init__(self, gives):
+        super().__init__()
+        self.gives = gives
+
+    def forward(self, x, edge_index):
+        full, weight = gcn_norm(edge_index, None, x.size(0), dtype=x.dtype)
+        out = self.propagate(full, x=x, weight=weight)
+        if self.gives == "weight":
+            return out, weight
+        return (out, full) if self.gives == "graph" else (out, weight * 2)
+
+    def message(self, x_j, weight):
+        return x_j * weight.view(-1, 1)
+
+
+@pytest.mark.parametrize("gives", ["weight", "graph", "product"])
+def test_what_is_found_may_be_given_away(gives):
+    """And written to: the next call has its own."""
+    layer = Normalized(gives)
+    full, weight = gcn_norm(EDGES, None, 12, dtype=torch.float64)
+    for seed in range(2 * ENOUGH):
+        out, more = layer(features(seed), EDGES)
+        x = features(seed)
+        torch.testing.assert_close(out, torch.zeros_like(x).index_add(0, full[1], weight.view(-1, 1) * x[full[0]]))
+        wanted = {"weight": weight, "graph": full, "product": 2 * weight}[gives]
+        torch.testing.assert_close(more + 0, wanted)
+        if gives != "graph":
+            more.mul_(0)
 
 
 def test_values_are_let_go_of_when_nothing_reads_them_any_more():

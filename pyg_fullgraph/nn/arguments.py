@@ -416,7 +416,7 @@ def _phase_graph(edge_index: Tensor, size: tuple[int | None, int | None], is_rev
     return graph.reverse() if is_reversed else graph
 
 
-phase_graph = step(_phase_graph, is_repeatable=True)
+phase_graph = step(_phase_graph, finds=True)
 
 
 @step

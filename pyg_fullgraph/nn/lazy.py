@@ -62,9 +62,9 @@ def _run_phase(layer: Module, program: EdgeProgram, graph: Graph, tensors: Mappi
 def _phase_again(layer: Module, program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor],
                  ways: autograd.Ways | None = None) -> tuple[Callable[..., Any], Sequence[Any]] | None:
     """What such a call comes to in all of one look, and with which arguments; None if that is to be found each time."""
-    if ways is None:
+    way = (ways or autograd.Ways()).way(program, graph, tensors)
+    if ways is None and not way.is_plain:
         return None
-    way = ways.way(program, graph, tensors)
     if way.names is None:
         return functools.partial(_run_way, program, way), (layer, graph, tensors)
     return functools.partial(_run_alone, program, way), (layer, graph, *(tensors[name] for name in way.names))

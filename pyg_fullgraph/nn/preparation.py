@@ -583,10 +583,10 @@ def get_laplacian(edge_index: Tensor, edge_weight: Tensor | None = None, normali
 
 #: PyG function -> what the forward of our classes calls in its place.
 REPLACEMENTS: Mapping[Any, Callable[..., Any]] = {
-    pyg_utils.remove_self_loops: step(remove_self_loops, is_repeatable=True),
-    pyg_utils.add_self_loops: step(add_self_loops, is_repeatable=True),
-    pyg_utils.add_remaining_self_loops: step(add_remaining_self_loops, is_repeatable=True),
-    pyg_gcn.gcn_norm: step(gcn_norm, is_repeatable=True),
+    pyg_utils.remove_self_loops: step(remove_self_loops, finds=True),
+    pyg_utils.add_self_loops: step(add_self_loops, finds=True),
+    pyg_utils.add_remaining_self_loops: step(add_remaining_self_loops, finds=True),
+    pyg_gcn.gcn_norm: step(gcn_norm, finds=True),
     pyg_utils.degree: step(degree, is_repeatable=True),
     pyg_utils.scatter: step(scatter, is_repeatable=True),
     pyg_utils.get_laplacian: step(get_laplacian, is_repeatable=True),

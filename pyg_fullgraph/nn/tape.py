@@ -25,6 +25,7 @@ from pyg_fullgraph import dense
 from pyg_fullgraph.autograd import Ways
 from pyg_fullgraph.functions import PLAIN, unseen
 from pyg_fullgraph.graph import Graph
+from pyg_fullgraph.memo import taken
 from pyg_fullgraph.nn.surroundings import Watch
 from pyg_fullgraph.saga.ir import EdgeProgram, Node
 
@@ -56,7 +57,8 @@ Settled = Callable[..., "tuple[Callable[..., Any], Sequence[Any]] | None"]
 
 
 def step(function: Callable[..., Any], is_repeatable: bool = False, multiplies: bool = False,
-         again: Callable[..., Any] | None = None, settled: Settled | None = None) -> Callable[..., Any]:
+         again: Callable[..., Any] | None = None, settled: Settled | None = None,
+         finds: bool = False) -> Callable[..., Any]:
     """``function``, whose calls are steps of a tape.
 
     Args:
@@ -65,12 +67,15 @@ def step(function: Callable[..., Any], is_repeatable: bool = False, multiplies: 
         multiplies: Whether there may be products in a call.
         again: What is called in its place later on; a call whose result is None is no step then.
         settled: Finds, for the arguments of a call, what is called in its place later on.
+        finds: A call that is given edge ids and graphs alone gives what is remembered of these, the same each time.
     """
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         recorder = running.recorder
         if recorder is None:
             return function(*args, **kwargs)
+        if finds:
+            return recorder.lookup(function, args, kwargs)
         return recorder.call(function, args, kwargs, is_repeatable, multiplies, again, settled)
 
     return run
@@ -100,12 +105,14 @@ class _Step(NamedTuple):
         function: What is called, if anything is.
         places: The registers, in order.
         out: The register of the value.
+        is_lookup: Whether it need not be done where nobody reads the value.
     """
 
     text: str
     function: Any
     places: tuple[int, ...]
     out: int
+    is_lookup: bool = False
 
 
 class Tape:
@@ -177,6 +184,7 @@ class Recorder(TorchFunctionMode):
         self._multiplies, self._has_products, self._is_inside = multiplies, False, True
         self._layer, self.watch, self._fields = layer, watch, dict(vars(layer))
         self._num_given = self._num_registers = 1 + len(args) + len(kwargs)
+        self._first: list[_Step] = []  # which come before all others
         self._steps: list[_Step] = []
         self._num_inside = 0
         self._sources: dict[int, _Source] = {}
@@ -187,6 +195,8 @@ class Recorder(TorchFunctionMode):
             self._bind(value, place, "", True)
         for name in fields:
             self._bind(vars(layer)[name], 0, f".{name}", True)
+        # Edge ids and graphs that are the same in all calls of this look.
+        self._ids = {id(t): t for t in _tensors((args, kwargs)) if not t.is_floating_point()}
 
     def refuse(self) -> None:
         """There is something in this forward that no tape has."""
@@ -231,6 +241,21 @@ class Recorder(TorchFunctionMode):
             self._note(again or function, args, kwargs, out, is_repeatable)
         return out
 
+    def lookup(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The same for what finds something; where all calls of this look find the same, that is what is noted."""
+        out = self.apart(function, args, kwargs)
+        if all(id(t) in self._ids for t in _tensors((args, kwargs))):
+            self._ids.update((id(t), t) for t in _tensors(out))
+            found = _remembered(out)
+            if found is not None:
+                for tensor in found:
+                    known = self._sources.get(id(tensor))
+                    if known is None or known.ref() is not tensor:
+                        self._bind(tensor, self._at_first(functools.partial(_alive, weakref.ref(tensor))), "", True)
+                return out
+        self._note(function, args, kwargs, out, True, is_lookup=True)
+        return out
+
     def torch_call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """:func:`pyg_fullgraph.dense.call`, noted as a step."""
         out = self.apart(dense.call, (func, args, kwargs), {})
@@ -265,7 +290,12 @@ class Recorder(TorchFunctionMode):
             place = self._place(out)
         except _UnknownError:
             return None
-        inside, after = self._steps[:self._num_inside], self._steps[self._num_inside:]
+        read, steps = {place}, []
+        for k, one in reversed([*enumerate((*self._first, *self._steps))]):
+            if one.out in read or not one.is_lookup:
+                read.update(one.places)
+                steps.append((k < len(self._first) + self._num_inside, one))
+        inside, after = ([one for is_inside, one in reversed(steps) if is_inside is which] for which in (True, False))
         return Tape(self._num_given, self._constants, inside, after, place,
                     self._multiplies if self._has_products else None)
 
@@ -281,7 +311,7 @@ class Recorder(TorchFunctionMode):
             self._note(func, args, kwargs, out, func not in _LASTING and all(out is not t for t in tensors))
 
     def _note(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], out: Any,
-              is_repeatable: bool) -> None:
+              is_repeatable: bool, is_lookup: bool = False) -> None:
         if not self._is_possible:
             return
         self._is_repeatable &= is_repeatable
@@ -292,11 +322,17 @@ class Recorder(TorchFunctionMode):
             return
         given = [f"{{{k}}}" for k in range(len(args))]
         given += [f"{name}={{{k}}}" for k, name in enumerate(kwargs, len(args))]
-        self._bind(out, self._step(f"{{f}}({', '.join(given)})", places, function), "")
+        self._bind(out, self._step(f"{{f}}({', '.join(given)})", places, function, is_lookup), "")
 
-    def _step(self, text: str, places: Sequence[int], function: Any = None) -> int:
+    def _step(self, text: str, places: Sequence[int], function: Any = None, is_lookup: bool = False) -> int:
         out = self._new_register()
-        self._steps.append(_Step(text, function, tuple(places), out))
+        self._steps.append(_Step(text, function, tuple(places), out, is_lookup))
+        return out
+
+    def _at_first(self, function: Callable[[], Any]) -> int:
+        """The register of what ``function`` gives before all other steps, if one of these reads it."""
+        out = self._new_register()
+        self._first.append(_Step("{f}()", function, (), out, True))
         return out
 
     def _new_register(self) -> int:
@@ -382,6 +418,19 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield from _tensors([*value.values()])
 
 
+def _remembered(out: Any) -> list[Tensor] | None:
+    """The graphs in ``out``, and what edge values over them are made of; None if there is something else."""
+    found: list[Tensor] = []
+    for part in out if type(out) is tuple else (out,):
+        if isinstance(part, Graph):
+            found.append(part)
+        elif isinstance(getattr(part, "tensors", None), dict):
+            found += part.tensors.values()
+        elif part is not None:
+            return None
+    return found
+
+
 def _sizes(graph: Graph) -> tuple[int, int, int]:
     return graph.num_src, graph.num_dst, graph.num_edges
 
@@ -392,6 +441,13 @@ def _sizes(graph: Graph) -> tuple[int, int, int]:
 def _by_ours(func: Any, names: tuple[str, ...], *args: Any) -> Any:
     count = len(args) - len(names)
     return dense.call(func, args[:count], dict(zip(names, args[count:], strict=True)))
+
+
+def _alive(ref: weakref.ref[Tensor]) -> Tensor:
+    found = ref()
+    if found is None:  # what remembered it is gone
+        raise ChangedError
+    return taken(found)
 
 
 def _expect(question: Callable[..., bool], peek: Callable[..., bool] | None, answer: bool, *args: Any) -> None:
