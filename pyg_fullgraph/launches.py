@@ -39,7 +39,7 @@ MOST_MERGED, MEANS_PER_PIECE = 1 << 22, 2
 #: sums of 32 features 47.5 us, by length 43.3, of 64 87 and 83, but of 16 27 and 30, of 128 181 and 185, in bfloat16
 #: 118 and 97.
 SORTED_BYTES = (128, 256)
-#: Most bytes of sums of pieces that stay with a stream; a new tensor takes the host 3 to 5 us.
+#: Most bytes of a sweep's sums of pieces that stay with a stream; a new tensor takes the host 2 to 4 us.
 MAX_KEPT_BYTES = 1 << 20
 #: Elements below which places have 32 bits: with 64 a loop of GAT has up to a quarter more instructions.
 _FAR = 1 << 31
@@ -325,8 +325,8 @@ class Prepared:
 
 
 class _Scratch:
-    """What pieces of cut rows leave for those that merge them: their sums, and how many of each row have come, all 0
-    between launches, as :func:`device.arrive` leaves them.
+    """What pieces of cut rows leave for those that merge them: their sums, and counts of how many of a row have come,
+    all 0 between launches, as :func:`device.arrive` leaves them.
 
     Launches on one stream take turns: each stream has its own counts, and each graph that is recorded, which may be
     replayed next to others. Sums of few bytes stay with these; others are new tensors in each run.
@@ -334,7 +334,7 @@ class _Scratch:
     Args:
         device: Of the launches.
         sums: Dtype, rows and features of each.
-        count: How many rows are counted; 0 where no kernel merges what it cut.
+        count: How many counts there are; 0 where no kernel merges what it cut.
     """
 
     def __init__(self, device: torch.device, sums: Sequence[tuple[torch.dtype, int, int]], count: int) -> None:

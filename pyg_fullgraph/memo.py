@@ -66,6 +66,11 @@ def recording() -> Iterator[Recording]:
         made.close()
 
 
+def is_recording() -> bool:
+    """Whether what is kept now may be gone when a recording ends."""
+    return _recording is not None or _is_somebody_capturing()
+
+
 def taken(value: T) -> T:
     """``value``, which was found in a memo; a graph that is recorded keeps it alive."""
     current = _recording  # of whatever thread, which may end it

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -23,7 +25,6 @@ from pyg_fullgraph.functions import PLAIN
 __all__ = ["Optimizers"]
 
 
-
 class Optimizers:
     """The optimizers that a step uses, found when they take a step, made fit to be recorded before they do.
 
@@ -34,7 +35,8 @@ class Optimizers:
         self._known: list[Optimizer] = []
         #: Per optimizer and group the tensor and the number that is in it.
         self._rates: dict[tuple[int, int], tuple[Tensor, float]] = {}
-        self._given: list[tuple[dict[str, Any], Any]] = []
+        #: What groups said before an optimizer runs: group, option and value.
+        self._given: list[tuple[dict[str, Any], str, Any]] = []
         # A compiled `optimizer.step` calls them, and looks whether they are the ones that it was compiled with.
         self._hooks = torch.compiler.disable(self._before), torch.compiler.disable(self._after)
 
@@ -60,19 +62,23 @@ class Optimizers:
             if "capturable" in group:
                 _make_capturable(optimizer, group)
             if _may_be_fused(optimizer, group):
-                group["fused"] = True
+                # As the user left it afterwards: torch counts no writes of fused updates.
+                self._set(group, "fused", True)
             elif "capturable" not in group:  # a changed rate is recorded anew
                 continue
             rate = group["lr"]
             if isinstance(rate, Tensor) and rate.is_cuda:
                 continue
-            self._given.append((group, rate))
-            group["lr"] = self._rate(optimizer, k, float(rate), group)
+            self._set(group, "lr", self._rate(optimizer, k, float(rate), group))
+
+    def _set(self, group: dict[str, Any], option: str, value: Any) -> None:
+        self._given.append((group, option, group.get(option)))
+        group[option] = value
 
     def _after(self, *step: Any) -> None:
-        for group, rate in self._given:
-            group["lr"] = rate
-        self._given.clear()
+        while self._given:
+            group, option, value = self._given.pop()
+            group[option] = value
 
     def _rate(self, optimizer: Optimizer, k: int, value: float, group: dict[str, Any]) -> Tensor:
         known = self._rates.get((id(optimizer), k))
@@ -145,10 +151,10 @@ class Optimizers:
 
 
 def _may_be_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Whether one kernel may take the step of all parameters, which reads its rate from a tensor.
+    """Whether torch's fused updates may take the step, which read their rate from a tensor.
 
-    A compiled step is the compiler's, which makes its own kernels and would not look into this one. SGD reads its rate
-    on the host otherwise.
+    A compiled step is the compiler's, which makes its own kernels and would not look into these. SGD reads its rate on
+    the host otherwise.
     """
     if group.get("fused"):
         return True
@@ -159,19 +165,25 @@ def _may_be_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     states = [optimizer.state.get(p, {}) for p in group["params"]]
     return all(p.dtype in (torch.float32, torch.bfloat16, torch.float16) for p in group["params"]) and all(
         state["step"].dtype == torch.float32 for state in states if "step" in state) and not any(
-        isinstance(beta, Tensor) for beta in group.get("betas", ()))
+        isinstance(beta, Tensor) for beta in group.get("betas", ())) and len(
+        {state.get("momentum_buffer") is None for p, state in zip(group["params"], states, strict=True)
+         if p.grad is not None}) < 2  # of which fused updates expect all or none
 
 
 _FUSED_ADAMS = torch.optim.Adam, torch.optim.AdamW
 
 
 def _is_compiled() -> bool:
-    """Whether what asks, a function that is disabled for compilers, was called by one that is compiled."""
-    frame, num_found = sys._getframe(1), 0
-    while frame.f_back is not None:
-        num_found += frame.f_code.co_filename == torch._dynamo.eval_frame.__file__
+    """Whether a function that is compiled called what asks, a function that is disabled for compilers."""
+    from torch._dynamo import eval_frame  # takes seconds, and is there once something was disabled
+
+    disabled = [c for c in eval_frame.DisableContext.__call__.__code__.co_consts if isinstance(c, types.CodeType)]
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == eval_frame.__file__ and frame.f_code not in disabled:
+            return True
         frame = frame.f_back
-    return num_found > 1
+    return False
 
 
 def _make_capturable(optimizer: Optimizer, group: dict[str, Any]) -> None:
@@ -198,7 +210,9 @@ _num_around, _lock = 0, threading.Lock()
 
 @contextmanager
 def _updates_in_pieces() -> Iterator[None]:
-    """Within it, also in other threads, torch updates large tensors piece by piece, in one kernel, to the same bits."""
+    """Within it, also in other threads, torch's fused updates take large tensors in pieces, to the same bits, and count
+    as writes to the parameters, which torch leaves out.
+    """
     global _num_around
     with _lock:
         if _num_around == 0:
@@ -219,7 +233,10 @@ def _updates_in_pieces() -> Iterator[None]:
 def _in_pieces(update: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(update)
     def run(*kinds: list[Tensor], **options: Any) -> Any:
-        return update(*_cut(kinds), **options)
+        out = update(*_cut(kinds), **options)
+        if kinds:
+            increment_version(kinds[0])
+        return out
 
     return run
 
@@ -227,6 +244,8 @@ def _in_pieces(update: Callable[..., Any]) -> Callable[..., Any]:
 def _cut(kinds: tuple[list[Tensor], ...]) -> tuple[list[Tensor], ...]:
     """Parameters, and gradients, moments and counts of steps in the same order, with large tensors in pieces."""
     parameters = kinds[0] if kinds else []
+    if any(tensor is None for tensors in kinds for tensor in tensors):  # which torch names
+        return kinds
     size = max(_MIN_PIECE, -(-sum(p.numel() for p in parameters) // _NUM_PIECES))
     size += -size % 1024  # pieces are where wide loads are
     made: tuple[list[Tensor], ...] = tuple([] for _ in kinds)

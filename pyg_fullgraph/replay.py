@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.nn import Module
 from torch.optim.optimizer import Optimizer
 
@@ -61,9 +62,9 @@ def capture(step: Callable[[], Any]) -> CapturedStep:
     Returns: a :class:`CapturedStep`, called in the place of ``step``. Every call is one step of the training, also the
         first four, which run as they are. Tensors that it returns are overwritten by the next call and have no history.
 
-    Numerics: optimizers that can (Adam, AdamW, ...) run as with ``capturable=True``, :class:`torch.optim.SGD` as with
-        ``fused=True``; else bit-identical to calling ``step``. Each replay draws new dropout masks, from torch's
-        generator as always.
+    Numerics: optimizers that can (Adam, AdamW, ...) run as with ``capturable=True``, :class:`torch.optim.Adam`,
+        ``AdamW`` and ``SGD`` as with ``fused=True`` unless their options, or a compiler, say how they run; else
+        bit-identical to calling ``step``. Each replay draws new dropout masks, from torch's generator as always.
     Raises:
         InputError: ``step`` cannot be called, there is no CUDA device, or there are several processes that do not talk
             by NCCL.
@@ -281,6 +282,8 @@ class _Recorded:
                  grads_before: list[Tensor | None], bindings: list[tuple[Any, Any, Any]], side: _Side) -> None:
         self.graph, self.outputs, self.taken, self.optimizers = graph, outputs, taken, optimizers
         self.grads_before, self.grads = grads_before, optimizers.grads()
+        #: What is updated, of which a replay counts no writes.
+        self.updated = [p for p, g in zip(optimizers.parameters(), self.grads, strict=True) if g is not None]
         self.bindings = bindings
         self.held = optimizers.tensors()
         self.fingerprint = optimizers.fingerprint()
@@ -307,6 +310,7 @@ class _Recorded:
     def replay(self) -> Any:
         self.optimizers.write_rates()
         self.graph.replay()
+        increment_version(self.updated)
         self.side.note_replay()
         for parameter, grad in zip(self.optimizers.parameters(), self.grads, strict=True):
             if parameter.grad is not grad:

@@ -88,6 +88,7 @@ LAYERS = (
     "pyg_fullgraph.operators",
     "pyg_fullgraph.autograd",
     "pyg_fullgraph.debug",
+    "pyg_fullgraph.optimizers",
     "pyg_fullgraph.replay",
     "pyg_fullgraph.nn",
     "pyg_fullgraph.distributed",

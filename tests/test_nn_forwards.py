@@ -407,6 +407,64 @@ def test_what_is_found_from_edges_is_not_looked_for_again(name, lookups, hits):
         torch.testing.assert_close(ours(features(seed), edges), theirs(features(seed), edges))
 
 
+def test_a_cache_of_one_graph_and_a_call_with_another():
+    """What is found from a cache is of the graph that is in it."""
+    ours, theirs = pair("GCNConv", 6, 4, cached=True, add_self_loops=False, flow="target_to_source")
+    graphs = [torch.randint(12, (2, 40), generator=torch.Generator().manual_seed(k)) for k in range(2)]
+    given = [Graph.from_edge_index(edges, 12) for edges in graphs]
+    for k in [0] * (ENOUGH + 2):
+        torch.testing.assert_close(ours(features(k), given[k]), theirs(features(k), graphs[k]))
+    for layer in (ours, theirs):
+        layer._cached_edge_index = None
+    for k in (1, 0, 1, 0):  # all of which are on the second one
+        torch.testing.assert_close(ours(features(k), given[k]), theirs(features(k), graphs[k]))
+
+
+def test_a_cache_of_another_dtype():
+    ours, theirs = pair("APPNP", 2, 0.1, cached=True)
+    for layer in (ours, theirs):
+        layer.float()
+    for _ in range(ENOUGH):
+        ours(features().float(), EDGES)
+    for layer in (ours, theirs):
+        layer._cached_edge_index = None
+        layer(features(), EDGES)
+    out, wanted = (layer(features().float(), EDGES) for layer in (ours, theirs))
+    assert out.dtype == wanted.dtype == torch.float64
+    torch.testing.assert_close(out, wanted)
+
+
+def test_what_was_found_in_a_recording_is_gone_with_it(hits):
+    ours, theirs = pair("GCNConv", 6, 4)
+    edges = EDGES.clone()
+    remembered.of(edges)
+    with memo.recording():
+        for seed in range(ENOUGH):
+            ours(features(seed), edges)
+    assert not hits
+    for seed in range(2 * ENOUGH):
+        torch.testing.assert_close(ours(features(seed), edges), theirs(features(seed), edges))
+    assert len(hits) > ENOUGH
+
+
+def test_a_tape_of_what_is_gone_is_left_out(monkeypatch, hits):
+    """Another one is noted then."""
+    ours, theirs = pair("GCNConv", 6, 4)
+    edges = EDGES.clone()
+    for seed in range(ENOUGH):
+        ours(features(seed), edges)
+    tries = []
+    take = tape.Tape.run
+    monkeypatch.setattr(tape.Tape, "run", lambda self, *args: tries.append(self) or take(self, *args))
+    kept = remembered.of(edges)
+    for key in [k for k, value in kept.items() if isinstance(value, Graph)]:
+        del kept[key]
+    hits.clear()
+    for seed in range(ENOUGH):
+        torch.testing.assert_close(ours(features(seed), edges), theirs(features(seed), edges))
+    assert len(tries) == len(hits) + 1 and len(hits) >= ENOUGH - 2
+
+
 def test_a_recording_holds_what_was_found_before(hits):
     ours, _ = pair("GCNConv", 6, 4)
     edges = EDGES.clone()

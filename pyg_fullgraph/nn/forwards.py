@@ -24,12 +24,13 @@ from torch_geometric.nn.conv import MessagePassing as PyGMessagePassing
 
 from pyg_fullgraph.functions import PLAIN, has_modes_of_others, has_transforms, unseen
 from pyg_fullgraph.graph import Graph, remembered
-from pyg_fullgraph.memo import keep
+from pyg_fullgraph.memo import is_recording, keep
 from pyg_fullgraph.nn import order
 from pyg_fullgraph.nn.known import MAX_CALLS, MAX_CHANGES
+from pyg_fullgraph.nn.lazy import EdgeExpr
 from pyg_fullgraph.nn.purity import is_debugged, reads_of
 from pyg_fullgraph.nn.surroundings import Watch, is_library
-from pyg_fullgraph.nn.tape import ChangedError, Multiplies, Recorder, Tape, running
+from pyg_fullgraph.nn.tape import ChangedError, GoneError, Multiplies, Recorder, Tape, running
 from pyg_fullgraph.nn.tracing import METHODS
 
 __all__ = ["Calls", "run_like"]
@@ -99,6 +100,8 @@ class Calls:
         self._num_calls += 1
         if self._num_calls <= MIN_CALLS or self._num_tries >= MAX_TRIES or not order.may_wait(conv):
             return None
+        if is_recording():  # what is found now is forgotten with the recording
+            return None
         self._num_tries += 1
         known, fields = self._layer, dict(vars(conv))
         if not known.is_pygs and _has_list((*args, *kwargs.values())):  # to which the forward may write
@@ -118,6 +121,10 @@ class Calls:
                     return None
                 known.watches[conv.training] = watch
         return Recorder(conv, args, kwargs, watch, [n for n in _GIVEN if fields.get(n) is not None], multiplies)
+
+    def forget(self, tape: Tape) -> None:
+        """Leave ``tape`` out from now on."""
+        self._tapes = [known for known in self._tapes if known[1] is not tape]
 
     def remember(self, recorder: Recorder, out: Any) -> None:
         """Keep what was noted of a call that returned ``out``, if that is all there is to it."""
@@ -145,8 +152,9 @@ def run_like(conv: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple
     for tape in tapes:
         try:
             return calls, (tape.run(conv, args, kwargs),)
-        except ChangedError:
-            continue
+        except ChangedError as error:
+            if calls is not None and isinstance(error, GoneError):
+                calls.forget(tape)
     return calls, None
 
 
@@ -180,7 +188,7 @@ def _look(conv: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     looks: list[Any] = [fields["training"], torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
                         torch.get_default_dtype()]
     for name in _GIVEN:
-        looks.append(fields.get(name) is None)
+        looks.append(_look_of_held(fields.get(name)))
     if kwargs:
         looks += kwargs
         args = *args, *kwargs.values()
@@ -214,6 +222,15 @@ def _look_of_value(value: Any, held: list[int]) -> Any:
         looks = tuple([_look_of_value(part, held) for part in value])
         return None if None in looks else (kind, looks)
     return None
+
+
+def _look_of_held(value: Any) -> Any:
+    """What steps may rely on of tensors that the layer holds; None if there are none."""
+    if isinstance(value, (tuple, list)):
+        return tuple([_look_of_held(part) for part in value])
+    if not isinstance(value, Tensor):
+        return None
+    return value.dtype, value.requires_grad or (isinstance(value, EdgeExpr) and value.needs_grad)
 
 
 def _has_list(value: Any) -> bool:

@@ -29,7 +29,7 @@ from pyg_fullgraph.memo import taken
 from pyg_fullgraph.nn.surroundings import Watch
 from pyg_fullgraph.saga.ir import EdgeProgram, Node
 
-__all__ = ["FUNCTIONS", "QUESTIONS", "ChangedError", "Recorder", "Tape", "asked", "running", "step"]
+__all__ = ["FUNCTIONS", "QUESTIONS", "ChangedError", "GoneError", "Recorder", "Tape", "asked", "running", "step"]
 
 #: Gives the context of products in the forward of a layer with some arguments, if there is one.
 Multiplies = Callable[[Module, Sequence[Any]], dense.Products | None]
@@ -37,6 +37,10 @@ Multiplies = Callable[[Module, Sequence[Any]], dense.Products | None]
 
 class ChangedError(Exception):
     """A tape is of a call that went another way; nothing has happened that may not happen twice."""
+
+
+class GoneError(ChangedError):
+    """What a tape reads is gone, for all calls to come."""
 
 
 class _UnknownError(Exception):
@@ -67,7 +71,7 @@ def step(function: Callable[..., Any], is_repeatable: bool = False, multiplies: 
         multiplies: Whether there may be products in a call.
         again: What is called in its place later on; a call whose result is None is no step then.
         settled: Finds, for the arguments of a call, what is called in its place later on.
-        finds: A call that is given edge ids and graphs alone gives what is remembered of these, the same each time.
+        finds: A call that is given edge ids and graphs alone gives what is remembered of these.
     """
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -195,8 +199,10 @@ class Recorder(TorchFunctionMode):
             self._bind(value, place, "", True)
         for name in fields:
             self._bind(vars(layer)[name], 0, f".{name}", True)
-        # Edge ids and graphs that are the same in all calls of this look.
-        self._ids = {id(t): t for t in _tensors((args, kwargs)) if not t.is_floating_point()}
+        # Edge ids and graphs that are the same in all calls of this look: not what the layer holds.
+        self._held = {id(t) for name in fields for t in _tensors(vars(layer)[name])}
+        self._ids = {id(t): t for t in _tensors((args, kwargs))
+                     if not t.is_floating_point() and id(t) not in self._held}
 
     def refuse(self) -> None:
         """There is something in this forward that no tape has."""
@@ -244,16 +250,16 @@ class Recorder(TorchFunctionMode):
     def lookup(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The same for what finds something; where all calls of this look find the same, that is what is noted."""
         out = self.apart(function, args, kwargs)
-        if all(id(t) in self._ids for t in _tensors((args, kwargs))):
-            self._ids.update((id(t), t) for t in _tensors(out))
-            found = _remembered(out)
-            if found is not None:
-                for tensor in found:
-                    known = self._sources.get(id(tensor))
-                    if known is None or known.ref() is not tensor:
-                        self._bind(tensor, self._at_first(functools.partial(_alive, weakref.ref(tensor))), "", True)
-                return out
-        self._note(function, args, kwargs, out, True, is_lookup=True)
+        found = _remembered(out) if all(id(t) in self._ids for t in _tensors((args, kwargs))) else None
+        for tensor in found or ():
+            if id(tensor) in self._held:  # which of both is read, nobody can tell
+                self.refuse()
+            elif id(tensor) not in self._ids:
+                self._bind(tensor, self._at_first(functools.partial(_alive, weakref.ref(tensor))), "", True)
+        if found is None:
+            self._note(function, args, kwargs, out, True, is_lookup=True)
+            # What stands for the ids that it came from.
+            self._ids.update((id(t), t) for t in _tensors(out) if id(getattr(t, "origin", None)) in self._ids)
         return out
 
     def torch_call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -445,8 +451,8 @@ def _by_ours(func: Any, names: tuple[str, ...], *args: Any) -> Any:
 
 def _alive(ref: weakref.ref[Tensor]) -> Tensor:
     found = ref()
-    if found is None:  # what remembered it is gone
-        raise ChangedError
+    if found is None:
+        raise GoneError
     return taken(found)
 
 
