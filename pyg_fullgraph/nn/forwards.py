@@ -74,7 +74,8 @@ class Calls:
 
     def __init__(self, layer: _Layer) -> None:
         self._layer = layer
-        self._tapes: list[tuple[list[bool], Tape]] = []  # and which parameters required a gradient
+        # And which parameters required a gradient; the one that was right last comes first.
+        self._tapes: list[tuple[list[bool], Tape]] = []
         self._watch: Watch | None = None  # under which the tapes were noted
         self._num_calls = self._num_tries = 0
 
@@ -122,6 +123,10 @@ class Calls:
                 known.watches[conv.training] = watch
         return Recorder(conv, args, kwargs, watch, [n for n in _GIVEN if fields.get(n) is not None], multiplies)
 
+    def prefer(self, tape: Tape) -> None:
+        """Try ``tape`` before the others from now on."""
+        self._tapes = sorted(self._tapes, key=lambda known: known[1] is not tape)
+
     def forget(self, tape: Tape) -> None:
         """Leave ``tape`` out from now on."""
         self._tapes = [known for known in self._tapes if known[1] is not tape]
@@ -131,7 +136,7 @@ class Calls:
         tape = recorder.tape(out)
         if tape is not None:
             others = self._tapes if self._watch is recorder.watch else []
-            self._watch, self._tapes = recorder.watch, [*others, (recorder.watch.needs(), tape)][-MAX_TAPES:]
+            self._watch, self._tapes = recorder.watch, [(recorder.watch.needs(), tape), *others][:MAX_TAPES]
         elif self._num_tries >= MAX_TRIES and not self._tapes:
             self._layer.num_failures += 1
 
@@ -148,13 +153,17 @@ def run_like(conv: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple
         return None, None
     with unseen():
         calls = _calls_like(layer, conv, args, kwargs)
-        tapes = () if calls is None else calls.tapes(conv)
+        tapes = [] if calls is None else calls.tapes(conv)
     for tape in tapes:
         try:
-            return calls, (tape.run(conv, args, kwargs),)
+            out = tape.run(conv, args, kwargs)
         except ChangedError as error:
             if calls is not None and isinstance(error, GoneError):
                 calls.forget(tape)
+            continue
+        if calls is not None and tape is not tapes[0]:
+            calls.prefer(tape)
+        return calls, (out,)
     return calls, None
 
 
