@@ -363,6 +363,10 @@ def _explained(error: Exception) -> Exception:
     if isinstance(error, UserWarning):
         return CaptureError("the step to run on the current CUDA device", "a step that does nothing there")
     line, reason = line_of(error), (str(error).splitlines() or [""])[0]
+    if "legacy stream" in reason:  # which gradients of a parameter take that was first used there
+        return CaptureError(
+            "the step to run on the current stream alone, and nothing to be alive, while it is recorded, that was "
+            "computed from its parameters outside of it with gradients on: evaluate under torch.no_grad()", reason)
     return CaptureError(
         "the step to run without the host waiting for the GPU while it is recorded: keep .item(), .tolist(), printing, "
         "evaluation and branches on values out of it, make tensors before it, and index by positions, found before by "
