@@ -193,7 +193,10 @@ class CapturedStep:
         if failure is not None:
             _restore(generator, random_state)
             explained = _explained(failure)
-            raise explained from (None if explained is failure else failure)
+            try:
+                raise explained from (None if explained is failure else failure)
+            finally:  # else this frame, which their tracebacks hold, would hold them, and what the step made
+                del explained, failure
         self._on_side().graphs.append(graph)
         return _Recorded(graph, outputs, taken, self._optimizers, grads_before, _bindings(self.step), self._on_side())
 

@@ -8,6 +8,7 @@ import copy
 import gc
 import itertools
 import types
+import weakref
 
 import pytest
 import torch
@@ -408,6 +409,27 @@ def test_a_rate_that_changes_inside_of_the_step_is_refused(cuda):
     captured = pfg.capture(step)
     with pytest.raises(CaptureError, match="by a scheduler that is called outside"):
         call(captured)
+
+
+def test_what_a_failed_recording_made_is_let_go_of(cuda):
+    """No garbage collector has to come for it: torch takes gradients where a graph of them that is alive took them."""
+    job, made = Job(), []
+
+    def step() -> Tensor:
+        loss = job.step()
+        made.append(weakref.ref(loss))
+        if job.num_runs == 5:
+            raise RuntimeError("broken")
+        return loss
+
+    captured = pfg.capture(step)
+    gc.disable()
+    try:
+        with contextlib.suppress(CaptureError):
+            call(captured)
+        assert len(made) == 5 and made[-1]() is None
+    finally:
+        gc.enable()
 
 
 def test_a_timeline_runs_the_step_as_it_is(cuda, monkeypatch):
