@@ -56,6 +56,7 @@ class Workload:
     Attributes:
         graph: What the layers get: an ``edge_index`` or a prepared graph.
         net: The module, not wrapped.
+        step: What is timed.
         leaves: The tensors that have gradients.
         captured: The step as a CUDA graph, of a provider that replays it.
     """
@@ -65,7 +66,8 @@ class Workload:
         self.problem, self.provider = problem, provider
         self.graph = how.prepare(problem) if graph is None else graph
         self.net = problem.net(how.layers)
-        self.module = how.wrap(self.net)
+        # Of one layer, nothing around it is timed as well.
+        self.module = how.wrap(self.net if case.is_model or case.dropout else self.net.convs[0])
         is_trained = not case.is_model and case.direction == "step"
         self.inputs = [t.detach().requires_grad_(is_trained and case.needs_grad_x)
                        for t in (problem.x, *problem.node_data)]
@@ -82,6 +84,7 @@ class Workload:
                 torch._dynamo.config.recompile_limit = 64  # each optimizer is compiled for itself
                 self.optimizer.step = torch.compile(self.optimizer.step)  # type: ignore[method-assign]
         self.captured = pfg.capture(self.plain_step) if how.is_captured else None
+        self.step: Callable[[], Tensor] = self.plain_step if self.captured is None else self.captured
 
     def forward(self) -> Tensor:
         """Scores."""
@@ -100,10 +103,6 @@ class Workload:
         else:
             out.backward(problem.grad)
         return out.detach()
-
-    def step(self) -> Tensor:
-        """What is timed."""
-        return self.plain_step() if self.captured is None else self.captured()
 
     def settle(self) -> None:
         """Take the steps that come before all others are alike: after the first two, what a step keeps is there."""
