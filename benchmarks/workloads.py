@@ -56,7 +56,6 @@ class Workload:
     Attributes:
         graph: What the layers get: an ``edge_index`` or a prepared graph.
         net: The module, not wrapped.
-        step: What is timed.
         leaves: The tensors that have gradients.
         captured: The step as a CUDA graph, of a provider that replays it.
     """
@@ -84,7 +83,6 @@ class Workload:
                 torch._dynamo.config.recompile_limit = 64  # each optimizer is compiled for itself
                 self.optimizer.step = torch.compile(self.optimizer.step)  # type: ignore[method-assign]
         self.captured = pfg.capture(self.plain_step) if how.is_captured else None
-        self.step: Callable[[], Tensor] = self.plain_step if self.captured is None else self.captured
 
     def forward(self) -> Tensor:
         """Scores."""
@@ -103,6 +101,11 @@ class Workload:
         else:
             out.backward(problem.grad)
         return out.detach()
+
+    @property
+    def step(self) -> Callable[[], Tensor]:
+        """What is timed."""
+        return self.plain_step if self.captured is None else self.captured
 
     def settle(self) -> None:
         """Take the steps that come before all others are alike: after the first two, what a step keeps is there."""

@@ -6,7 +6,7 @@ import functools
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,8 +35,8 @@ class Optimizers:
         self._known: list[Optimizer] = []
         #: Per optimizer and group the tensor and the number that is in it.
         self._rates: dict[tuple[int, int], tuple[Tensor, float]] = {}
-        #: What groups said before an optimizer runs: group, option and value.
-        self._given: list[tuple[dict[str, Any], str, Any]] = []
+        #: What groups said before their optimizer runs: optimizer, group, option and value.
+        self._given: list[tuple[Optimizer, dict[str, Any], str, Any]] = []
         # A compiled `optimizer.step` calls them, and looks whether they are the ones that it was compiled with.
         self._hooks = torch.compiler.disable(self._before), torch.compiler.disable(self._after)
 
@@ -51,9 +51,10 @@ class Optimizers:
         finally:
             for hook in hooks:
                 hook.remove()
-            self._after()
+            self._restore(self._known)
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._restore([optimizer])  # of a step that failed
         if not any(optimizer is known for known in self._known):
             self._known.append(optimizer)
         for k, group in enumerate(optimizer.param_groups):
@@ -61,24 +62,33 @@ class Optimizers:
                 continue
             if "capturable" in group:
                 _make_capturable(optimizer, group)
-            if _may_be_fused(optimizer, group):
+            has_closure = len(args) > 1 or "closure" in kwargs
+            if _may_be_fused(optimizer, group, has_closure):
                 # As the user left it afterwards: torch counts no writes of fused updates.
-                self._set(group, "fused", True)
+                if not group.get("fused"):
+                    self._set(optimizer, group, "fused", True)
             elif "capturable" not in group:  # a changed rate is recorded anew
+                self._rates.pop((id(optimizer), k), None)
                 continue
             rate = group["lr"]
             if isinstance(rate, Tensor) and rate.is_cuda:
+                self._rates.pop((id(optimizer), k), None)
                 continue
-            self._set(group, "lr", self._rate(optimizer, k, float(rate), group))
+            self._set(optimizer, group, "lr", self._rate(optimizer, k, float(rate), group))
 
-    def _set(self, group: dict[str, Any], option: str, value: Any) -> None:
-        self._given.append((group, option, group.get(option)))
+    def _set(self, optimizer: Optimizer, group: dict[str, Any], option: str, value: Any) -> None:
+        self._given.append((optimizer, group, option, group.get(option)))
         group[option] = value
 
-    def _after(self, *step: Any) -> None:
-        while self._given:
-            group, option, value = self._given.pop()
-            group[option] = value
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._restore([optimizer])
+
+    def _restore(self, optimizers: Sequence[Optimizer]) -> None:
+        """Let the groups of ``optimizers`` say what they said before."""
+        for optimizer, group, option, value in self._given:
+            if any(optimizer is one for one in optimizers):
+                group[option] = value
+        self._given = [given for given in self._given if not any(given[0] is one for one in optimizers)]
 
     def _rate(self, optimizer: Optimizer, k: int, value: float, group: dict[str, Any]) -> Tensor:
         known = self._rates.get((id(optimizer), k))
@@ -107,6 +117,10 @@ class Optimizers:
 
     def parameters(self) -> list[Tensor]:
         return [p for optimizer in self._known for group in optimizer.param_groups for p in group["params"]]
+
+    def versions(self) -> list[int]:
+        """How often each parameter was written to."""
+        return [p._version for p in self.parameters()]
 
     def grads(self) -> list[Tensor | None]:
         return [p.grad for p in self.parameters()]
@@ -150,11 +164,11 @@ class Optimizers:
                             "the option 'capturable' (Adam, AdamW, ...)", f"{name}, which has '{key}' on the host")
 
 
-def _may_be_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+def _may_be_fused(optimizer: Optimizer, group: dict[str, Any], has_closure: bool = False) -> bool:
     """Whether torch's fused updates may take the step, which read their rate from a tensor.
 
     A compiled step is the compiler's, which makes its own kernels and would not look into these. SGD reads its rate on
-    the host otherwise.
+    the host otherwise. A closure computes gradients later on.
     """
     if group.get("fused"):
         return True
@@ -167,7 +181,7 @@ def _may_be_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:
         state["step"].dtype == torch.float32 for state in states if "step" in state) and not any(
         isinstance(beta, Tensor) for beta in group.get("betas", ())) and len(
         {state.get("momentum_buffer") is None for p, state in zip(group["params"], states, strict=True)
-         if p.grad is not None}) < 2  # of which fused updates expect all or none
+         if p.grad is not None or (has_closure and p.requires_grad)}) < 2  # of which fused updates expect all or none
 
 
 _FUSED_ADAMS = torch.optim.Adam, torch.optim.AdamW

@@ -169,7 +169,7 @@ class CapturedStep:
         graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         generator = torch.cuda.default_generators[before.device_index]
         random_state = generator.clone_state()
-        grads_before = self._optimizers.grads()
+        grads_before, versions = self._optimizers.grads(), self._optimizers.versions()
         optimizers_before = self._optimizers.rates(), self._optimizers.fingerprint()
         failure: Exception | None = None
         outputs: Any = None
@@ -198,7 +198,11 @@ class CapturedStep:
             finally:  # else this frame, which their tracebacks hold, would hold them, and what the step made
                 del explained, failure
         self._on_side().graphs.append(graph)
-        return _Recorded(graph, outputs, taken, self._optimizers, grads_before, _bindings(self.step), self._on_side())
+        # A compiled update may count no write. From what requires a gradient nothing is derived that would be kept.
+        updated = [p for p, before, now in zip(self._optimizers.parameters(), versions, self._optimizers.versions(),
+                                               strict=True) if p.requires_grad or before != now]
+        return _Recorded(graph, outputs, taken, self._optimizers, grads_before, updated, _bindings(self.step),
+                         self._on_side())
 
 
 class _Side:
@@ -282,11 +286,12 @@ class _Recorded:
     """A graph with everything that it reads and writes, kept alive, and what that was when it was recorded."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, outputs: Any, taken: memo.Recording, optimizers: Optimizers,
-                 grads_before: list[Tensor | None], bindings: list[tuple[Any, Any, Any]], side: _Side) -> None:
+                 grads_before: list[Tensor | None], updated: Sequence[Tensor], bindings: list[tuple[Any, Any, Any]],
+                 side: _Side) -> None:
         self.graph, self.outputs, self.taken, self.optimizers = graph, outputs, taken, optimizers
         self.grads_before, self.grads = grads_before, optimizers.grads()
-        #: What is updated, of which a replay counts no writes.
-        self.updated = [p for p, g in zip(optimizers.parameters(), self.grads, strict=True) if g is not None]
+        #: Of what a replay writes without counting.
+        self.updated = updated
         self.bindings = bindings
         self.held = optimizers.tensors()
         self.fingerprint = optimizers.fingerprint()

@@ -434,6 +434,23 @@ def test_a_cache_of_another_dtype():
     torch.testing.assert_close(out, wanted)
 
 
+@pytest.mark.parametrize("name", ["GCNConv", "APPNP", "GCN2Conv"])
+@pytest.mark.parametrize("is_weighted_first", [True, False])
+def test_a_cache_with_weights_and_without(name, is_weighted_first, hits):
+    args = {"GCNConv": (6, 4), "APPNP": (2, 0.1), "GCN2Conv": (6, 0.1)}[name]
+    ours, theirs = pair(name, *args, cached=True)
+    weight = torch.rand(40, dtype=torch.float64)
+    for is_weighted in (is_weighted_first, not is_weighted_first) * 2:
+        for layer in (ours, theirs):
+            layer._cached_edge_index = None
+        for seed in range(ENOUGH):
+            more = (features(),) if name == "GCN2Conv" else ()
+            given = {"edge_weight": weight} if is_weighted and seed == 0 else {}  # it stays in the cache
+            torch.testing.assert_close(ours(features(seed), *more, EDGES, **given),
+                                       theirs(features(seed), *more, EDGES, **given))
+    assert hits
+
+
 def test_the_tape_that_was_right_last_is_tried_first(monkeypatch, hits):
     """Of features that do not change, products may come after sums from the second call on."""
     ours, theirs = pair("GCNConv", 6, 4)

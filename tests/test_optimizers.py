@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 
 import pytest
 import torch
@@ -165,3 +166,87 @@ def test_a_step_that_no_compiler_may_see_is_not_compiled():
     given = parameters()
     optimizer = torch.optim.Adam(given, lr=0.1)
     assert answers(optimizer, torch.compiler.disable(lambda: take_steps(optimizer, given, 1)))
+
+
+# --- options around a step ------------------------------------------------------------------------------------------
+
+
+class OnGpu(nn.Parameter):
+    """Says that it is on a GPU."""
+
+    is_cuda = True
+
+
+def with_gradient(size: int = 5) -> OnGpu:
+    parameter = OnGpu(torch.ones(size))
+    parameter.grad = torch.ones(size)
+    return parameter
+
+
+@pytest.fixture
+def seen(monkeypatch) -> list[tuple[object, object]]:
+    """How SGD ran: `fused`, and the rate."""
+    found, module = [], sys.modules[torch.optim.SGD.__module__]
+    run = module.sgd
+    monkeypatch.setattr(module, "sgd", lambda *a, **o: found.append((o["fused"], o["lr"])) or run(*a, **o))
+    return found
+
+
+def test_options_are_as_they_were_after_a_step(seen):
+    """With two of those who prepare at once, too, and with one optimizer in the step of another."""
+    inner, outer = (torch.optim.SGD([with_gradient()], lr=rate) for rate in (0.1, 0.2))
+    before = [copy.copy(o.param_groups[0]) for o in (inner, outer)]
+    first, second = optimizers.Optimizers(), optimizers.Optimizers()
+    plain = outer.step
+    with first.prepared(), second.prepared():
+        inner.step()
+        assert inner.param_groups[0] == before[0]
+        hook = outer.register_step_pre_hook(lambda *step: inner.step())
+        plain()
+        hook.remove()
+    assert [o.param_groups[0] for o in (inner, outer)] == before
+    assert [fused for fused, _ in seen] == [True] * 3 and all(isinstance(rate, Tensor) for _, rate in seen)
+
+
+def test_options_are_as_they_were_after_a_step_that_failed(seen):
+    optimizer = torch.optim.SGD([with_gradient()], lr=0.1)
+    before = copy.copy(optimizer.param_groups[0])
+
+    def closure() -> Tensor:
+        raise RuntimeError("broken")
+
+    found = optimizers.Optimizers()
+    with found.prepared():
+        with pytest.raises(RuntimeError, match="broken"):
+            optimizer.step(closure)
+        optimizer.step()
+        assert optimizer.param_groups[0] == before
+        with pytest.raises(RuntimeError, match="broken"):
+            optimizer.step(closure)
+    assert optimizer.param_groups[0] == before
+
+
+def test_a_rate_that_is_not_read_any_more_is_a_part_of_the_fingerprint(seen):
+    optimizer, found = torch.optim.SGD([with_gradient()], lr=0.1), optimizers.Optimizers()
+    with found.prepared():
+        optimizer.step()
+    optimizer.param_groups[0]["foreach"] = False
+    with found.prepared():
+        optimizer.step()
+    before = found.fingerprint()
+    optimizer.param_groups[0]["lr"] = 0.2
+    assert found.fingerprint() != before and [fused for fused, _ in seen] == [True, None]
+
+
+def test_a_closure_may_give_another_parameter_its_first_gradient(seen):
+    first, second = with_gradient(), OnGpu(torch.ones(5))
+    optimizer, found = torch.optim.SGD([first, second], lr=0.1, momentum=0.9), optimizers.Optimizers()
+
+    def closure() -> None:
+        second.grad = torch.ones(5)
+
+    with found.prepared():
+        optimizer.step()
+        optimizer.step(closure)
+        optimizer.step()
+    assert [bool(fused) for fused, _ in seen] == [True, False, True]

@@ -375,6 +375,27 @@ def test_gradients_may_be_cleared_outside_and_are_there_after_a_replay(cuda):
     assert (job.num_runs, cuda.replays) == (6, 3)
 
 
+@pytest.mark.parametrize("clears", ["first", "last"])
+def test_replays_count_as_writes_to_what_they_train(cuda, clears):
+    job = Job(outside=True)
+
+    def step() -> Tensor:
+        if clears == "first":
+            job.optimizer.zero_grad()
+        loss = job.step()
+        if clears == "last":
+            job.optimizer.zero_grad()
+        return loss
+
+    captured, frozen = pfg.capture(step), torch.nn.Parameter(torch.ones(3), requires_grad=False)
+    job.optimizer.add_param_group({"params": [frozen]})
+    call(captured, 6)
+    versions = [p._version for p in job.conv.parameters()]
+    captured()
+    assert cuda.replays == 3 and [p._version for p in job.conv.parameters()] == [v + 1 for v in versions]
+    assert frozen._version == 0
+
+
 def test_other_things_may_happen_between_steps(cuda):
     job = Job()
     step = settled(job, cuda)

@@ -237,9 +237,9 @@ def _look_of_held(value: Any) -> Any:
     """What steps may rely on of tensors that the layer holds; None if there are none."""
     if isinstance(value, (tuple, list)):
         return tuple([_look_of_held(part) for part in value])
-    if not isinstance(value, Tensor):
-        return None
-    return value.dtype, value.requires_grad or (isinstance(value, EdgeExpr) and value.needs_grad)
+    if isinstance(value, EdgeExpr):
+        return value.node, tuple([(name, _look_of_held(tensor)) for name, tensor in value.tensors.items()])
+    return (type(value), value.shape, value.dtype, value.requires_grad) if isinstance(value, Tensor) else None
 
 
 def _has_list(value: Any) -> bool:
