@@ -269,6 +269,17 @@ def hub_job(width: int) -> tuple[torch.Tensor, Graph, SimpleConv]:
     return torch.randn(40_000, width, device="cuda", generator=generator), graph, SimpleConv(aggr="sum")
 
 
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@pytest.mark.parametrize("most", [0, 1 << 20])
+def test_few_sums_of_pieces_stay_with_their_stream(most, device, only_kernels, monkeypatch, prepared):
+    """Others are new tensors in each run, and no result is one of them."""
+    monkeypatch.setattr(launches, "MAX_KEPT_BYTES", most)
+    check(program_of("sage-sum"), rows_of_pieces(), torch.float32, device)
+    (made,) = {id(p.scratch): p.scratch for p in merging(prepared)}.values()
+    (first, counts), (second, same_counts) = made.take(), made.take()
+    assert counts is same_counts and [a is b for a, b in zip(first, second, strict=True)] == [most > 0]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [4, 32, 128, 300])
 def test_streams_side_by_side(width, prepared):

@@ -30,7 +30,7 @@ from pyg_fullgraph.nn.known import MAX_CALLS, MAX_CHANGES
 from pyg_fullgraph.nn.lazy import EdgeExpr
 from pyg_fullgraph.nn.purity import is_debugged, reads_of
 from pyg_fullgraph.nn.surroundings import Watch, is_library
-from pyg_fullgraph.nn.tape import ChangedError, GoneError, Multiplies, Recorder, Tape, running
+from pyg_fullgraph.nn.tape import ChangedError, Multiplies, Recorder, Tape, running
 from pyg_fullgraph.nn.tracing import METHODS
 
 __all__ = ["Calls", "run_like"]
@@ -127,10 +127,6 @@ class Calls:
         """Try ``tape`` before the others from now on."""
         self._tapes = sorted(self._tapes, key=lambda known: known[1] is not tape)
 
-    def forget(self, tape: Tape) -> None:
-        """Leave ``tape`` out from now on."""
-        self._tapes = [known for known in self._tapes if known[1] is not tape]
-
     def remember(self, recorder: Recorder, out: Any) -> None:
         """Keep what was noted of a call that returned ``out``, if that is all there is to it."""
         tape = recorder.tape(out)
@@ -153,15 +149,15 @@ def run_like(conv: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple
         return None, None
     with unseen():
         calls = _calls_like(layer, conv, args, kwargs)
-        tapes = [] if calls is None else calls.tapes(conv)
+        if calls is None:
+            return None, None
+        tapes = calls.tapes(conv)
     for tape in tapes:
         try:
             out = tape.run(conv, args, kwargs)
-        except ChangedError as error:
-            if calls is not None and isinstance(error, GoneError):
-                calls.forget(tape)
+        except ChangedError:
             continue
-        if calls is not None and tape is not tapes[0]:
+        if tape is not tapes[0]:
             calls.prefer(tape)
         return calls, (out,)
     return calls, None

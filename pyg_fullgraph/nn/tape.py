@@ -29,7 +29,7 @@ from pyg_fullgraph.memo import taken
 from pyg_fullgraph.nn.surroundings import Watch
 from pyg_fullgraph.saga.ir import EdgeProgram, Node
 
-__all__ = ["FUNCTIONS", "QUESTIONS", "ChangedError", "GoneError", "Recorder", "Tape", "asked", "running", "step"]
+__all__ = ["FUNCTIONS", "QUESTIONS", "ChangedError", "Recorder", "Tape", "asked", "running", "step"]
 
 #: Gives the context of products in the forward of a layer with some arguments, if there is one.
 Multiplies = Callable[[Module, Sequence[Any]], dense.Products | None]
@@ -37,10 +37,6 @@ Multiplies = Callable[[Module, Sequence[Any]], dense.Products | None]
 
 class ChangedError(Exception):
     """A tape is of a call that went another way; nothing has happened that may not happen twice."""
-
-
-class GoneError(ChangedError):
-    """What a tape reads is gone, for all calls to come."""
 
 
 class _UnknownError(Exception):
@@ -451,8 +447,8 @@ def _by_ours(func: Any, names: tuple[str, ...], *args: Any) -> Any:
 
 def _alive(ref: weakref.ref[Tensor]) -> Tensor:
     found = ref()
-    if found is None:
-        raise GoneError
+    if found is None:  # what remembered it forgot it; another tape will be noted
+        raise ChangedError
     return taken(found)
 
 
