@@ -1,7 +1,8 @@
 """What was derived from a tensor, remembered with it: by identity and version, for as long as the tensor lives.
 
 Changes are seen through the version counter, the address and the shape. One through ``.data``, NumPy memory or another
-device's view is not counted by PyTorch and cannot be seen.
+device's view is not counted by PyTorch and cannot be seen, nor can updates by its fused optimizers: of values that may
+be trained nothing is remembered (:func:`is_constant`).
 
 Everything that outlives a call is read and written through :func:`taken`, :func:`is_unchanged` and :func:`keep`,
 because a CUDA graph goes on reading what it found: :class:`Recording` holds that, and what it depends on.
@@ -18,7 +19,8 @@ import torch
 from torch import Tensor
 from torch_geometric import EdgeIndex
 
-__all__ = ["Memo", "Recording", "claimed", "is_unchanged", "keep", "keep_by", "recording", "state_of", "taken"]
+__all__ = ["Memo", "Recording", "claimed", "is_constant", "is_unchanged", "keep", "keep_by", "recording", "state_of",
+           "taken"]
 
 T = TypeVar("T")
 
@@ -77,6 +79,13 @@ def taken(value: T) -> T:
     if current is not None:
         current.taken.append(value)
     return value
+
+
+def is_constant(values: Tensor) -> bool:
+    """Whether what is derived from ``values`` may be remembered: they take no gradient, and writes to them are counted,
+    which those to a Parameter often are not, through ``.data`` or by a fused optimizer, even if it is frozen now.
+    """
+    return type(values) is Tensor and not values.requires_grad and not values.is_inference()
 
 
 def is_unchanged(tensor: Tensor, state: tuple[Any, ...]) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pyg_fullgraph.graph import Graph
-from pyg_fullgraph.memo import is_unchanged, keep, state_of, taken
+from pyg_fullgraph.memo import is_constant, is_unchanged, keep, state_of, taken
 from pyg_fullgraph.saga.ir import EdgeProgram, Node
 
 __all__ = ["constant_inputs", "kept", "reuse_constants", "was_seen"]
@@ -26,7 +26,8 @@ def reuse_constants(enabled: bool) -> None:
     """Switch on (the default) or off that sums of constant features are computed once and kept.
 
     Off saves one array ``[N, F]`` per first layer; each step then computes it anew. Results agree up to rounding.
-    Features that are written to through NumPy memory or ``.data`` change unseen: switch it off for them.
+    Features that are written to through NumPy memory, ``.data`` or a fused optimizer change unseen, but for those of a
+    Parameter, which are never reused: switch it off for them.
     """
     global _enabled
     _enabled = bool(enabled)
@@ -60,7 +61,6 @@ def constant_inputs(program: EdgeProgram, graph: Graph, env: Mapping[Node, Tenso
     """Inputs of ``program`` that hold the same unchanged tensors as when it last ran on ``graph``."""
     if not _enabled or torch.compiler.is_compiling():
         return frozenset()
-    # Parameters are often written to through ``.data``, which nobody sees.
     return frozenset(node for node, value in env.items() if node.is_row and value.is_floating_point()
                      and was_seen(graph, (program.digest, node.name), value))
 
@@ -69,7 +69,7 @@ def was_seen(graph: Graph, place: object, value: Tensor, is_noted: bool = True) 
     """Whether ``value``, unchanged and without gradient, is what came at ``place`` the last time; else it has come
     there now, if ``is_noted``.
     """
-    if not _enabled or value.requires_grad or type(value) is not Tensor or value.is_inference():
+    if not _enabled or not is_constant(value):
         return False
     seen = graph.memo.setdefault("seen", {})
     known = seen.get(place)

@@ -1,6 +1,7 @@
 """Self-loops, normalization and degrees against PyG's functions, and that they happen once."""
 
 import gc
+import itertools
 import weakref
 
 import pytest
@@ -88,6 +89,33 @@ def test_gcn_norm(case, flow, add_loops, is_weighted):
 def test_gcn_norm_without_weights_holds_no_edge_values():
     _, norm = preparation.gcn_norm(LOOPS.edge_index, None, 5, dtype=torch.float64)
     assert all(t.shape == (5,) for t in norm.tensors.values())
+
+
+@pytest.mark.parametrize(("layer", "form"), [
+    *itertools.product(["GCNConv", "ChebConv", "SGConv"], ["edge_index", "graph"]), ("GCNConv", "sparse")])
+def test_weights_that_are_trained_now_and_frozen_then(layer, form):
+    """Torch's fused optimizers count no writes, so that nothing may be remembered of a Parameter."""
+    options = {} if layer == "GCNConv" else {"K": 2}
+    fused, plain = (getattr(nn, layer)(4, 3, **options).double() for nn in (fused_nn, pyg_nn))
+    plain.load_state_dict(fused.state_dict())
+    weight = torch.nn.Parameter(attributes(LOOPS, ()).detach())
+    if form == "sparse":
+        torch_sparse = pytest.importorskip("torch_sparse")
+        matrix = torch_sparse.SparseTensor.from_edge_index(LOOPS.edge_index.flip(0), weight, (LOOPS.num_dst,) * 2)
+        weight = matrix.storage._value = torch.nn.Parameter(matrix.storage.value().detach())
+        edges = matrix,
+    else:
+        edges = forms(LOOPS)[form == "graph"], weight
+    x = torch.randn(LOOPS.num_dst, 4, dtype=torch.float64)
+    optimizer = torch.optim.Adam([weight], lr=0.3, fused=True)
+    for _ in range(3):
+        weight.requires_grad_(True)
+        fused(x, *edges).square().sum().backward()
+        optimizer.step()
+        weight.requires_grad_(False)
+        with torch.no_grad():
+            for _ in range(2):
+                torch.testing.assert_close(fused(x, *edges), plain(x, *edges))
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float64, torch.long])

@@ -29,7 +29,7 @@ from torch_geometric.utils.num_nodes import maybe_num_nodes
 from pyg_fullgraph.errors import DeviceError, DtypeError, IndexRangeError, RowCountError
 from pyg_fullgraph.functions import is_recorded, unseen
 from pyg_fullgraph.graph import Graph, graph_of, is_part, remembered
-from pyg_fullgraph.memo import Memo, is_unchanged, keep, state_of, taken
+from pyg_fullgraph.memo import Memo, is_constant, is_unchanged, keep, state_of, taken
 from pyg_fullgraph.nn.ends import EdgeValues, Ends
 from pyg_fullgraph.nn.lazy import EdgeExpr, LazyTensor, run
 from pyg_fullgraph.nn.rebinding import rebind
@@ -66,9 +66,9 @@ def _once(memo: dict[Any, Any], key: Any, build: Callable[[], Any]) -> Any:
 def _of_values(memo: dict[Any, Any], key: Any, values: Tensor, build: Callable[[], Tensor]) -> Tensor:
     """``build()``, remembered in one slot of ``memo`` for as long as ``values`` and it are the same unchanged tensors.
 
-    From values that require a gradient it is built anew each time and stays differentiable.
+    From values that may be trained it is built anew each time and stays differentiable.
     """
-    if values.requires_grad or isinstance(values, LazyTensor) or values.is_inference():
+    if not is_constant(values):
         return build()
     slot = memo.get(key)
     if slot is None or slot[0]() is not values or not is_unchanged(values, slot[1]) or not is_unchanged(*slot[2:]):
@@ -520,7 +520,7 @@ def _gcn_norm_of_matrix(matrix: Any, options: tuple[Any, ...]) -> Any:
     """The normalized SparseTensor, the same one while the matrix and its values are the same."""
     ptr, col, value = matrix.storage.rowptr(), matrix.storage.col(), matrix.storage.value()
     parts = (ptr,) if value is None else (ptr, value)
-    if value is not None and (value.requires_grad or value.is_inference()):
+    if value is not None and not is_constant(value):
         return pyg_gcn.gcn_norm(matrix, *options)
     memo, key = remembered.of(col), ("gcn_norm", matrix.sparse_sizes(), options[1:])
     slot = memo.get(key)
