@@ -6,12 +6,12 @@ weighted sums of vertex rows go through torch's sum of bags of rows and never ma
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -60,11 +60,31 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-@lru_cache
+@functools.lru_cache
 def scalar_of(dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of which only dtype and device are asked for, in any mode."""
     with _disable_current_modes(), torch.inference_mode(False):
         return torch.empty((), dtype=dtype, device=device)
+
+
+def maker(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
+    """What makes contiguous tensors whose values are not set: as the code that torch's compiler writes does, in less
+    than half of the time of ``new_empty``, where that can.
+    """
+    scalar = scalar_of(dtype, device)
+    make = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
+    if make is None or 0 in shape:
+        return functools.partial(scalar.new_empty, shape)
+    strides = tuple(math.prod(shape[k + 1:]) for k in range(len(shape)))
+    if device.type != "cuda":
+        return functools.partial(make, shape, strides, dtype)
+    index, current = scalar.device.index, torch._C._cuda_getDevice
+
+    def on_gpu() -> Tensor:
+        made: Tensor = make(shape, strides, dtype) if current() == index else scalar.new_empty(shape)
+        return made
+
+    return on_gpu
 
 
 def as_dtype(value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -128,11 +128,6 @@ class EdgeOrder:
         """
         return segment.counts_pieces(self.num_edges)
 
-    @property
-    def care(self) -> tuple[bool, bool]:
-        """What is done for schedules, on which they depend; part of the key of what is made from them."""
-        return self.counts_pieces, segment.orders_pieces(self.num_edges)
-
     def _schedule(self, max_piece: int) -> RowSchedule:
         cut = segment.schedule_rows
         if self.ptr.is_cuda and not segment.may_wait(self.ptr.device, self.num_edges):

@@ -17,6 +17,7 @@ from torch import Tensor
 from pyg_fullgraph import chunks, events, launches, padding, pipelines, selection
 from pyg_fullgraph.edge_order import EdgeOrder
 from pyg_fullgraph.errors import NotFusable, TileRefusedError
+from pyg_fullgraph.functions import has_autocast
 from pyg_fullgraph.memo import keep
 from pyg_fullgraph.saga import interpret, ir
 from pyg_fullgraph.saga.ir import Domain, Node
@@ -24,7 +25,7 @@ from pyg_fullgraph.saga.kernel_source import KernelSource
 from pyg_fullgraph.saga.plans import Plan, Step, Sweep, addend, is_scaled, is_staged
 from pyg_fullgraph.saga.rows import RowsSource, num_passes
 from pyg_fullgraph.saga.rows import generate as generate_rows
-from triton_kernels import launch, tune
+from triton_kernels import launch, segment, tune
 
 
 class FetchingOrder(Protocol):
@@ -58,6 +59,8 @@ def _without_autocast(run: Callable[..., _Result]) -> Callable[..., _Result]:
     """
     @functools.wraps(run)
     def plainly(plan: Plan, incoming: Order, outgoing: Order | None, env: Any, like: Tensor) -> _Result:
+        if not has_autocast():
+            return run(plan, incoming, outgoing, env, like)
         device = launch.meant(like.device).type
         if device == "meta" or not torch.is_autocast_enabled(device):
             return run(plan, incoming, outgoing, env, like)
@@ -144,9 +147,8 @@ def run_again(plan: Plan, incoming: Order, outgoing: Order | None, env: Mapping[
     """As :func:`run_plan` a plan that is one sweep which ran on these edges before by a kernel: each result is a new
     tensor. None if it is not, under autocast, and where sweeps are recorded or tuned.
     """
-    sweep, device = plan.sole, like.device
-    if sweep is None or events.is_recording() or tune.is_enabled(device) or (
-            device.type != "meta" and torch.is_autocast_enabled(device.type)):
+    sweep = plan.sole
+    if sweep is None or events.is_recording() or has_autocast() or tune.is_enabled(like.device):
         return None
     order = incoming if sweep.rows is Domain.DST else outgoing
     if not isinstance(order, EdgeOrder):
@@ -348,7 +350,7 @@ def _run_prepared(sweep: Sweep, order: EdgeOrder, leaf: chunks.Leaf, like: Tenso
 
 def _run_key(sweep: Sweep, order: EdgeOrder, like: Tensor, exact: frozenset[Node]) -> object:
     """By what ``order`` keeps what runs a sweep, as long as no kernel is refused that may be the one."""
-    return "run", sweep, like.dtype, like.device, exact, len(selection.refused), order.care
+    return "run", sweep, like.dtype, like.device, exact, len(selection.refused), segment.is_counting()
 
 
 def _handed(sweep: Sweep, made: dict[Node, Tensor], staging: EdgeOrder | None) -> dict[Node, Any]:
@@ -484,7 +486,7 @@ def _prepared_pipeline(sweep: Sweep, order: EdgeOrder, like: Tensor, exact: froz
             kernels[s] = kernel, replace(selection.default_shape(kernel, own), max_piece=max_piece)
         return pipelines.PreparedPipeline(piped.pipeline, order, size, kernels, like, exact, others)
 
-    return order._cached(("pipeline", sweep, across, like.dtype, exact, len(selection.refused), order.care),
+    return order._cached(("pipeline", sweep, across, like.dtype, exact, len(selection.refused), segment.is_counting()),
                          prepare)
 
 
@@ -537,7 +539,7 @@ def _launch_in(shape: tune.Shape | None, sweep: Sweep, kernel: KernelSource, ord
                staging: EdgeOrder | None) -> dict[Node, Tensor]:
     """Run ``kernel`` in ``shape``, the default one if it is None."""
     prepared = order._cached(
-        ("launches", kernel, shape, like.dtype, order.care, *[b.node in exact for b in kernel.outputs]),
+        ("launches", kernel, shape, like.dtype, segment.is_counting(), *[b.node in exact for b in kernel.outputs]),
         lambda: launches.Prepared(
             sweep, order, [launches.Part(order, kernel, shape or selection.default_shape(kernel, order))], like, exact))
     made = prepared.run(order, leaf, staging)

@@ -16,8 +16,8 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
-    "PLAIN", "apart", "applying", "has_modes_of_others", "has_transforms", "is_exported", "is_of_transform",
-    "is_recorded", "unrecorded", "unseen"]
+    "PLAIN", "apart", "applying", "has_autocast", "has_modes_of_others", "has_transforms", "is_exported",
+    "is_of_transform", "is_recorded", "unrecorded", "unseen"]
 
 #: Types of tensors that are torch's own.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -25,6 +25,8 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 is_of_transform: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 #: Whether a transform of ``torch.func`` is at work.
 has_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
+#: Whether autocast is on for devices of any type; in half of the time that it takes for one.
+has_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 #: A context for what is done with plain tensors only: neither modes nor subclasses see torch's functions in it.
 unseen = torch._C.DisableTorchFunction
 #: Modes that record operations, or run them without numbers.

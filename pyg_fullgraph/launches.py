@@ -219,11 +219,12 @@ def _picker(places: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...
 
 
 class _Made(NamedTuple):
-    """A result: its shape, and a tensor of its dtype and device."""
+    """A result: its shape, a tensor of its dtype and device, and what makes one."""
 
     node: Node
     shape: tuple[int, ...]
     like: Tensor
+    make: Callable[[], Tensor]
 
 
 class Prepared:
@@ -258,9 +259,11 @@ class Prepared:
             scalar = chunks.scalar_of(rows.id_dtype if node.is_integer else stat_dtype if is_exact else like.dtype,
                                       like.device)
             num_rows = rows.num_edges if node.domain == Domain.EDGE else rows.num_rows
-            self.results.append(_Made(node, (num_rows, *node.shape), scalar))
+            sizes = num_rows, *node.shape
+            self.results.append(_Made(node, sizes, scalar, chunks.maker(sizes, scalar.dtype, like.device)))
         # Values of a span are made for each span.
         self.local = [made for made in self.results if is_local(made.node)]
+        self._makers = [made.make for made in self.results]
         self.written = [b.node for b in kernel.outputs]
         self.reach = max((math.prod(made.shape) for made in self.results if made.node.domain == Domain.EDGE
                           and not is_local(made.node)), default=0)
@@ -303,7 +306,7 @@ class Prepared:
             return run.finish()
         site = self.sites[0]
         inputs, ends, values, strides, reach = site.inputs.take(leaf, staging)
-        made = [like.new_empty(shape) for _, shape, like in self.results]
+        made = [make() for make in self._makers]
         sums, counts = self.scratch.take()
         args = [*inputs, *made, *sums]
         if site.kernel.merges:
@@ -339,8 +342,7 @@ class _Scratch:
 
     def __init__(self, device: torch.device, sums: Sequence[tuple[torch.dtype, int, int]], count: int) -> None:
         self._device, self._count = device, count
-        # What makes sums, and of which shape.
-        self._makers = [(_maker(dtype, device, rows, features), (rows, features)) for dtype, rows, features in sums]
+        self._makers = [_maker((rows, features), dtype, device) for dtype, rows, features in sums]
         self._stay = count > 0 and sum(d.itemsize * rows * features for d, rows, features in sums) <= MAX_KEPT_BYTES
         self._of_stream: dict[int, tuple[list[Tensor], Tensor]] = {}
         self._no_counts = chunks.scalar_of(torch.int32, device)
@@ -353,20 +355,20 @@ class _Scratch:
         return sums if self._stay else self._sums(), counts
 
     def _sums(self) -> list[Tensor]:
-        return [make(shape) for make, shape in self._makers]
+        return [make() for make in self._makers]
 
     def _make(self) -> tuple[list[Tensor], Tensor]:
         counts = torch.zeros(self._count, dtype=torch.int32, device=self._device)
         return self._sums() if self._stay else [], counts
 
 
-def _maker(dtype: torch.dtype, device: torch.device, num_rows: int, features: int) -> Callable[..., Tensor]:
-    """What makes a tensor of a shape; without rows always the same one."""
-    scalar = chunks.scalar_of(dtype, device)
-    if num_rows:
-        return scalar.new_empty
-    none = scalar.new_empty((0, features))
-    return lambda shape: none
+def _maker(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
+    """As :func:`chunks.maker`; without rows it is always the same tensor."""
+    make = chunks.maker(shape, dtype, device)
+    if shape[0]:
+        return make
+    none = make()
+    return lambda: none
 
 
 def _schedules(parts: Sequence[Part], rows: EdgeOrder, like: Tensor) -> Sequence[segment.RowSchedule | None]:
@@ -397,7 +399,7 @@ class Run:
 
     def __init__(self, prepared: Prepared, tiles: Sequence[EdgeOrder], staging: EdgeOrder | None = None) -> None:
         self.prepared, self.tiles, self.staging = prepared, tiles, staging
-        self.results = {node: like.new_empty(shape) for node, shape, like in prepared.results if not is_local(node)}
+        self.results = {made.node: made.make() for made in prepared.results if not is_local(made.node)}
         self.sums, self.counts = prepared.scratch.take()
         for sums in self.sums if prepared.adds_to_zeros else ():
             sums.zero_()
@@ -428,7 +430,7 @@ class Run:
             has_places = places is not None
             args.insert(0, order.ptr if places is None else places)
             tensors.append(args[0])
-        for node, shape, like in prepared.local:
+        for node, shape, like, _ in prepared.local:
             self.results[node] = like.new_empty((site.num_edges, *shape[1:]))
         made = self.results
         if prepared.totals:

@@ -91,7 +91,11 @@ def is_constant(values: Tensor) -> bool:
 def is_unchanged(tensor: Tensor, state: tuple[Any, ...]) -> bool:
     """Whether what was derived from ``tensor`` when :func:`state_of` gave ``state`` holds; a recorded graph relies on
     it from then on."""
-    is_same, current = state_of(tensor) == state, _recording
+    return _is_same(tensor, state, state_of(tensor))
+
+
+def _is_same(tensor: Tensor, state: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
+    is_same, current = now == state, _recording
     if is_same and current is not None:
         current.states[id(tensor)] = tensor, state
     return is_same
@@ -146,7 +150,7 @@ class Memo:
             return {}
         key, state = id(tensor), state_of(tensor)
         entry = self.entries.get(key)
-        if entry is None or entry[0]() is not tensor or not is_unchanged(tensor, entry[1]):
+        if entry is None or entry[0]() is not tensor or not _is_same(tensor, entry[1], state):
             entries = weakref.ref(self)  # what is remembered must not wait for the garbage collector
             entry = (weakref.ref(tensor, lambda _: _forget(entries(), key)), state, {})
             self.entries[key] = entry

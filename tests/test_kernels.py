@@ -84,6 +84,9 @@ def poisoned(monkeypatch):
     monkeypatch.setattr(torch, "empty", _poisoning(torch.empty))
     monkeypatch.setattr(torch, "empty_like", _poisoning(torch.empty_like))
     monkeypatch.setattr(torch.Tensor, "new_empty", _poisoning(torch.Tensor.new_empty), raising=False)
+    for name in ("_empty_strided_cpu", "_empty_strided_cuda"):
+        of_compiler = getattr(torch._C._dynamo.guards, name)
+        monkeypatch.setattr(torch._C._dynamo.guards, name, _poisoning(of_compiler))
 
 
 def graph_for(device: str) -> zoo.Case:

@@ -31,7 +31,7 @@ from torch_geometric.nn.conv import MessagePassing as PyGMessagePassing
 
 from pyg_fullgraph import columns, dense, reuse
 from pyg_fullgraph.autograd import Ways
-from pyg_fullgraph.functions import PLAIN, unseen
+from pyg_fullgraph.functions import PLAIN, has_autocast, unseen
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn.lazy import DeferredTensor, LazyTensor, run_phase
 from pyg_fullgraph.nn.scaled import ScaledExpr, has_multiples
@@ -134,7 +134,7 @@ def is_quiet(layer: Any) -> bool:
         return False
     if has_hooks_of_all() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return False
-    return not (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"))
+    return not has_autocast()
 
 
 def _all_ask_torch(outer: Module) -> bool:
