@@ -29,7 +29,7 @@ from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
 from pyg_fullgraph import columns, padding
-from pyg_fullgraph.functions import PLAIN, applying
+from pyg_fullgraph.functions import PLAIN, applying, unseen
 from triton_kernels import dense, launch
 
 __all__ = ["SUMS", "TAKEN", "Products", "added", "call", "chain", "in_layer", "linear", "matmul", "multiplier", "outer",
@@ -73,9 +73,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         weight: ``[N, K]``, of any strides.
         bias: ``[N]``.
     """
-    if takes(x, weight, bias):
-        return _linear(x, weight, bias, True)
-    return _linear(x, weight, bias, False) if _has_own_gradient(x, weight, bias) else F.linear(x, weight, bias)
+    is_ours = _is_ours_or_derived(x, weight, bias)
+    return F.linear(x, weight, bias) if is_ours is None else _linear(x, weight, bias, is_ours)
 
 
 def added(total: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
@@ -234,6 +233,14 @@ def _is_ours(x: Tensor, *others: Tensor) -> bool:
     """Whether there are kernels for factors like these, and torch would multiply without tensor cores."""
     return _is_on and all(t.dtype == torch.float32 and t.device == x.device and t.layout == torch.strided
                           for t in (x, *others)) and _is_wanted(x.device)
+
+
+def _is_ours_or_derived(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool | None:
+    """Whether a product is one for our kernels; None where its gradients are none for them, either."""
+    if torch.compiler.is_compiling():
+        return takes(x, weight, bias) or (False if _has_own_gradient(x, weight, bias) else None)
+    with unseen():  # or modes see two dozen questions, of which each takes a microsecond or two
+        return takes(x, weight, bias) or (False if _has_own_gradient(x, weight, bias) else None)
 
 
 def _has_own_gradient(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -462,9 +469,8 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x, weight, bias = args[1], args[2].t(), args[0]
     else:
         return func(*args, **kwargs)
-    if takes(x, weight, bias):
-        return _linear(x, weight, bias, True)
-    return _linear(x, weight, bias, False) if _has_own_gradient(x, weight, bias) else func(*args, **kwargs)
+    is_ours = _is_ours_or_derived(x, weight, bias)
+    return func(*args, **kwargs) if is_ours is None else _linear(x, weight, bias, is_ours)
 
 
 class _Link(NamedTuple):

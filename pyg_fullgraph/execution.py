@@ -45,6 +45,9 @@ class FetchingOrder(Protocol):
     def inv_degree(self, dtype: torch.dtype = ...) -> Tensor:
         """As of an :class:`EdgeOrder`."""
 
+    def alone(self, sweep: Sweep) -> EdgeOrder | None:
+        """The edges for ``sweep``, if there are no rows to fetch for it, and nothing to put in another order."""
+
     def run_sweep(self, sweep: Sweep, leaf: chunks.Leaf, like: Tensor, exact: frozenset[Node]) -> dict[Node, Tensor]:
         """As :func:`run_sweep`."""
 
@@ -151,7 +154,9 @@ def run_again(plan: Plan, incoming: Order, outgoing: Order | None, env: Mapping[
     if sweep is None or events.is_recording() or has_autocast() or tune.is_enabled(like.device):
         return None
     order = incoming if sweep.rows is Domain.DST else outgoing
-    if not isinstance(order, EdgeOrder):
+    if order is not None and not isinstance(order, EdgeOrder):
+        order = order.alone(sweep)
+    if order is None:
         return None
     made = _run_prepared(sweep, order, env.__getitem__, like, plan.exact)
     return None if made is None else [made[r] for r in plan.results]

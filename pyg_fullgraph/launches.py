@@ -295,8 +295,7 @@ class Prepared:
         site = self.sites[0]
         # One launch that writes nothing but rows, and perhaps one that merges them: most sweeps.
         self._is_simple = len(self.sites) == 1 and not (
-            self.local or self.totals or self.added or self.adds_to_zeros or site.kernel.uses_places or
-            site.kernel.apart)
+            self.local or self.totals or self.adds_to_zeros or site.kernel.uses_places or site.kernel.apart)
 
     def run(self, order: EdgeOrder, leaf: chunks.Leaf, staging: EdgeOrder | None) -> dict[Node, Tensor]:
         """The results of the sweep over all edges at once; as :class:`Run` has them, in half of the time if it can."""
@@ -308,7 +307,12 @@ class Prepared:
         inputs, ends, values, strides, reach = site.inputs.take(leaf, staging)
         made = [make() for make in self._makers]
         sums, counts = self.scratch.take()
-        args = [*inputs, *made, *sums]
+        args = [*inputs, *made]
+        if self.added:
+            added = [leaf(node).contiguous() for node in self.added]
+            args += added
+            values, ends = [*values, *added], (*added, *ends)
+        args += sums
         if site.kernel.merges:
             args.append(counts)
         site.launch(False, False, reach >= _FAR or self.reach >= _FAR).run(args, values, strides)

@@ -15,6 +15,7 @@ from pyg_fullgraph.distributed.group import TRANSPORTS, Group
 from pyg_fullgraph.distributed.halo import Halo
 from pyg_fullgraph.distributed.planner import Price, cheapest
 from pyg_fullgraph.distributed.way import Way
+from pyg_fullgraph.edge_order import EdgeOrder
 from pyg_fullgraph.errors import InputError, ShardedGraphError
 from pyg_fullgraph.execution import finish_after
 from pyg_fullgraph.graph import Graph
@@ -57,6 +58,10 @@ class ShardedOrder:
     def inv_degree(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """[num_rows] ``1 / max(degree, 1)``."""
         return self.side.rows.inv_degree(dtype)
+
+    def alone(self, sweep: Sweep) -> EdgeOrder | None:
+        """The edges, where this rank has all of them, for a sweep without data of edges."""
+        return self.side.rows if self.group.size == 1 and not sweep.has_edge_data else None
 
     def run_sweep(self, sweep: Sweep, leaf: Leaf, like: Tensor, exact: frozenset[Node]) -> dict[Node, Tensor]:
         """As :func:`pyg_fullgraph.execution.run_sweep`, for tensors of this rank's rows and edges."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from pyg_fullgraph._version import __version__
 from pyg_fullgraph.activation import activation_dropout, apply
 from pyg_fullgraph.distributed.group import Group
 from pyg_fullgraph.distributed.refusals import check_modules
+from pyg_fullgraph.functions import applying
 from pyg_fullgraph.graph import Graph
 from triton_kernels.reference import Activation
 
@@ -74,12 +75,19 @@ class DistributedModel(Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's result on this rank's rows."""
-        graph = next((v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Graph)), None)
+        given: Sequence[Any] = *args, *kwargs.values()
+        if not all(isinstance(v, Tensor) for v in given):
+            given = pytree.tree_leaves(given)
+        graph = next((v for v in given if isinstance(v, Graph)), None)
         with _WholeGraph(self.group, graph):
             out = self.module(*args, **kwargs)
         if not (torch.is_grad_enabled() and self._is_synced):
             return out
-        return pytree.tree_map_only(Tensor, lambda v: _Leaving.apply(v, self) if v.requires_grad else v, out)
+        return self._leaving(out) if isinstance(out, Tensor) else pytree.tree_map_only(Tensor, self._leaving, out)
+
+    def _leaving(self, value: Tensor) -> Tensor:
+        """A result, by whose gradient the model is told that backward has begun."""
+        return cast("Tensor", _leave(value, self)) if value.requires_grad else value
 
     def mean(self, value: Tensor, count: int | Tensor) -> Tensor:
         """The mean over all ranks from the means over each rank's rows, differentiable: a loss, or a metric.
@@ -197,6 +205,9 @@ class _Leaving(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         ctx.model._start_backward()
         return grads[0], None
+
+
+_leave = applying(_Leaving)
 
 
 class _Mean(torch.autograd.Function):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -90,12 +91,14 @@ class Buffers:
         return self._memory[key][:num_bytes].view(like.dtype).view(shape)
 
 
-def fetched_inputs(sweep: Sweep) -> list[Node]:
+@lru_cache(maxsize=4096)
+def fetched_inputs(sweep: Sweep) -> tuple[Node, ...]:
     """The inputs of ``sweep`` that belong to other endpoints, in an order that is the same on every rank.
 
     The widest come first, so that sweeps put them into the same buffers.
     """
-    return sorted((n for n in sweep.inputs if n.domain == Domain.EDGE & ~sweep.rows), key=lambda n: -n.numel)
+    other = Domain.EDGE & ~sweep.rows
+    return tuple(sorted((n for n in sweep.inputs if n.domain == other), key=lambda n: -n.numel))
 
 
 def leaf_of(fetched: Mapping[Node, Tensor], leaf: Leaf, node: Node) -> Tensor:

@@ -9,7 +9,6 @@ transforms of ``torch.func`` or checkpoints, and of somebody's layer in a debugg
 
 from __future__ import annotations
 
-import contextlib
 import types
 import weakref
 from collections import OrderedDict
@@ -172,10 +171,12 @@ def _calls_like(layer: _Layer, conv: Any, args: Sequence[Any], kwargs: Mapping[s
         calls = layer.calls[look] = Calls(layer)
     elif len(layer.calls) == 1:
         return calls
-    with contextlib.suppress(KeyError):  # another thread found the layer changed
+    try:
         layer.calls.move_to_end(look)
         while len(layer.calls) > MAX_CALLS:
             layer.calls.popitem(last=False)
+    except KeyError:  # another thread found the layer changed
+        pass
     return calls
 
 

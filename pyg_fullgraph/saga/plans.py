@@ -169,6 +169,11 @@ class Sweep:
         return "argmax" in self.kinds.values() or any(n.op in ("eid", "dropout") for n in ir.walk(*self.operands))
 
     @cached_property
+    def has_edge_data(self) -> bool:
+        """Whether there are inputs or results with a row per edge."""
+        return bool(self.edges) or any(n.domain == Domain.EDGE for n in self.inputs)
+
+    @cached_property
     def _hash(self) -> int:
         return hash((self.rows, self.gathers, self.edges, self.added, self.finish, self.inner, self.rest))
 
