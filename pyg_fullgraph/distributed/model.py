@@ -81,7 +81,7 @@ class DistributedModel(Module):
         graph = next((v for v in given if isinstance(v, Graph)), None)
         with _WholeGraph(self.group, graph):
             out = self.module(*args, **kwargs)
-        if not (torch.is_grad_enabled() and self._is_synced):
+        if self.group.size == 1 or not (torch.is_grad_enabled() and self._is_synced):
             return out
         return self._leaving(out) if isinstance(out, Tensor) else pytree.tree_map_only(Tensor, self._leaving, out)
 
