@@ -72,9 +72,9 @@ def maker(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> C
     than half of the time of ``new_empty``, where that can.
     """
     scalar = scalar_of(dtype, device)
-    make = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
-    if make is None or 0 in shape:
+    if device.type not in ("cpu", "cuda") or 0 in shape:
         return functools.partial(scalar.new_empty, shape)
+    make = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}")
     strides = tuple(math.prod(shape[k + 1:]) for k in range(len(shape)))
     if device.type != "cuda":
         return functools.partial(make, shape, strides, dtype)

@@ -12,8 +12,17 @@ import sharded
 import sharded_captured
 import sharded_known
 import sharded_rows
+import torch
 from layers import MORE, MORE_PAIRS, PAIRS, SQUARE
 from ranks import ranks
+from test_kernels import GPU, INTERPRETER, poisoned  # noqa: F401
+
+import pyg_fullgraph as pfg
+from oracle import random_case
+from pyg_fullgraph.distributed import DistributedModel
+from pyg_fullgraph.distributed.halo import Halo
+from pyg_fullgraph.graph import Graph
+from pyg_fullgraph.nn import GCNConv, GraphConv, SAGEConv
 
 ROOT = Path(__file__).parents[1]
 # What sharded graphs refuse, and why.
@@ -63,6 +72,29 @@ def test_layers_equal_the_whole_by_kernels():
     ranks(2).run(sharded.check_layers, ["gcn_weight", "gat_edge", "sage_max", "edge_conv"], "self_loops", *BOTH)
     ranks(3).run(sharded.check_layers, ["gatv2"], "isolated", *BOTH)
     ranks(2).run(sharded.check_scaled, ["gcn", "sage"], "hub", *EACH)
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+def test_one_process_runs_what_it_prepared(device, only_kernels, monkeypatch):
+    """On all edges, as on a plain graph; sweeps that have data of edges, or read degrees, go the way of parts."""
+    case = random_case(90, 90, 700)
+    edges, weight = case.edge_index.to(device), torch.rand(700, device=device)
+    ways, run_sweep = [], Halo.run_sweep
+    monkeypatch.setattr(Halo, "run_sweep", lambda *args: ways.append(args[1]) or run_sweep(*args))
+    graph, x = pfg.shard(Graph.from_edge_index(edges, 90), "halo"), torch.randn(90, 8, device=device)
+    assert torch.equal(graph.src_ids, torch.arange(90, device=device))
+    own_weight = weight[graph.edge_ids]
+    for layer, more, left in (GCNConv(8, 8), (), 0), (SAGEConv(8, 8), (), 1), (GraphConv(8, 8), (weight,), 2):
+        model, counts, found = DistributedModel(layer.to(device)), [], []
+        for on, given in ((edges, more), *[(graph, (own_weight,) if more else ())] * 4):
+            ways.clear()
+            own = x.clone().requires_grad_()  # which nobody takes for constant
+            out = model(own, on, *given)
+            found.append([out.detach(), *torch.autograd.grad(out.square().sum(), [own, *layer.parameters()])])
+            counts.append(len(ways))
+        for made in found[1:]:
+            torch.testing.assert_close(made, found[0])
+        assert counts == [0, 2, left, left, left]
 
 
 @pytest.mark.multi_gpu
