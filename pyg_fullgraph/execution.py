@@ -62,7 +62,7 @@ def _without_autocast(run: Callable[..., _Result]) -> Callable[..., _Result]:
     """
     @functools.wraps(run)
     def plainly(plan: Plan, incoming: Order, outgoing: Order | None, env: Any, like: Tensor) -> _Result:
-        if not has_autocast():
+        if like.is_cuda and not has_autocast():  # in most calls
             return run(plan, incoming, outgoing, env, like)
         device = launch.meant(like.device).type
         if device == "meta" or not torch.is_autocast_enabled(device):

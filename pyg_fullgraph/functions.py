@@ -25,7 +25,7 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 is_of_transform: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 #: Whether a transform of ``torch.func`` is at work.
 has_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
-#: Whether autocast is on for devices of any type; in half of the time that it takes for one.
+#: Whether autocast is on for CPUs or GPUs of any maker but Apple's; in half of the time that it takes for one type.
 has_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 #: A context for what is done with plain tensors only: neither modes nor subclasses see torch's functions in it.
 unseen = torch._C.DisableTorchFunction

@@ -1,8 +1,8 @@
 """What was derived from a tensor, remembered with it: by identity and version, for as long as the tensor lives.
 
 Changes are seen through the version counter, the address and the shape. One through ``.data``, NumPy memory or another
-device's view is not counted by PyTorch and cannot be seen, nor can updates by its fused optimizers: of values that may
-be trained nothing is remembered (:func:`is_constant`).
+device's view is not counted by PyTorch and cannot be seen. Updates by its fused optimizers are not either: from the
+import of this module on they are.
 
 Everything that outlives a call is read and written through :func:`taken`, :func:`is_unchanged` and :func:`keep`,
 because a CUDA graph goes on reading what it found: :class:`Recording` holds that, and what it depends on.
@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch_geometric import EdgeIndex
 
 __all__ = ["Memo", "Recording", "claimed", "is_constant", "is_unchanged", "keep", "keep_by", "recording", "state_of",
@@ -82,8 +84,8 @@ def taken(value: T) -> T:
 
 
 def is_constant(values: Tensor) -> bool:
-    """Whether what is derived from ``values`` may be remembered: they take no gradient, and writes to them are counted,
-    which those to a Parameter often are not, through ``.data`` or by a fused optimizer, even if it is frozen now.
+    """Whether what is derived from ``values`` may be remembered: they take no gradient, and are no Parameter, to which
+    is often written through ``.data``, even if it is frozen now.
     """
     return type(values) is Tensor and not values.requires_grad and not values.is_inference()
 
@@ -160,6 +162,21 @@ class Memo:
 def _forget(memo: Memo | None, key: int) -> None:
     if memo is not None:
         memo.entries.pop(key, None)
+
+
+def _count_writes(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """After a step: count the writes that PyTorch does not."""
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            _count(group["params"])
+
+
+@torch.compiler.disable
+def _count(parameters: Sequence[Tensor]) -> None:
+    increment_version([p for p in parameters if p.grad is not None and not p.is_inference()])
+
+
+register_optimizer_step_post_hook(_count_writes)
 
 
 def state_of(tensor: Tensor) -> tuple[Any, ...]:

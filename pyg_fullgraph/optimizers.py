@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -224,9 +223,7 @@ _num_around, _lock = 0, threading.Lock()
 
 @contextmanager
 def _updates_in_pieces() -> Iterator[None]:
-    """Within it, also in other threads, torch's fused updates take large tensors in pieces, to the same bits, and count
-    as writes to the parameters, which torch leaves out.
-    """
+    """Within it, also in other threads, torch's fused updates take large tensors in pieces, to the same bits."""
     global _num_around
     with _lock:
         if _num_around == 0:
@@ -247,10 +244,7 @@ def _updates_in_pieces() -> Iterator[None]:
 def _in_pieces(update: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(update)
     def run(*kinds: list[Tensor], **options: Any) -> Any:
-        out = update(*_cut(kinds), **options)
-        if kinds:
-            increment_version(kinds[0])
-        return out
+        return update(*_cut(kinds), **options)
 
     return run
 

@@ -26,8 +26,8 @@ def reuse_constants(enabled: bool) -> None:
     """Switch on (the default) or off that sums of constant features are computed once and kept.
 
     Off saves one array ``[N, F]`` per first layer; each step then computes it anew. Results agree up to rounding.
-    Features that are written to through NumPy memory, ``.data`` or a fused optimizer change unseen, but for those of a
-    Parameter, which are never reused: switch it off for them.
+    Features that are written to through NumPy memory or ``.data`` change unseen, but for a Parameter's, which are never
+    reused: switch it off for them.
     """
     global _enabled
     _enabled = bool(enabled)

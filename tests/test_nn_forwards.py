@@ -265,6 +265,17 @@ def test_a_mode_of_somebodys(name, hits):
         hits.clear()
 
 
+def test_autocast_after_calls_without(hits):
+    """Products are in half precision there; then calls are made of steps again."""
+    ours, theirs = (layer.float() for layer in pair("GCNConv", 6, 5))
+    x, known = features().float(), []
+    for is_on in (*[False] * ENOUGH, True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_on):
+            assert_same([ours(x, EDGES)], [theirs(x, EDGES)], 3e-2 if is_on else 1e-5)
+        known.append(len(hits))
+    assert known[-4] < known[-3] == known[-2] < known[-1]
+
+
 def test_a_device_is_no_mode_of_somebodys(hits):
     ours, _ = pair("GCNConv", 6, 4)
     with torch.device("cpu"):

@@ -93,29 +93,35 @@ def test_gcn_norm_without_weights_holds_no_edge_values():
 
 @pytest.mark.parametrize(("layer", "form"), [
     *itertools.product(["GCNConv", "ChebConv", "SGConv"], ["edge_index", "graph"]), ("GCNConv", "sparse")])
-def test_weights_that_are_trained_now_and_frozen_then(layer, form):
-    """Torch's fused optimizers count no writes, so that nothing may be remembered of a Parameter."""
+@pytest.mark.parametrize("kind", ["parameter", "leaf", "detached", "data"])
+def test_weights_that_are_trained_now_and_frozen_then(layer, form, kind):
+    """Updates that torch does not count by itself: of fused optimizers, and of a Parameter through ``data``."""
     options = {} if layer == "GCNConv" else {"K": 2}
     fused, plain = (getattr(nn, layer)(4, 3, **options).double() for nn in (fused_nn, pyg_nn))
     plain.load_state_dict(fused.state_dict())
-    weight = torch.nn.Parameter(attributes(LOOPS, ()).detach())
+    trained = attributes(LOOPS, ()) if kind == "leaf" else torch.nn.Parameter(attributes(LOOPS, ()).detach())
     if form == "sparse":
         torch_sparse = pytest.importorskip("torch_sparse")
-        matrix = torch_sparse.SparseTensor.from_edge_index(LOOPS.edge_index.flip(0), weight, (LOOPS.num_dst,) * 2)
-        weight = matrix.storage._value = torch.nn.Parameter(matrix.storage.value().detach())
+        matrix = torch_sparse.SparseTensor.from_edge_index(LOOPS.edge_index.flip(0), trained, (LOOPS.num_dst,) * 2)
+        value = matrix.storage.value().detach()
+        trained = value.requires_grad_() if kind == "leaf" else torch.nn.Parameter(value)
+        matrix.storage._value = trained.detach() if kind == "detached" else trained
         edges = matrix,
     else:
-        edges = forms(LOOPS)[form == "graph"], weight
+        edges = forms(LOOPS)[form == "graph"], trained.detach() if kind == "detached" else trained
     x = torch.randn(LOOPS.num_dst, 4, dtype=torch.float64)
-    optimizer = torch.optim.Adam([weight], lr=0.3, fused=True)
+    optimizer = torch.optim.Adam([trained], lr=0.3, fused=True)
     for _ in range(3):
-        weight.requires_grad_(True)
-        fused(x, *edges).square().sum().backward()
-        optimizer.step()
-        weight.requires_grad_(False)
+        if kind == "data":
+            trained.data.mul_(1.5)
+        else:
+            trained.grad = -torch.rand_like(trained)  # so that no weight is negative
+            optimizer.step()
+        trained.requires_grad_(False)
         with torch.no_grad():
             for _ in range(2):
                 torch.testing.assert_close(fused(x, *edges), plain(x, *edges))
+        trained.requires_grad_(True)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float64, torch.long])

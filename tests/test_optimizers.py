@@ -78,12 +78,24 @@ def test_subclasses_of_tensors_stay_whole():
 
 @pytest.mark.parametrize("name", _MAKE)
 def test_updates_count_as_writes(name):
-    given = parameters()
-    optimizer = _MAKE[name](given, lr=0.1, fused=True)
+    """Also those of a compiled step, and none to what has no gradient."""
+    given, frozen = parameters(), nn.Parameter(torch.ones(3))
+    optimizer = _MAKE[name]([*given, frozen], lr=0.1, fused=True)
     versions = [p._version for p in given]
-    with optimizers._updates_in_pieces():
-        take_steps(optimizer, given, 1)
+    take_steps(optimizer, given, 1)
     assert all(p._version > version for p, version in zip(given, versions, strict=True))
+    optimizer.step = torch.compile(optimizer.step, backend="eager")
+    versions = [p._version for p in given]
+    take_steps(optimizer, given, 1)
+    assert all(p._version > version for p, version in zip(given, versions, strict=True))
+    assert frozen._version == 0
+
+
+def test_parameters_that_count_nothing():
+    with torch.inference_mode():
+        given = parameters()
+        take_steps(torch.optim.Adam(given, lr=0.1, fused=True), given, 1)
+    assert all(p.is_inference() for p in given)
 
 
 def test_what_torch_refuses_is_as_torch_says_it():

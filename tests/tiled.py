@@ -34,6 +34,9 @@ class TiledOrder:
             mask = (order.other >= first) & (order.other < stop)
             self.tiles.append(order.subset(mask, order.other[mask] - first, stop - first))
 
+    def alone(self, sweep: Any) -> None:
+        """There are always rows to fetch."""
+
     def run_sweep(self, sweep: Any, leaf: Any, like: Tensor, exact: Any) -> dict[Any, Tensor]:
         fetched = Domain.EDGE & ~sweep.rows
 

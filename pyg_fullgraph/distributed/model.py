@@ -118,7 +118,7 @@ class DistributedModel(Module):
             yield
         finally:
             self._is_synced = before
-            self._has_parts = True
+            self._has_parts = self.group.size > 1
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.state_dict(*args, **kwargs)

@@ -66,7 +66,7 @@ def _once(memo: dict[Any, Any], key: Any, build: Callable[[], Any]) -> Any:
 def _of_values(memo: dict[Any, Any], key: Any, values: Tensor, build: Callable[[], Tensor]) -> Tensor:
     """``build()``, remembered in one slot of ``memo`` for as long as ``values`` and it are the same unchanged tensors.
 
-    From values that may be trained it is built anew each time and stays differentiable.
+    From values that require a gradient, and from a Parameter, it is built anew each time and stays differentiable.
     """
     if not is_constant(values):
         return build()
