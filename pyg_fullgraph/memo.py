@@ -84,8 +84,8 @@ def taken(value: T) -> T:
 
 
 def is_constant(values: Tensor) -> bool:
-    """Whether what is derived from ``values`` may be remembered: they take no gradient, and are no Parameter, to which
-    is often written through ``.data``, even if it is frozen now.
+    """Whether what is derived from ``values`` may be remembered: they take no gradient, were not made for inference,
+    which counts no writes, and are no Parameter, to which is often written through ``.data``, even if it is frozen now.
     """
     return type(values) is Tensor and not values.requires_grad and not values.is_inference()
 
