@@ -69,22 +69,22 @@ def scalar_of(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def maker(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
     """What makes contiguous tensors whose values are not set: as the code that torch's compiler writes does, in less
-    than half of the time of ``new_empty``, where that can.
+    than half of the time of ``new_empty``, where that can and no mode watches what torch makes.
     """
     scalar = scalar_of(dtype, device)
     if device.type not in ("cpu", "cuda") or 0 in shape:
         return functools.partial(scalar.new_empty, shape)
     make = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}")
     strides = tuple(math.prod(shape[k + 1:]) for k in range(len(shape)))
-    if device.type != "cuda":
-        return functools.partial(make, shape, strides, dtype)
-    index, current = scalar.device.index, torch._C._cuda_getDevice
+    index, current = scalar.device.index, torch._C._cuda_getDevice if device.type == "cuda" else lambda: None
 
-    def on_gpu() -> Tensor:
-        made: Tensor = make(shape, strides, dtype) if current() == index else scalar.new_empty(shape)
-        return made
+    def made() -> Tensor:
+        if torch._C._len_torch_dispatch_stack() > 0 or current() != index:
+            return scalar.new_empty(shape)
+        tensor: Tensor = make(shape, strides, dtype)
+        return tensor
 
-    return on_gpu
+    return made
 
 
 def as_dtype(value: Tensor, dtype: torch.dtype) -> Tensor:
