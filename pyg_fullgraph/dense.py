@@ -237,9 +237,8 @@ def _is_ours(x: Tensor, *others: Tensor) -> bool:
 
 def _is_ours_or_derived(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool | None:
     """Whether a product is one for our kernels; None where its gradients are none for them, either."""
-    if torch.compiler.is_compiling():
-        return takes(x, weight, bias) or (False if _has_own_gradient(x, weight, bias) else None)
-    with unseen():  # or modes see two dozen questions, of which each takes a microsecond or two
+    # Modes would see two dozen questions, of which each takes a microsecond or two.
+    with contextlib.nullcontext() if torch.compiler.is_compiling() else unseen():
         return takes(x, weight, bias) or (False if _has_own_gradient(x, weight, bias) else None)
 
 

@@ -135,6 +135,23 @@ def test_softmax_in_dtypes(dtype, device):
 
 
 @DEVICES
+def test_terms_anywhere_in_memory(device):
+    """A GPU reads four numbers at a time from what begins at a multiple of 16 bytes; what is added next may not."""
+    x, more = (ir.input(name, domain, (32,)) for name, domain in (("x", Domain.SRC), ("more", Domain.DST)))
+    total = ir.pointwise("add", ir.gather("sum", Domain.DST, ir.lift(x)), more)
+    edge_index = edges().to(device)
+    program, graph = EdgeProgram((Output("vertex", total),)), pfg.Graph.from_edge_index(edge_index, 12)
+    features, storage = (normal(n, seed=n).to(device, torch.float32) for n in (12 * 32, 12 * 32 + 4))
+    features = features.view(12, 32).requires_grad_()  # sums of what is constant are kept, and nothing is added in them
+    summed = torch.zeros(12, 32, device=device).index_add(0, edge_index[1], features[edge_index[0]])
+    for offset in (0, 0, 0, 1, 2, 3, 0, 4):
+        added = storage[offset:][:12 * 32].view(12, 32)
+        with observing() as seen:
+            (got,) = run(program, graph, {"x": features, "more": added})
+        assert added_in(seen) == [1] and error(got, summed + added) < 1e-6
+
+
+@DEVICES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_programs_with_softmax(dtype, device):
     """What is added to a sum of softmax weights in a program of one's own, in any dtype."""
