@@ -355,7 +355,7 @@ def _run_prepared(sweep: Sweep, order: EdgeOrder, leaf: chunks.Leaf, like: Tenso
 
 def _run_key(sweep: Sweep, order: EdgeOrder, like: Tensor, exact: frozenset[Node]) -> object:
     """By what ``order`` keeps what runs a sweep, as long as no kernel is refused that may be the one."""
-    return "run", sweep, like.dtype, like.device, exact, len(selection.refused), segment.is_counting()
+    return "run", sweep, like.dtype, like.device, exact, len(selection.refused), segment.is_counting(order.num_edges)
 
 
 def _handed(sweep: Sweep, made: dict[Node, Tensor], staging: EdgeOrder | None) -> dict[Node, Any]:
@@ -491,8 +491,8 @@ def _prepared_pipeline(sweep: Sweep, order: EdgeOrder, like: Tensor, exact: froz
             kernels[s] = kernel, replace(selection.default_shape(kernel, own), max_piece=max_piece)
         return pipelines.PreparedPipeline(piped.pipeline, order, size, kernels, like, exact, others)
 
-    return order._cached(("pipeline", sweep, across, like.dtype, exact, len(selection.refused), segment.is_counting()),
-                         prepare)
+    key = "pipeline", sweep, across, like.dtype, exact, len(selection.refused), segment.is_counting(order.num_edges)
+    return order._cached(key, prepare)
 
 
 #: Bounds of what tuning tries: values of the widest tile in flight per program and per thread.
@@ -543,8 +543,9 @@ def _launch_in(shape: tune.Shape | None, sweep: Sweep, kernel: KernelSource, ord
                leaf: chunks.Leaf, like: Tensor, exact: frozenset[Node],
                staging: EdgeOrder | None) -> dict[Node, Tensor]:
     """Run ``kernel`` in ``shape``, the default one if it is None."""
+    is_counting = segment.is_counting(order.num_edges)
     prepared = order._cached(
-        ("launches", kernel, shape, like.dtype, segment.is_counting(), *[b.node in exact for b in kernel.outputs]),
+        ("launches", kernel, shape, like.dtype, is_counting, *[b.node in exact for b in kernel.outputs]),
         lambda: launches.Prepared(
             sweep, order, [launches.Part(order, kernel, shape or selection.default_shape(kernel, order))], like, exact))
     made = prepared.run(order, leaf, staging)

@@ -346,7 +346,7 @@ class _Scratch:
 
     def __init__(self, device: torch.device, sums: Sequence[tuple[torch.dtype, int, int]], count: int) -> None:
         self._device, self._count = device, count
-        self._makers = [_maker((rows, features), dtype, device) for dtype, rows, features in sums]
+        self._makers = [_scratch_maker((rows, features), dtype, device) for dtype, rows, features in sums]
         self._stay = count > 0 and sum(d.itemsize * rows * features for d, rows, features in sums) <= MAX_KEPT_BYTES
         self._of_stream: dict[int, tuple[list[Tensor], Tensor]] = {}
         self._no_counts = chunks.scalar_of(torch.int32, device)
@@ -366,7 +366,7 @@ class _Scratch:
         return self._sums() if self._stay else [], counts
 
 
-def _maker(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
+def _scratch_maker(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
     """As :func:`chunks.maker`; without rows it is always the same tensor."""
     make = chunks.maker(shape, dtype, device)
     if shape[0]:

@@ -1,8 +1,8 @@
 """What was derived from a tensor, remembered with it: by identity and version, for as long as the tensor lives.
 
 Changes are seen through the version counter, the address and the shape. One through ``.data``, NumPy memory or another
-device's view is not counted by PyTorch and cannot be seen. Updates by its fused optimizers are not either: from the
-import of this module on they are.
+device's view is not counted by PyTorch and cannot be seen. Nor does it count the updates of its fused optimizers, so
+that :func:`_count_writes` does, after every ``step``.
 
 Everything that outlives a call is read and written through :func:`taken`, :func:`is_unchanged` and :func:`keep`,
 because a CUDA graph goes on reading what it found: :class:`Recording` holds that, and what it depends on.
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch_geometric import EdgeIndex
 
 __all__ = ["Memo", "Recording", "claimed", "is_constant", "is_unchanged", "keep", "keep_by", "recording", "state_of",
@@ -176,6 +176,14 @@ def _count(parameters: Sequence[Tensor]) -> None:
     increment_version([p for p in parameters if p.grad is not None and not p.is_inference()])
 
 
+def _count_before_hooks(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Before a step: count for an optimizer with hooks of its own, which come first and may take gradients away."""
+    if optimizer._optimizer_step_post_hooks:
+        for group in optimizer.param_groups:  # fused or not, which a captured step chooses later
+            _count(group["params"])
+
+
+register_optimizer_step_pre_hook(_count_before_hooks)
 register_optimizer_step_post_hook(_count_writes)
 
 

@@ -63,7 +63,7 @@ class Optimizers:
                 _make_capturable(optimizer, group)
             has_closure = len(args) > 1 or "closure" in kwargs
             if _may_be_fused(optimizer, group, has_closure):
-                # As the user left it afterwards: torch counts no writes of fused updates.
+                # As the user left it afterwards.
                 if not group.get("fused"):
                     self._set(optimizer, group, "fused", True)
             elif "capturable" not in group:  # a changed rate is recorded anew

@@ -91,6 +91,17 @@ def test_updates_count_as_writes(name):
     assert frozen._version == 0
 
 
+@pytest.mark.parametrize("name", _MAKE)
+def test_updates_count_where_a_hook_takes_the_gradients(name):
+    given, untouched = parameters(), nn.Parameter(torch.ones(3))
+    optimizer = _MAKE[name]([*given, untouched], lr=0.1, fused=True)
+    optimizer.register_step_post_hook(lambda *args: optimizer.zero_grad())
+    before = [p.detach().clone() for p in given]
+    take_steps(optimizer, given, 1)
+    assert all(p.grad is None and not torch.equal(p, old) for p, old in zip(given, before, strict=True))
+    assert all(p._version > 0 for p in given) and untouched._version == 0
+
+
 def test_parameters_that_count_nothing():
     with torch.inference_mode():
         given = parameters()

@@ -66,21 +66,23 @@ def counting() -> Iterator[None]:
             _num_counting -= 1
 
 
-def is_counting() -> bool:
-    """Whether this is within :func:`counting`: schedules made then are other ones, and so is what is made from them."""
-    return _num_counting > 0
+def is_counting(num_edges: int) -> bool:
+    """Whether this is within :func:`counting`, and schedules of a graph of ``num_edges`` edges that are made then are
+    other ones, as is what is made from them.
+    """
+    return _num_counting > 0 and num_edges <= max(ASYNC_EDGES, EXACT_EDGES)
 
 
 def counts_pieces(num_edges: int) -> bool:
     """Whether the host waits for how many pieces a graph of ``num_edges`` edges has, where it may at all."""
-    return is_counting() or num_edges > EXACT_EDGES
+    return num_edges > EXACT_EDGES or is_counting(num_edges)
 
 
 def orders_pieces(num_edges: int) -> bool:
     """Whether all pieces of a graph of ``num_edges`` edges may be brought into an order: where steps are recorded, each
     of whose replays gains, and the graph is not so large that a table of its rows is a matter of memory.
     """
-    return is_counting() and num_edges <= ASYNC_EDGES
+    return num_edges <= ASYNC_EDGES and is_counting(num_edges)
 
 
 def index_dtype(*counts: int) -> torch.dtype:

@@ -17,7 +17,7 @@ from pyg_fullgraph.distributed.planner import Price, cheapest
 from pyg_fullgraph.distributed.way import Way
 from pyg_fullgraph.edge_order import EdgeOrder
 from pyg_fullgraph.errors import InputError, ShardedGraphError
-from pyg_fullgraph.execution import finish_after
+from pyg_fullgraph.execution import finish_after, run_sweep
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn.ends import Ends
 from pyg_fullgraph.nn.preparation import masked_edge_index
@@ -71,8 +71,14 @@ class ShardedOrder:
         edges = {n: leaf(n) for n in sweep.inputs if n.domain == Domain.EDGE}
         if not self.is_home:
             edges = {n: self.to_away(t) for n, t in edges.items()}
-        results = self.way.run_sweep(sweep, self.side, self.group, lambda n: edges[n] if n in edges else leaf(n), like,
-                                     exact)
+
+        def own(node: Node) -> Tensor:
+            return edges[node] if node in edges else leaf(node)
+
+        if self.group.size == 1:
+            results = run_sweep(sweep, self.side.rows, own, like, exact)
+        else:
+            results = self.way.run_sweep(sweep, self.side, self.group, own, like, exact)
         for result, _ in sweep.edges:
             value = in_order(results[result])  # other sweeps have other edges
             results[result] = value if self.is_home else self.to_home(value)

@@ -44,7 +44,7 @@ class Halo(Way):
                   exact: frozenset[Node]) -> dict[Node, Any]:
         nodes, count = fetched_inputs(sweep), side.num_own
         routes = self._routes_of(side, group) if nodes else None
-        if group.size == 1 or not nodes:
+        if not nodes:
             return execution.run_sweep(sweep, side.rows, leaf, like, exact)
         is_whole = selection.takes_spans(sweep, side.rows, like)
         owned, values, transfers = {}, {}, []
