@@ -20,7 +20,7 @@ from test_kernels import GPU, INTERPRETER, poisoned  # noqa: F401
 import pyg_fullgraph as pfg
 from oracle import random_case
 from pyg_fullgraph.distributed import DistributedModel
-from pyg_fullgraph.distributed.halo import Halo
+from pyg_fullgraph.distributed.graph import ShardedOrder
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn import GCNConv, GraphConv, SAGEConv
 
@@ -74,24 +74,25 @@ def test_layers_equal_the_whole_by_kernels():
     ranks(2).run(sharded.check_scaled, ["gcn", "sage"], "hub", *EACH)
 
 
+@pytest.mark.parametrize("way", ["halo", "broadcast", "feature_split"])
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
-def test_one_process_runs_what_it_prepared(device, only_kernels, monkeypatch):
-    """On all edges, as on a plain graph; sweeps that have data of edges, or read degrees, go the way of parts."""
+def test_one_process_runs_what_it_prepared(device, way, only_kernels, monkeypatch):
+    """On all edges, as on a plain graph; sweeps that have data of edges, or read degrees, are run as those of parts."""
     case = random_case(90, 90, 700)
     edges, weight = case.edge_index.to(device), torch.rand(700, device=device)
-    ways, run_sweep = [], Halo.run_sweep
-    monkeypatch.setattr(Halo, "run_sweep", lambda *args: ways.append(args[1]) or run_sweep(*args))
-    graph, x = pfg.shard(Graph.from_edge_index(edges, 90), "halo"), torch.randn(90, 8, device=device)
+    parts, run_sweep = [], ShardedOrder.run_sweep
+    monkeypatch.setattr(ShardedOrder, "run_sweep", lambda *args: parts.append(args[1]) or run_sweep(*args))
+    graph, x = pfg.shard(Graph.from_edge_index(edges, 90), way), torch.randn(90, 8, device=device)
     assert torch.equal(graph.src_ids, torch.arange(90, device=device))
     own_weight = weight[graph.edge_ids]
     for layer, more, left in (GCNConv(8, 8), (), 0), (SAGEConv(8, 8), (), 1), (GraphConv(8, 8), (weight,), 2):
         model, counts, found = DistributedModel(layer.to(device)), [], []
         for on, given in ((edges, more), *[(graph, (own_weight,) if more else ())] * 4):
-            ways.clear()
+            parts.clear()
             own = x.clone().requires_grad_()  # which nobody takes for constant
             out = model(own, on, *given)
             found.append([out.detach(), *torch.autograd.grad(out.square().sum(), [own, *layer.parameters()])])
-            counts.append(len(ways))
+            counts.append(len(parts))
         for made in found[1:]:
             torch.testing.assert_close(made, found[0])
         assert counts == [0, 2, left, left, left]
