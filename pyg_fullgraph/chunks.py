@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from pyg_fullgraph import events
 from pyg_fullgraph.edge_order import EdgeOrder, HeadOrder
+from pyg_fullgraph.functions import num_dispatch_modes
 from pyg_fullgraph.recipe import ONE_HOT_ROWS, Step, recipe_of
 from pyg_fullgraph.saga import interpret
 from pyg_fullgraph.saga.ir import Domain, Node
@@ -79,7 +80,7 @@ def maker(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> C
     index, current = scalar.device.index, torch._C._cuda_getDevice if device.type == "cuda" else lambda: None
 
     def made() -> Tensor:
-        if torch._C._len_torch_dispatch_stack() > 0 or current() != index:
+        if num_dispatch_modes() > 0 or current() != index:
             return scalar.new_empty(shape)
         tensor: Tensor = make(shape, strides, dtype)
         return tensor

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "PLAIN", "apart", "applying", "has_autocast", "has_modes_of_others", "has_transforms", "is_exported",
-    "is_of_transform", "is_recorded", "unrecorded", "unseen"]
+    "is_of_transform", "is_recorded", "num_dispatch_modes", "unrecorded", "unseen"]
 
 #: Types of tensors that are torch's own.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -33,8 +33,10 @@ unseen = torch._C.DisableTorchFunction
 _TRACERS = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY,
             torch._C._TorchDispatchModeKey.FUNCTIONAL)
 _PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
+#: How many dispatch modes are at work.
+num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 # Asked in each call of a layer.
-_is_tracing, _num_modes = torch._C._is_tracing, torch._C._len_torch_dispatch_stack
+_is_tracing = torch._C._is_tracing
 _num_function_modes = torch._C._len_torch_function_stack
 _has = torch._C._dispatch_tls_is_dispatch_key_included
 
@@ -43,7 +45,7 @@ def is_recorded() -> bool:
     """Whether operations of this thread are recorded, or run without numbers: by ``torch.export``, ``torch.jit.trace``,
     ``make_fx``, ``functionalize``, or under a ``FakeTensorMode``; not by ``torch.compile``.
     """
-    return _is_tracing() or (_num_modes() > 0 and any(map(torch._C._get_dispatch_mode, _TRACERS))) or \
+    return _is_tracing() or (num_dispatch_modes() > 0 and any(map(torch._C._get_dispatch_mode, _TRACERS))) or \
         _has(_PRE_DISPATCH) or (has_transforms() and peek_interpreter_stack().key() == TransformType.Functionalize)
 
 

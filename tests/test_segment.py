@@ -230,6 +230,7 @@ def test_whose_pieces_are_counted():
     first.__exit__(None, None, None)
     assert segment.counts_pieces(small) and segment.orders_pieces(small) and segment.orders_pieces(large)
     assert segment.orders_pieces(segment.ASYNC_EDGES) and not segment.orders_pieces(segment.ASYNC_EDGES + 1)
+    assert segment.is_counting(segment.ASYNC_EDGES) and not segment.is_counting(segment.ASYNC_EDGES + 1)
     second.__exit__(None, None, None)
     assert segment.counts_pieces(large) and not segment.counts_pieces(small)
     assert not segment.orders_pieces(large)
