@@ -407,6 +407,8 @@ class Way:
             if deciding else None
         self._scalar = scalar_of(*self.like) if is_plain and self.like is not None else None
         self._same, self._postpones = same if is_whole else (), may_postpone and trains
+        # Others keep the result as it is, which costs nothing where the caller has it.
+        self._recenters = trains and self.like is not None and stores_half(self.like[0])
         # Rows are to stay as narrow as they are, and float16 may hold fewer digits of what is much smaller than one.
         size = max((kind.dtype.itemsize for kind in vertices), default=0)
         may_scale = self.like is not None and self.like[0] != torch.float16 and \
@@ -422,7 +424,7 @@ class Way:
                              if n.is_row and n in floating and not floating[n].requires_grad)
 
     def _compile(self, constant: frozenset[Node]) -> CompiledProgram:
-        return compile_program(self.program, constant, self._same, self._postpones, self._max_scaled)
+        return compile_program(self.program, constant, self._same, self._postpones, self._recenters, self._max_scaled)
 
     @staticmethod
     def of(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> Way:

@@ -20,6 +20,7 @@ from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node
 from pyg_fullgraph.saga.passes import Split, Stage, is_one_sum, plan, reduction, split
 from pyg_fullgraph.saga.plans import Plan, Target, addend
 from pyg_fullgraph.saga.postpone import postpone_products
+from pyg_fullgraph.saga.recenter import recenter
 from pyg_fullgraph.saga.stored import adjoint_of
 from pyg_fullgraph.selection import target_of
 
@@ -65,6 +66,7 @@ class EdgePhase:
         added: Terms that are added to the one result, see :class:`Stage`.
         same: Rows among these, and the input of the core with the same tensor, whose sweep makes the gradient of both.
         postpones: Whether products with the row that edges share come after the sum (see :mod:`saga.postpone`).
+        recenters: Whether gradients of a softmax do without the result (see :mod:`saga.recenter`).
         max_scaled: Features of rows that are multiplied before edges read them, at most (see :mod:`saga.scaling`).
 
     Attributes:
@@ -74,12 +76,14 @@ class EdgePhase:
     """
 
     def __init__(self, core: EdgeProgram, is_exact: bool = False, added: tuple[Node, ...] = (),
-                 same: tuple[tuple[Node, Node], ...] = (), postpones: bool = False, max_scaled: int = 0) -> None:
+                 same: tuple[tuple[Node, Node], ...] = (), postpones: bool = False, recenters: bool = False,
+                 max_scaled: int = 0) -> None:
         self.core, self.is_exact, self.added, self.same = core, is_exact, added, dict(same)
-        self.postpones, self.max_scaled = postpones, max_scaled
+        self.postpones, self.recenters, self.max_scaled = postpones, recenters, max_scaled
         more = [*(t.digest for t in added), *(f"{a.name}={b.name}" for a, b in same)]
         more += [f"scaled{max_scaled}"] * (max_scaled > 0)
-        self.key = "-".join([core.digest, *["exact"] * is_exact, *["postponed"] * postpones, *more])
+        self.key = "-".join([core.digest, *["exact"] * is_exact, *["postponed"] * postpones,
+                             *["recentered"] * recenters, *more])
         self._added_inputs = ir.inputs_of(*added)
         self._sums: dict[Needs, bool] = {}
         self.inputs: tuple[Node, ...] = (*core.inputs, *self._added_inputs)
@@ -94,7 +98,8 @@ class EdgePhase:
     @cached_property
     def adjoint(self) -> Adjoint:
         found = adjoint_of(self.core)
-        return postpone_products(found) if self.postpones else found
+        found = postpone_products(found) if self.postpones else found
+        return recenter(found) if self.recenters else found
 
     @cached_property
     def grads_of_added(self) -> dict[Node, Node]:
@@ -304,10 +309,11 @@ class CompiledProgram:
     """
 
     def __init__(self, program: EdgeProgram, constant: Container[Node] = (),
-                 same: tuple[tuple[Node, Node], ...] = (), postpones: bool = False, max_scaled: int = 0) -> None:
+                 same: tuple[tuple[Node, Node], ...] = (), postpones: bool = False, recenters: bool = False,
+                 max_scaled: int = 0) -> None:
         self.program = program
         self.split: Split = split(program, constant=constant)
-        self.phases = tuple(_phase_of(s.core, s.is_exact, s.added, _same_in(s, same), postpones, max_scaled)
+        self.phases = tuple(_phase_of(s.core, s.is_exact, s.added, _same_in(s, same), postpones, recenters, max_scaled)
                             for s in self.split.stages)
         self.constant = tuple(s.constant_inputs(constant) for s in self.split.stages)
         steps = [e for s in self.split.stages for e in (*s.hoisted.values(), *(o.value for o in s.core.outputs))]
@@ -324,8 +330,8 @@ class CompiledProgram:
 
 @lru_cache(maxsize=1024)
 def _phase_of(core: EdgeProgram, is_exact: bool, added: tuple[Node, ...], same: tuple[tuple[Node, Node], ...],
-              postpones: bool, max_scaled: int) -> EdgePhase:
-    return EdgePhase(core, is_exact, added, same, postpones, max_scaled)
+              postpones: bool, recenters: bool, max_scaled: int) -> EdgePhase:
+    return EdgePhase(core, is_exact, added, same, postpones, recenters, max_scaled)
 
 
 def _same_in(stage: Stage, same: tuple[tuple[Node, Node], ...]) -> tuple[tuple[Node, Node], ...]:
@@ -335,7 +341,7 @@ def _same_in(stage: Stage, same: tuple[tuple[Node, Node], ...]) -> tuple[tuple[N
 
 @lru_cache(maxsize=1024)
 def compile_program(program: EdgeProgram, constant: frozenset[Node] = frozenset(),
-                    same: tuple[tuple[Node, Node], ...] = (), postpones: bool = False,
+                    same: tuple[tuple[Node, Node], ...] = (), postpones: bool = False, recenters: bool = False,
                     max_scaled: int = 0) -> CompiledProgram:
     """Compile ``program``, or return what was compiled for the same content before.
 
@@ -344,9 +350,10 @@ def compile_program(program: EdgeProgram, constant: frozenset[Node] = frozenset(
         constant: Inputs that are the same from run to run and have no gradient.
         same: Inputs of destinations and of sources that are one tensor.
         postpones: Whether products with the row that edges share come after the sum (see :mod:`saga.postpone`).
+        recenters: Whether gradients of a softmax do without the result (see :mod:`saga.recenter`).
         max_scaled: Features of rows that are multiplied before edges read them, at most (see :mod:`saga.scaling`).
     """
-    return CompiledProgram(program, constant, same, postpones, max_scaled)
+    return CompiledProgram(program, constant, same, postpones, recenters, max_scaled)
 
 
 def has_long_rows(graph: Graph, is_half: bool) -> bool:

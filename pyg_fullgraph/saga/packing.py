@@ -62,7 +62,7 @@ def _packed(done: list[Step | Sweep], sweep: Sweep, members: tuple[Node, ...]) -
     """``sweep`` over ``members`` in one array, made in ``done`` beside the last of these, if by a vertex step."""
     makers = {r: k for k, step in enumerate(done) for r in made_by(step)}
     last = max((makers[n] for n in members if n in makers), default=-1)
-    if last < 0 or isinstance(done[last], Sweep):
+    if last < 0:
         return sweep
     # Steps that no sweep lies between are one kernel, unless one reads another's result.
     known: dict[Node, Node] = {}

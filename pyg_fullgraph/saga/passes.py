@@ -342,8 +342,12 @@ def plan(outputs: Mapping[str, Node], target: Target, disable: Sequence[str] = (
     if "join" not in disable:
         steps = side_by_side(steps)
     wanted = {n for name in exact for n in ir.inputs_of(results[name])}
-    handed = {r for s in steps if isinstance(s, Sweep) for r, _ in s.edges} - set(written.values())
-    return Plan(steps, results, frozenset(wanted | handed))
+    sweeps = [s for s in steps if isinstance(s, Sweep)]
+    handed = {r for s in sweeps for r, _ in s.edges} - set(written.values())
+    read = {n for s in steps for n in read_by(s)}
+    between = {r for s in sweeps for r, _ in s.gathers if r in read}
+    done = {r for s in sweeps for r, _ in s.finish}  # of sums that are in registers, rounded once
+    return Plan(steps, results, frozenset((wanted - done) | handed | between))
 
 
 def _add_to(steps: recompute.Steps, results: Mapping[str, Node], name: str,

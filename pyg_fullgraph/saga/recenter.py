@@ -1,0 +1,124 @@
+"""The gradient of a softmax without the result that it scales: its mean is taken in the sweep that needs it.
+
+The gradient of a score is ``a_ij (d_ij - m_i)``, where ``m_i = sum_j a_ij d_ij`` is the mean over the row, and what a row
+sums up of it, as attention's gradient of queries, is linear in ``m_i``: ``sum_j a_ij (d_ij - m_i) k_j`` is ``sum_j a_ij
+d_ij k_j - m_i sum_j a_ij k_j`` (SAGA-opt 4: what the edges of a row share commutes with the sum). One sweep makes both
+sums and the mean, and hands that to the one along the other side. So forward need not keep its result as exactly as it
+was computed, which in half precision is an array of its own, nor does anything read that and ``<dout_i, out_i>`` per
+vertex before the sweeps. The price is one sum more in one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from pyg_fullgraph.errors import NotFusable
+from pyg_fullgraph.saga import ir
+from pyg_fullgraph.saga.adjoint import Adjoint, softmax_from
+from pyg_fullgraph.saga.ir import Domain, Node
+
+__all__ = ["recenter"]
+
+
+def recenter(found: Adjoint) -> Adjoint:
+    """``found`` with the means of gradients of softmax weights summed up in the sweep over their rows.
+
+    Returns: ``found`` itself where such a sweep would not be there without them, or would have to come first and then
+        once more: what reads a mean then is no wider than it, not linear in it, or a sum over all edges.
+    """
+    present = {n: g for n, g in found.grads.items() if g is not None}
+    means = _means(found, present.values())
+    grads = dict(zip(present, ir.substitute(tuple(present.values()), means), strict=True))
+    recentered: dict[Node, Node] = {}
+    wide: set[Node] = set()
+    try:
+        for node in ir.walk(*grads.values()):
+            read = [m for m in means.values() if m is not node and ir.depends_on(node, m)] if node.op == "gather" else []
+            if not read or node.domain == Domain.SRC:
+                continue
+            if node.domain == Domain.PARAM or node.attr("kind") != "sum" or len(read) > 1 or node in means.values():
+                return found
+            recentered[node] = _recentered(node, read[0])
+            wide.update(m for m in read if node.numel > m.numel)
+    except NotFusable:
+        return found
+    if not means or wide != set(means.values()):
+        return found
+    grads = dict(zip(grads, ir.substitute(tuple(grads.values()), recentered), strict=True))
+    kept = set(ir.inputs_of(*grads.values()))
+    return Adjoint({**found.grads, **grads}, {n: pair for n, pair in found.saved.items() if pair[0] in kept})
+
+
+def _means(found: Adjoint, grads: Iterable[Node]) -> dict[Node, Node]:
+    """What stands for the mean ``m_i`` of a softmax, made of the result of forward -> the same as a sum over edges."""
+    results = {stand_in for name, (stand_in, _) in found.saved.items() if name.startswith("out.")}
+    weights = {softmax_from(made.args[0], stand_in) for stand_in, made in found.saved.values()
+               if made.attr("kind") == "lse"}
+    means: dict[Node, Node] = {}
+    for node in ir.walk(*grads):
+        if node.op == "mul" and node.args[0] in weights and node.args[1].op == "sub":
+            weight, (value, mean) = node.args[0], node.args[1].args
+            if mean.domain == Domain.DST and results & set(ir.inputs_of(mean)):
+                means[mean] = ir.gather("sum", Domain.DST, ir.pointwise("mul", weight, value))
+    return means
+
+
+def _recentered(total: Node, mean: Node) -> Node:
+    """The sum ``total`` of a row as a sum without its ``mean`` and the product of that with another one.
+
+    Raises: NotFusable if it is not linear in the mean, feature by feature.
+    """
+    side, value = total.domain, total.args[0]
+    parts = _parts(value, mean)
+    if parts.rest is None:
+        raise NotFusable(["a mean that is taken off nothing"])
+    rest, slope = (ir.gather("sum", side, ir.lift(ir.expand(part, value.shape))) for part in (parts.rest, parts.slope))
+    return ir.pointwise("sub" if parts.is_minus else "add", rest, ir.pointwise("mul", parts.spread, slope))
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """A value as ``rest``, which is zero if there is none, and plus or minus ``slope * spread``, where ``spread`` is the
+    mean in another shape.
+    """
+
+    rest: Node | None
+    is_minus: bool
+    slope: Node
+    spread: Node
+
+    def over(self, of_rest: Callable[[Node], Node], of_slope: Callable[[Node], Node],
+             of_spread: Callable[[Node], Node] = lambda spread: spread) -> _Parts:
+        """The same with something linear done to each part."""
+        rest = None if self.rest is None else of_rest(self.rest)
+        return replace(self, rest=rest, slope=of_slope(self.slope), spread=of_spread(self.spread))
+
+
+def _parts(node: Node, mean: Node) -> _Parts:
+    if node is mean:
+        return _Parts(None, False, ir.const(1.0), mean)
+    at, *others = (k for k, a in enumerate(node.args) if ir.depends_on(a, mean))
+    parts = _parts(node.args[at], mean)
+
+    def again(value: Node) -> Node:
+        return ir.pointwise(node.op, *(value if k == at else a for k, a in enumerate(node.args)))
+
+    if node.op in ("add", "sub") and not others:
+        other = node.args[1 - at]
+        is_taken_off = node.op == "sub" and at == 1
+        alone = other if node.op == "add" or is_taken_off else ir.pointwise("neg", other)
+        return replace(parts, rest=alone if parts.rest is None else again(parts.rest),
+                       is_minus=parts.is_minus ^ is_taken_off)
+    if node.op == "neg":
+        return replace(parts.over(again, lambda slope: slope), is_minus=not parts.is_minus)
+    if (node.op == "mul" and not others) or (node.op == "div" and at == 0 and not others):
+        return parts.over(again, again)
+    if node.op in ("view", "expand", "permute", "lift"):
+        def moved(value: Node) -> Node:
+            whole = ir.expand(value, node.args[0].shape)
+            return ir.view(whole, node.shape) if node.op == "view" else node.rebuild([whole])
+
+        return parts.over(moved, lambda slope: slope if slope.op == "const" else moved(slope),
+                          moved if node.op != "lift" else lambda spread: spread)
+    raise NotFusable([f"not linear in the mean of a row: {node.op}"])
