@@ -31,13 +31,14 @@ from pyg_fullgraph.phases import (
     EdgePhase,
     compile_program,
     has_long_rows,
+    has_short_rows,
     scaled_bytes,
     stores_half,
 )
 from pyg_fullgraph.saga import hollow, interpret, ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node
 from pyg_fullgraph.saga.passes import Stage
-from pyg_fullgraph.selection import target_of
+from pyg_fullgraph.selection import has_kernels, target_of
 
 # --- autograd ---------------------------------------------------------------------------------------------------
 
@@ -375,7 +376,7 @@ class Way:
     """
 
     def __init__(self, program: EdgeProgram, kinds: tuple[_Kind | None, ...], is_plain: bool, is_whole: bool,
-                 may_postpone: bool, max_scaled_bytes: int, has_grad: bool) -> None:
+                 may_postpone: bool, may_recenter: bool, max_scaled_bytes: int, has_grad: bool) -> None:
         """See :meth:`of`.
 
         Args:
@@ -384,6 +385,7 @@ class Way:
             is_plain: Whether all tensors are plain and no compiler is at work.
             is_whole: Whether inputs of both sides may be taken for one.
             may_postpone: Whether products may come after sums, if all vertices have gradients.
+            may_recenter: Whether kernels may sum up the means of a softmax's gradients, if all vertices have some.
             max_scaled_bytes: Of the rows that may be multiplied before edges read them, at most.
             has_grad: Whether gradients are on.
         """
@@ -406,9 +408,8 @@ class Way:
         self.like = (functools.reduce(torch.promote_types, (kind.dtype for kind in deciding)), deciding[0].device) \
             if deciding else None
         self._scalar = scalar_of(*self.like) if is_plain and self.like is not None else None
-        self._same, self._postpones = same if is_whole else (), may_postpone and trains
-        # Others keep the result as it is, which costs nothing where the caller has it.
-        self._recenters = trains and self.like is not None and stores_half(self.like[0])
+        self._same = same if is_whole else ()
+        self._postpones, self._recenters = may_postpone and trains, may_recenter and trains
         # Rows are to stay as narrow as they are, and float16 may hold fewer digits of what is much smaller than one.
         size = max((kind.dtype.itemsize for kind in vertices), default=0)
         may_scale = self.like is not None and self.like[0] != torch.float16 and \
@@ -457,8 +458,11 @@ class Way:
         is_whole = is_plain and not graph.is_part
         is_half = any(kind is not None and kind.dtype.is_floating_point and stores_half(kind.dtype) for kind in kinds)
         may_postpone = is_whole and has_long_rows(graph, is_half)
-        most = 0 if torch.compiler.is_compiling() else scaled_bytes(graph)
-        return _way(program, tuple(kinds), is_plain, is_whole, may_postpone, most, torch.is_grad_enabled())
+        is_eager = not torch.compiler.is_compiling()  # sizes may be symbols otherwise
+        may_recenter = is_eager and has_kernels(graph.device) and has_short_rows(graph, is_half)
+        most = scaled_bytes(graph) if is_eager else 0
+        return _way(program, tuple(kinds), is_plain, is_whole, may_postpone, may_recenter, most,
+                    torch.is_grad_enabled())
 
     @property
     def names(self) -> tuple[str, ...] | None:

@@ -24,8 +24,8 @@ from pyg_fullgraph.saga.recenter import recenter
 from pyg_fullgraph.saga.stored import adjoint_of
 from pyg_fullgraph.selection import target_of
 
-__all__ = ["CompiledProgram", "EdgePhase", "Needs", "Orders", "compile_program", "has_long_rows", "own",
-           "scaled_bytes", "stores_half"]
+__all__ = ["CompiledProgram", "EdgePhase", "Needs", "Orders", "compile_program", "has_long_rows", "has_short_rows",
+           "own", "scaled_bytes", "stores_half"]
 
 Needs = tuple[bool, ...]
 #: Mean degree from which on products are postponed in backward, and the same on GPUs where results are in float32 or
@@ -34,6 +34,9 @@ Needs = tuple[bool, ...]
 #: shapes, 0.75 to 0.99 and as much memory, in half precision up to twice as much. On a CPU it takes 0.9 of the time of
 #: 50 edges per vertex, of 35 it is no faster.
 LONG_ROWS, LONG_ROWS_ON_GPU = 32, 12
+#: Mean degree up to which backward of attention sums up means of its own, in float32 and in half precision: one sum
+#: more per edge then costs less than a pass over three rows of a vertex. From kernels on an H200 (docs/kernels.md).
+SHORT_ROWS, SHORT_ROWS_IN_HALF = 64, 20
 #: Bytes of a row, for each edge of its vertex, up to which it is multiplied by numbers of that before edges read it,
 #: and edges from which it is whatever its size. Measured on an H100 in float32, ms of a sum with GCN's factors, of one
 #: without, and of torch's pass over the vertices: 490 edges per vertex and 16, 41 and 256 features 1.04, 0.64 and 0.01,
@@ -365,6 +368,18 @@ def has_long_rows(graph: Graph, is_half: bool) -> bool:
     """
     least = LONG_ROWS_ON_GPU if graph.device.type == "cuda" and not is_half else LONG_ROWS
     return graph.num_edges >= least * max(graph.num_src, graph.num_dst)
+
+
+def has_short_rows(graph: Graph, is_half: bool) -> bool:
+    """Whether destinations have so few edges that a sum more per edge costs less than a pass over them. The same for
+    all parts of a graph.
+
+    Args:
+        graph: Where the edges are.
+        is_half: Whether results are in half precision, where edges cost less of their time in memory.
+    """
+    _, num_dst, num_edges = graph.whole_sizes
+    return num_edges <= (SHORT_ROWS_IN_HALF if is_half else SHORT_ROWS) * num_dst
 
 
 def scaled_bytes(graph: Graph) -> int:

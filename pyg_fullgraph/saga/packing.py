@@ -2,7 +2,8 @@
 
 A row that is read through an index costs a sector of 32 bytes or more, however narrow. The backward of
 attention reads three such rows per edge (score, log-sum-exp, ``<dout, out>``), one number per head each: here the
-vertex step that makes one of them writes all, head by head, so that one read brings what a head needs.
+vertex step that makes one of them, or one after the sweep that does, writes all, head by head, so that one read brings
+what a head needs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ MAX_FEATURES, MAX_ARRAYS = 8, 4
 
 
 def pack(steps: Iterable[Step | Sweep], outputs: Iterable[Node]) -> tuple[Step | Sweep, ...]:
-    """``steps`` with what sweeps read of vertices through an index packed, where a vertex step can do it in passing.
+    """``steps`` with what sweeps read of vertices through an index packed, where some of it is made by a step.
 
     Args:
         steps: Vertex steps and sweeps in order.
@@ -59,7 +60,7 @@ def _groups(sweep: Sweep) -> Iterator[tuple[Node, ...]]:
 
 
 def _packed(done: list[Step | Sweep], sweep: Sweep, members: tuple[Node, ...]) -> Sweep:
-    """``sweep`` over ``members`` in one array, made in ``done`` beside the last of these, if by a vertex step."""
+    """``sweep`` over ``members`` in one array, made in ``done`` beside or after the last of these, if by a step."""
     makers = {r: k for k, step in enumerate(done) for r in made_by(step)}
     last = max((makers[n] for n in members if n in makers), default=-1)
     if last < 0:

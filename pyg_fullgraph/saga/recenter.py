@@ -1,11 +1,10 @@
 """The gradient of a softmax without the result that it scales: its mean is taken in the sweep that needs it.
 
-The gradient of a score is ``a_ij (d_ij - m_i)``, where ``m_i = sum_j a_ij d_ij`` is the mean over the row, and what a row
-sums up of it, as attention's gradient of queries, is linear in ``m_i``: ``sum_j a_ij (d_ij - m_i) k_j`` is ``sum_j a_ij
-d_ij k_j - m_i sum_j a_ij k_j`` (SAGA-opt 4: what the edges of a row share commutes with the sum). One sweep makes both
-sums and the mean, and hands that to the one along the other side. So forward need not keep its result as exactly as it
-was computed, which in half precision is an array of its own, nor does anything read that and ``<dout_i, out_i>`` per
-vertex before the sweeps. The price is one sum more in one of them.
+The gradient of a score is ``a_ij (d_ij - m_i)``, where ``m_i = sum_j a_ij d_ij`` is a mean over the row. What a row
+sums up of it, as the gradient of queries, is linear in that: ``sum_j a_ij (d_ij - m_i) k_j`` is ``sum_j a_ij d_ij k_j -
+m_i sum_j a_ij k_j`` (SAGA-opt 4: what the edges of a row share commutes with the sum). So one sweep makes both sums and
+the mean, and hands that to the one along the other side. Forward need not keep its result, nor in half precision what
+storing it rounds off, and no pass over the vertices makes ``<dout_i, out_i>`` of both. The price is one sum more.
 """
 
 from __future__ import annotations
@@ -34,8 +33,10 @@ def recenter(found: Adjoint) -> Adjoint:
     wide: set[Node] = set()
     try:
         for node in ir.walk(*grads.values()):
-            read = [m for m in means.values() if m is not node and ir.depends_on(node, m)] if node.op == "gather" else []
-            if not read or node.domain == Domain.SRC:
+            if node.op != "gather" or node.domain == Domain.SRC:
+                continue
+            read = [m for m in means.values() if m is not node and ir.depends_on(node, m)]
+            if not read:
                 continue
             if node.domain == Domain.PARAM or node.attr("kind") != "sum" or len(read) > 1 or node in means.values():
                 return found
@@ -79,9 +80,7 @@ def _recentered(total: Node, mean: Node) -> Node:
 
 @dataclass(frozen=True)
 class _Parts:
-    """A value as ``rest``, which is zero if there is none, and plus or minus ``slope * spread``, where ``spread`` is the
-    mean in another shape.
-    """
+    """A value as ``rest``, zero if there is none, plus or minus ``slope`` times ``spread``, the mean spread out."""
 
     rest: Node | None
     is_minus: bool
@@ -100,11 +99,13 @@ def _parts(node: Node, mean: Node) -> _Parts:
         return _Parts(None, False, ir.const(1.0), mean)
     at, *others = (k for k, a in enumerate(node.args) if ir.depends_on(a, mean))
     parts = _parts(node.args[at], mean)
+    if node.op in ("add", "sub") and others:
+        return _both(node.op, parts, _parts(node.args[1], mean))
 
     def again(value: Node) -> Node:
         return ir.pointwise(node.op, *(value if k == at else a for k, a in enumerate(node.args)))
 
-    if node.op in ("add", "sub") and not others:
+    if node.op in ("add", "sub"):
         other = node.args[1 - at]
         is_taken_off = node.op == "sub" and at == 1
         alone = other if node.op == "add" or is_taken_off else ir.pointwise("neg", other)
@@ -122,3 +123,12 @@ def _parts(node: Node, mean: Node) -> _Parts:
         return parts.over(moved, lambda slope: slope if slope.op == "const" else moved(slope),
                           moved if node.op != "lift" else lambda spread: spread)
     raise NotFusable([f"not linear in the mean of a row: {node.op}"])
+
+
+def _both(op: str, a: _Parts, b: _Parts) -> _Parts:
+    """The sum or difference of two values that are linear in the mean."""
+    if a.spread is not b.spread or a.rest is None or b.rest is None:
+        raise NotFusable(["a mean that is spread in two ways"])
+    is_minus = b.is_minus ^ (op == "sub")
+    slope = ir.pointwise("add" if is_minus == a.is_minus else "sub", a.slope, b.slope)
+    return replace(a, rest=ir.pointwise(op, a.rest, b.rest), slope=slope)

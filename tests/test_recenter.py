@@ -1,0 +1,170 @@
+"""Means of a softmax's gradients summed up beside what reads them: for which programs, what is kept, and that gradients
+are right.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_kernels import GPU, INTERPRETER
+
+from oracle import check, error, gradients, program_of, random_case, run_oracle
+from programs import attention, make_tensors
+from pyg_fullgraph import autograd, phases
+from pyg_fullgraph.autograd import observing, run
+from pyg_fullgraph.graph import Graph
+from pyg_fullgraph.nn import TransformerConv
+from pyg_fullgraph.saga import ir
+from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
+from pyg_fullgraph.saga.passes import split
+from pyg_fullgraph.saga.plans import CHUNKS, KERNELS, is_packed, is_staged
+
+
+def signs() -> EdgeProgram:
+    """The mean is taken off, and its negative added, on the way to two gradients of one row."""
+    q, k, v = ir.input("q", Domain.DST, (2, 5)), ir.input("k", Domain.SRC, (2, 5)), ir.input("v", Domain.SRC, (2, 5))
+    product = ir.pointwise("div", ir.pointwise("mul", q, ir.pointwise("neg", k)), 2.0)
+    score = ir.reduce_features("sum", ir.pointwise("sub", product, ir.pointwise("mul", q, q)), (1,), True)
+    return EdgeProgram((Output("sum", ir.pointwise("mul", ir.softmax(score), v)),))
+
+
+PROGRAMS = {
+    "dots": lambda: attention(2, 5), "one-head": lambda: attention(1, 8),
+    "edges": lambda: attention(2, 5, has_edges=True), "signs": signs,
+    "transformer-edge": lambda: program_of("transformer-edge"),
+    "dropout": lambda: program_of("transformer-edge-dropout"),
+}
+
+
+def phase_of(program: EdgeProgram, recenters: bool = True) -> phases.EdgePhase:
+    stage = split(program).stages[-1]
+    return phases.EdgePhase(stage.core, added=stage.added, recenters=recenters)
+
+
+def backward_of(phase: phases.EdgePhase, target=KERNELS, is_half: bool = False):
+    return phase.backward_plan(target, tuple(not n.is_integer for n in phase.inputs), is_half)
+
+
+@pytest.fixture
+def always(monkeypatch):
+    """Every graph has short rows."""
+    monkeypatch.setattr(autograd, "has_short_rows", lambda *args: True)
+    monkeypatch.setattr(autograd, "has_kernels", lambda *args: True)
+
+
+@pytest.mark.parametrize("is_half", [False, True])
+@pytest.mark.parametrize("target", [KERNELS, CHUNKS], ids=["kernels", "chunks"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_nothing_is_read_but_a_number_per_head(name, target, is_half):
+    """Where the result was saved, and what it was rounded by, only the log-sum-exp is, and there are no more sweeps."""
+    program = PROGRAMS[name]()
+    phase, before = phase_of(program), phase_of(program, recenters=False)
+    assert any(n.startswith("out.") for n in before.adjoint.saved)
+    assert all(n.startswith("lse.") for n in phase.adjoint.saved)
+    assert "rest" not in phase.statistics(is_half) and all(n is None for n in phase.stand_ins(is_half)[:1])
+    plan = backward_of(phase, target, is_half)
+    assert len(plan.sweeps) == len(backward_of(before, target, is_half).sweeps)
+    assert plan.sweeps[0].rows == Domain.DST and plan.sweeps[-1].rows == Domain.SRC
+    # No pass over features of vertices.
+    assert not any(n.op == "sum" for step in plan.steps if isinstance(step, tuple) for n in ir.walk(step[1]))
+
+
+def test_what_the_kernel_of_the_first_sweep_makes():
+    plan = backward_of(phase_of(attention(2, 5)), is_half=True)
+    first, last = plan.sweeps
+    assert len(first.finish) == 1 and len(first.inner) == 2  # both sums stay in registers
+    (mean,) = set(first.results) - {r for r, _ in first.finish}
+    assert mean in plan.exact and not {r for r, _ in first.finish} & plan.exact
+    # Edges of the other sweep read the mean and the log-sum-exp as one row.
+    (packed,) = (n for n in last.inputs if is_packed(n))
+    assert packed.shape == (2, 1, 2) and mean not in last.inputs
+
+
+def test_numbers_per_edge_are_handed_on_where_edges_are_wide():
+    plan = backward_of(phase_of(attention(16, 64, has_edges=True)), is_half=True)
+    assert sum(map(is_staged, plan.sweeps[-1].inputs)) == 2
+
+
+@pytest.mark.parametrize("name", ["gat", "gat-dropout", "gat-edge", "gatv2", "transformer-edge-wide", "gcn",
+                                  "edge-max"])
+def test_what_would_need_a_sweep_more_stays_as_it_is(name):
+    """Gradients of scores, of which there is one per head, and of parameters, to which each edge gives its own."""
+    program = program_of(name)
+    assert phase_of(program).adjoint == phase_of(program, recenters=False).adjoint
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_in_chunks(name, always):
+    check(PROGRAMS[name](), random_case(21, 17, 300), torch.float64)
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_in_kernels(name, dtype, device, always, monkeypatch):
+    monkeypatch.setattr("pyg_fullgraph.selection.MAX_PIECE", 16)
+    case = random_case(13, 11, 120) if device == "cpu" else random_case(1501, 1201, 20_000)
+    with observing() as seen:
+        check(PROGRAMS[name](), case, dtype, device)
+    assert all(record.compiled.phases[-1].recenters for record in seen)
+
+
+@pytest.mark.parametrize("dtype, offset", [(torch.float32, 10), (torch.bfloat16, 10), (torch.float16, 30)])
+def test_values_far_from_zero(dtype, offset, always):
+    """What all values share cancels in the gradients of scores, after the sum as before it."""
+    program, case = attention(2, 5), random_case(21, 17, 2000)
+    tensors = make_tensors(program, 21, 17, 2000, dtype)
+    tensors["value"] = (tensors["value"].detach() + offset).requires_grad_()
+    exact = {k: t.detach().double().requires_grad_() for k, t in tensors.items()}
+    graph = Graph.from_edge_index(case.edge_index, case.size)
+    cotangent = torch.randn((17, 2, 5), generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+    want = gradients(run_oracle(program, case, exact), exact, [cotangent.double()])
+    after = gradients(run(program, graph, tensors), tensors, [cotangent])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(autograd, "has_short_rows", lambda *args: False)
+        before = gradients(run(program, graph, tensors), tensors, [cotangent])
+    for got, old, right in zip(after, before, want, strict=True):
+        assert error(got, right) <= 4 * error(old, right) + 1e-6
+
+
+@pytest.mark.parametrize("is_half, degree", [(False, phases.SHORT_ROWS), (True, phases.SHORT_ROWS_IN_HALF)])
+def test_up_to_which_degree(is_half, degree):
+    for num_edges, is_short in ((10 * degree, True), (10 * degree + 1, False)):
+        assert phases.has_short_rows(SimpleNamespace(whole_sizes=(4, 10, num_edges)), is_half) == is_short
+
+
+@pytest.mark.parametrize("has_kernels", [False, True])
+def test_only_in_kernels(has_kernels, monkeypatch):
+    """In chunks a sum more is an array of the features of edges, and more time than a pass over vertices."""
+    monkeypatch.setattr(autograd, "has_kernels", lambda device: has_kernels)
+    layer, x = TransformerConv(4, 5, heads=3), torch.randn(30, 4, requires_grad=True)
+    graph = Graph.from_edge_index(torch.randint(30, (2, 200)), 30)
+    with observing() as seen:
+        layer(x, graph).sum().backward()
+    assert [p.recenters for p in seen[0].compiled.phases] == [has_kernels]
+
+
+def test_only_where_all_vertices_have_gradients(always):
+    """Without those of queries the sweep over their rows would be there for the mean alone."""
+    case, program = random_case(5, 5, 50), attention(2, 5)
+    graph = Graph.from_edge_index(case.edge_index, case.size)
+    for frozen in ("", "query", "key"):
+        tensors = {n.name: torch.randn((5, *n.shape), requires_grad=n.name != frozen) for n in program.inputs}
+        with observing() as seen:
+            run(program, graph, tensors)
+        assert seen[0].compiled.phases[0].recenters == (not frozen)
+
+
+def test_the_result_may_be_written_to(always):
+    case, program = random_case(21, 17, 300), attention(2, 5)
+    graph = Graph.from_edge_index(case.edge_index, case.size)
+    found = []
+    for is_written_to in (False, True):
+        tensors = make_tensors(program, 21, 17, 300, torch.float64)
+        (out,) = run(program, graph, tensors)
+        if is_written_to:
+            with torch.no_grad():
+                out += 1
+        out.sum().backward()
+        found.append([t.grad for t in tensors.values()])
+    torch.testing.assert_close(*found, atol=1e-12, rtol=1e-12)
