@@ -36,7 +36,7 @@ Needs = tuple[bool, ...]
 LONG_ROWS, LONG_ROWS_ON_GPU = 32, 12
 #: Mean degree up to which backward of attention sums up means of its own, in float32 and in half precision: one sum
 #: more per edge then costs less than a pass over three rows of a vertex. From kernels on an H200 (docs/kernels.md).
-SHORT_ROWS, SHORT_ROWS_IN_HALF = 64, 20
+SHORT_ROWS, SHORT_ROWS_IN_HALF = 32, 20
 #: Bytes of a row, for each edge of its vertex, up to which it is multiplied by numbers of that before edges read it,
 #: and edges from which it is whatever its size. Measured on an H100 in float32, ms of a sum with GCN's factors, of one
 #: without, and of torch's pass over the vertices: 490 edges per vertex and 16, 41 and 256 features 1.04, 0.64 and 0.01,

@@ -50,7 +50,7 @@ TARGET = GPUTarget("cuda", 90, 32)
 
 def plans_of(program: EdgeProgram, is_half: bool = False) -> list[Plan]:
     """The plans of a training step of ``program``, on graphs of few edges per vertex and of many, with rows multiplied
-    before edges read them, and of one in a first layer, whose features are given.
+    before edges read them, without results, and of one in a first layer, whose features are given.
 
     Args:
         program: Of one stage.
@@ -58,13 +58,14 @@ def plans_of(program: EdgeProgram, is_half: bool = False) -> list[Plan]:
     """
     stage = split(program).stages[0]
     found: list[Plan] = []
-    for postpones, max_scaled in ((False, 0), (True, 0), (False, 1 << 10)):
-        phase = EdgePhase(stage.core, added=stage.added, postpones=postpones, max_scaled=max_scaled)
+    ways: tuple[dict[str, Any], ...] = ({}, {"postpones": True}, {"max_scaled": 1 << 10}, {"recenters": True})
+    for way in ways:
+        phase = EdgePhase(stage.core, added=stage.added, **way)
         needs = tuple(not n.is_integer for n in phase.inputs)
         found += [phase.forward_plan(KERNELS, save, is_half) for save in (False, True)]
         found.append(phase.backward_plan(KERNELS, needs, is_half))
         of_first = tuple(n.domain == Domain.PARAM and need for n, need in zip(phase.inputs, needs, strict=True))
-        if any(of_first) and not (postpones or max_scaled):
+        if any(of_first) and not way:
             found.append(phase.backward_plan(KERNELS, of_first, is_half))
     return found
 

@@ -78,9 +78,9 @@ def gatv2(width: int = WIDTH, heads: int = HEADS, **options: Any) -> Layer:
                  dict(x_j=spec(SRC, heads, width), alpha=spec(EDGE, heads)), update)
 
 
-def transformer(width: int = WIDTH, heads: int = HEADS, edge_dim: int = 2, **options: Any) -> Layer:
+def transformer(width: int = WIDTH, heads: int = HEADS, edge_dim: int | None = 2, **options: Any) -> Layer:
     args = dict(query_i=spec(DST, heads, width), key_j=spec(SRC, heads, width), value_j=spec(SRC, heads, width),
-                edge_attr=spec(EDGE, edge_dim), index=INDEX, ptr=None, size_i=SIZE_I)
+                edge_attr=spec(EDGE, edge_dim) if edge_dim else None, index=INDEX, ptr=None, size_i=SIZE_I)
     return Layer(lambda: pyg.TransformerConv(4, width, heads=heads, edge_dim=edge_dim, **options), "sum", args)
 
 

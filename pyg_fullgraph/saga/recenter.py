@@ -23,14 +23,14 @@ __all__ = ["recenter"]
 def recenter(found: Adjoint) -> Adjoint:
     """``found`` with the means of gradients of softmax weights summed up in the sweep over their rows.
 
-    Returns: ``found`` itself where such a sweep would not be there without them, or would have to come first and then
-        once more: what reads a mean then is no wider than it, not linear in it, or a sum over all edges.
+    Returns: ``found`` itself where such a sweep would not be there without them, come once more after them, or carry
+        too much: what reads a mean is no wider than it, not linear in it, a sum over all edges, or several sums.
     """
     present = {n: g for n, g in found.grads.items() if g is not None}
     means = _means(found, present.values())
     grads = dict(zip(present, ir.substitute(tuple(present.values()), means), strict=True))
     recentered: dict[Node, Node] = {}
-    wide: set[Node] = set()
+    done: set[Node] = set()
     try:
         for node in ir.walk(*grads.values()):
             if node.op != "gather" or node.domain == Domain.SRC:
@@ -38,13 +38,15 @@ def recenter(found: Adjoint) -> Adjoint:
             read = [m for m in means.values() if m is not node and ir.depends_on(node, m)]
             if not read:
                 continue
-            if node.domain == Domain.PARAM or node.attr("kind") != "sum" or len(read) > 1 or node in means.values():
+            mean, *others = read
+            if others or mean in done or node.domain == Domain.PARAM or node.attr("kind") != "sum" or \
+                    node.numel <= mean.numel:
                 return found
-            recentered[node] = _recentered(node, read[0])
-            wide.update(m for m in read if node.numel > m.numel)
+            recentered[node] = _recentered(node, mean)
+            done.add(mean)
     except NotFusable:
         return found
-    if not means or wide != set(means.values()):
+    if not means or len(done) < len(means):
         return found
     grads = dict(zip(grads, ir.substitute(tuple(grads.values()), recentered), strict=True))
     kept = set(ir.inputs_of(*grads.values()))
