@@ -129,7 +129,8 @@ other programs: `pyg_fullgraph.explain` says what a layer of yours does.
   the layer, *chunks* of edges run with torch where no kernel holds the work. On a CPU all passes run in chunks. Rows
   with very many edges are cut, and merged by the same kernel or a second small one. A program that a layer runs
   several times, as for powers of the adjacency, is counted once.
-- **saved**: what backward needs beside the layer's own inputs, all with one row per vertex.
+- **saved**: what backward needs beside the layer's own inputs, all with one row per vertex. Attention by dot products
+  does without its result on a GPU where vertices have few edges.
 """
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, lru_cache
 
 import torch
@@ -195,7 +196,10 @@ class EdgePhase:
             # What rows give to a factor is still to be added up, and sums may be as large as what is taken off them.
             exact = [n.name for n in self.grads_of_added if not n.is_row and n.name in wanted]
             exact += [name for name, g in wanted.items() if g.op != "gather" and g.domain in (Domain.SRC, Domain.DST)]
-            self._plans[key] = plan(wanted, target, exact=exact, added=added, max_scaled=self.max_scaled)
+            made = plan(wanted, target, exact=exact, added=added, max_scaled=self.max_scaled)
+            if self.recenters:  # sums that are in registers need not be stored exactly to be taken off each other
+                made = replace(made, exact=made.exact - {r for s in made.sweeps for r, _ in s.finish})
+            self._plans[key] = made
         return self._plans[key]
 
     def adds_back(self, back: int) -> bool:
@@ -316,9 +320,12 @@ class CompiledProgram:
                  max_scaled: int = 0) -> None:
         self.program = program
         self.split: Split = split(program, constant=constant)
-        self.phases = tuple(_phase_of(s.core, s.is_exact, s.added, _same_in(s, same), postpones, recenters, max_scaled)
-                            for s in self.split.stages)
         self.constant = tuple(s.constant_inputs(constant) for s in self.split.stages)
+        # What is constant has no backward to differ in, and is kept by its phase.
+        self.phases = tuple(
+            _phase_of(s.core, s.is_exact, s.added, _same_in(s, same), postpones and inputs is None,
+                      recenters and inputs is None, max_scaled)
+            for s, inputs in zip(self.split.stages, self.constant, strict=True))
         steps = [e for s in self.split.stages for e in (*s.hoisted.values(), *(o.value for o in s.core.outputs))]
         self.uses_degree = any(n is ir.DEGREE or n is ir.INV_DEGREE for n in ir.walk(*steps, *self.split.outputs))
         self.sole = self.phases[0] if self._is_sole() else None

@@ -70,7 +70,7 @@ def test_layers_on_large_graphs_equal_the_whole(size):
 @pytest.mark.interpreter
 def test_layers_equal_the_whole_by_kernels():
     ranks(2).run(sharded.check_layers, ["gcn_weight", "gat_edge", "sage_max", "edge_conv"], "self_loops", *BOTH)
-    ranks(3).run(sharded.check_layers, ["gatv2"], "isolated", *BOTH)
+    ranks(3).run(sharded.check_layers, ["gatv2", "transformer"], "isolated", *BOTH)
     ranks(2).run(sharded.check_scaled, ["gcn", "sage"], "hub", *EACH)
 
 

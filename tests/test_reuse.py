@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from oracle import random_case
-from pyg_fullgraph import reuse_constants
+from pyg_fullgraph import autograd, reuse_constants
 from pyg_fullgraph.autograd import run
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.phases import EdgePhase, compile_program
@@ -55,6 +55,19 @@ def test_constant_features_are_summed_once(graph, phases):
         with torch.no_grad():
             w += 0.1
         assert len(phases) == min(step + 1, 2)
+
+
+@pytest.mark.parametrize("asked", ["has_long_rows", "has_short_rows"])
+def test_steps_with_gradients_and_without_share_a_sum(asked, graph, phases, monkeypatch):
+    """Backward may differ with what has gradients, which what is constant has not."""
+    monkeypatch.setattr(autograd, asked, lambda *args: True)
+    monkeypatch.setattr(autograd, "has_kernels", lambda device: True)
+    x, w = values()
+    for has_grad in (True, False, True, False, True):
+        with torch.set_grad_enabled(has_grad):
+            run(LINEAR, graph, {"x": x, "w": w})
+    assert len([k for k in graph.memo if k[0] == "constant"]) == 1
+    assert len(phases) == 2
 
 
 def test_a_change_in_place_is_seen(graph):

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from test_kernels import GPU, INTERPRETER
 
 import zoo
-from oracle import check, random_case
+from oracle import check, random_case, run_oracle
 from pyg_fullgraph.autograd import run
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.phases import compile_program
@@ -118,6 +119,22 @@ def test_results_that_vertex_work_goes_on_with_are_not_rounded():
     assert phase.is_exact
     plain = EdgeProgram((Output("sum", MESSAGE),))
     assert not compile_program(plain).phases[0].is_exact
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@pytest.mark.parametrize("dtype, most", [(torch.float16, 0.004), (torch.bfloat16, 0.04)])
+def test_a_range_is_as_exact_as_its_ends(dtype, most, device):
+    """Also the end that a sweep makes of a maximum when a row is done."""
+    x, y = ir.input("x", SRC, (4,)), ir.input("y", DST, (4,))
+    ends = [gather(kind, pointwise("mul", x, y)) for kind in ("max", "min")]
+    (phase,) = compile_program(difference := EdgeProgram((Output("vertex", pointwise("sub", *ends)),))).phases
+    plan = phase.forward_plan(KERNELS, False, True)
+    assert any(sweep.finish for sweep in plan.sweeps) and set(plan.results) <= plan.exact
+    case = random_case(21, 17, 300)
+    tensors = {"x": (100 + torch.randn(21, 4)).to(device, dtype), "y": (1 + 0.1 * torch.randn(17, 4)).to(device, dtype)}
+    (got,) = run(difference, Graph.from_edge_index(case.edge_index.to(device), case.size), tensors)
+    (want,) = run_oracle(difference, case, {k: t.double() for k, t in tensors.items()})
+    assert (got.double() - want).abs().max() <= most
 
 
 def test_a_result_of_degrees_alone():

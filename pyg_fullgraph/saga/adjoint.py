@@ -50,7 +50,8 @@ def adjoint(outputs: tuple[Output, ...]) -> Adjoint:
     Returns:
         Gradients with respect to every floating input. A softmax is rebuilt from the saved log-sum-exp of its row,
         and where its weights only scale what is summed, ``sum_j a_ij da_ij`` is taken from the saved results,
-        ``<dout_i, out_i>``, so that backward needs no pass of its own for it (SAGA-opt 6).
+        ``<dout_i, out_i>``, so that backward needs no pass over the edges for it (SAGA-opt 6; where even the results
+        are not needed, :mod:`recenter` says).
     """
     saved: dict[str, tuple[Node, Node]] = {}
     roots = [o.value for o in outputs]

@@ -345,9 +345,9 @@ def plan(outputs: Mapping[str, Node], target: Target, disable: Sequence[str] = (
     sweeps = [s for s in steps if isinstance(s, Sweep)]
     handed = {r for s in sweeps for r, _ in s.edges} - set(written.values())
     read = {n for s in steps for n in read_by(s)}
-    between = {r for s in sweeps for r, _ in s.gathers if r in read}
-    done = {r for s in sweeps for r, _ in s.finish}  # of sums that are in registers, rounded once
-    return Plan(steps, results, frozenset((wanted - done) | handed | between))
+    between = {r for s in sweeps for r, _ in s.gathers
+               if r in read and any(r.numel < wide.numel for wide, _ in s.gathers)}
+    return Plan(steps, results, frozenset(wanted | handed | between))
 
 
 def _add_to(steps: recompute.Steps, results: Mapping[str, Node], name: str,

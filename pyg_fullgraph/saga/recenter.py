@@ -9,7 +9,7 @@ storing it rounds off, and no pass over the vertices makes ``<dout_i, out_i>`` o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from pyg_fullgraph.errors import NotFusable
@@ -24,19 +24,22 @@ def recenter(found: Adjoint) -> Adjoint:
     """``found`` with the means of gradients of softmax weights summed up in the sweep over their rows.
 
     Returns: ``found`` itself where such a sweep would not be there without them, come once more after them, or carry
-        too much: what reads a mean is no wider than it, not linear in it, a sum over all edges, or several sums.
+        too much: what reads a mean is no wider than it, not linear in it, a sum over all edges, or several sums; or it
+        is the gradient of an edge, which no sweep along the other side can make in passing.
     """
     present = {n: g for n, g in found.grads.items() if g is not None}
     means = _means(found, present.values())
     grads = dict(zip(present, ir.substitute(tuple(present.values()), means), strict=True))
     recentered: dict[Node, Node] = {}
     done: set[Node] = set()
+    handed: set[Node] = set()
     try:
         for node in ir.walk(*grads.values()):
-            if node.op != "gather" or node.domain == Domain.SRC:
+            if node.op != "gather" or not (read := [m for m in means.values() if m is not node and
+                                                    ir.depends_on(node, m)]):
                 continue
-            read = [m for m in means.values() if m is not node and ir.depends_on(node, m)]
-            if not read:
+            if node.domain == Domain.SRC:
+                handed.update(read)
                 continue
             mean, *others = read
             if others or mean in done or node.domain == Domain.PARAM or node.attr("kind") != "sum" or \
@@ -46,7 +49,9 @@ def recenter(found: Adjoint) -> Adjoint:
             done.add(mean)
     except NotFusable:
         return found
-    if not means or len(done) < len(means):
+    of_edges = [g for n, g in grads.items() if n.domain == Domain.EDGE]
+    if not means or done != set(means.values()) or \
+            any(ir.depends_on(g, m) for g in of_edges for m in done - handed):
         return found
     grads = dict(zip(grads, ir.substitute(tuple(grads.values()), recentered), strict=True))
     kept = set(ir.inputs_of(*grads.values()))
@@ -74,63 +79,50 @@ def _recentered(total: Node, mean: Node) -> Node:
     """
     side, value = total.domain, total.args[0]
     parts = _parts(value, mean)
-    if parts.rest is None:
-        raise NotFusable(["a mean that is taken off nothing"])
     rest, slope = (ir.gather("sum", side, ir.lift(ir.expand(part, value.shape))) for part in (parts.rest, parts.slope))
     return ir.pointwise("sub" if parts.is_minus else "add", rest, ir.pointwise("mul", parts.spread, slope))
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """A value as ``rest``, zero if there is none, plus or minus ``slope`` times ``spread``, the mean spread out."""
+    """A value as ``rest`` plus or minus ``slope`` times ``spread``, the mean spread out."""
 
-    rest: Node | None
+    rest: Node
     is_minus: bool
     slope: Node
     spread: Node
 
-    def over(self, of_rest: Callable[[Node], Node], of_slope: Callable[[Node], Node],
-             of_spread: Callable[[Node], Node] = lambda spread: spread) -> _Parts:
-        """The same with something linear done to each part."""
-        rest = None if self.rest is None else of_rest(self.rest)
-        return replace(self, rest=rest, slope=of_slope(self.slope), spread=of_spread(self.spread))
-
 
 def _parts(node: Node, mean: Node) -> _Parts:
-    if node is mean:
-        return _Parts(None, False, ir.const(1.0), mean)
+    """``node``, which depends on ``mean``, in parts. Raises: NotFusable if it is not linear in it."""
+    if node.op == "mul" and node.args[1].op == "sub" and node.args[1].args[1] is mean:
+        weight, (value, _) = node.args[0], node.args[1].args
+        return _Parts(ir.pointwise("mul", weight, value), True, weight, mean)
     at, *others = (k for k, a in enumerate(node.args) if ir.depends_on(a, mean))
     parts = _parts(node.args[at], mean)
-    if node.op in ("add", "sub") and others:
-        return _both(node.op, parts, _parts(node.args[1], mean))
 
     def again(value: Node) -> Node:
         return ir.pointwise(node.op, *(value if k == at else a for k, a in enumerate(node.args)))
 
     if node.op in ("add", "sub"):
-        other = node.args[1 - at]
-        is_taken_off = node.op == "sub" and at == 1
-        alone = other if node.op == "add" or is_taken_off else ir.pointwise("neg", other)
-        return replace(parts, rest=alone if parts.rest is None else again(parts.rest),
-                       is_minus=parts.is_minus ^ is_taken_off)
+        is_taken_off = node.op == "sub" and (at == 1 or bool(others))
+        if not others:
+            return replace(parts, rest=again(parts.rest), is_minus=parts.is_minus ^ is_taken_off)
+        other = _parts(node.args[1], mean)
+        if parts.spread is not other.spread:
+            raise NotFusable(["a mean that is spread in two ways"])
+        is_added = parts.is_minus == other.is_minus ^ is_taken_off
+        slope = ir.pointwise("add" if is_added else "sub", parts.slope, other.slope)
+        return replace(parts, rest=ir.pointwise(node.op, parts.rest, other.rest), slope=slope)
     if node.op == "neg":
-        return replace(parts.over(again, lambda slope: slope), is_minus=not parts.is_minus)
+        return replace(parts, rest=again(parts.rest), is_minus=not parts.is_minus)
     if (node.op == "mul" and not others) or (node.op == "div" and at == 0 and not others):
-        return parts.over(again, again)
+        return replace(parts, rest=again(parts.rest), slope=again(parts.slope))
     if node.op in ("view", "expand", "permute", "lift"):
         def moved(value: Node) -> Node:
             whole = ir.expand(value, node.args[0].shape)
             return ir.view(whole, node.shape) if node.op == "view" else node.rebuild([whole])
 
-        return parts.over(moved, lambda slope: slope if slope.op == "const" else moved(slope),
-                          moved if node.op != "lift" else lambda spread: spread)
+        spread = parts.spread if node.op == "lift" else moved(parts.spread)
+        return replace(parts, rest=moved(parts.rest), slope=moved(parts.slope), spread=spread)
     raise NotFusable([f"not linear in the mean of a row: {node.op}"])
-
-
-def _both(op: str, a: _Parts, b: _Parts) -> _Parts:
-    """The sum or difference of two values that are linear in the mean."""
-    if a.spread is not b.spread or a.rest is None or b.rest is None:
-        raise NotFusable(["a mean that is spread in two ways"])
-    is_minus = b.is_minus ^ (op == "sub")
-    slope = ir.pointwise("add" if is_minus == a.is_minus else "sub", a.slope, b.slope)
-    return replace(a, rest=ir.pointwise(op, a.rest, b.rest), slope=slope)
