@@ -343,7 +343,8 @@ class Epoch:
         self._first = [p.detach().clone() for p in self.module.parameters()]
         self.captured = pfg.capture(self._step) if provider.endswith(CAPTURED) else None
         self.step: Callable[[], Tensor] = self.captured or self._step
-        self.optimizer = torch.optim.Adam(self.module.parameters(), lr=LEARNING_RATE)
+        self.optimizer = torch.optim.Adam(self.module.parameters(), lr=LEARNING_RATE,
+                                          fused=self.device == "cuda" or None)
 
     def begin(self) -> None:
         """Go back to the first weights; a captured step is recorded anew, so that every epoch from here on is replayed.
