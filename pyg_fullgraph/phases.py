@@ -101,9 +101,13 @@ class EdgePhase:
 
     @cached_property
     def adjoint(self) -> Adjoint:
+        return recenter(self._with_means) if self.recenters else self._with_means
+
+    @cached_property
+    def _with_means(self) -> Adjoint:
+        """The adjoint before means of gradients are summed up beside what reads them."""
         found = adjoint_of(self.core)
-        found = postpone_products(found) if self.postpones else found
-        return recenter(found) if self.recenters else found
+        return postpone_products(found) if self.postpones else found
 
     @cached_property
     def grads_of_added(self) -> dict[Node, Node]:
@@ -197,7 +201,7 @@ class EdgePhase:
             exact = [n.name for n in self.grads_of_added if not n.is_row and n.name in wanted]
             exact += [name for name, g in wanted.items() if g.op != "gather" and g.domain in (Domain.SRC, Domain.DST)]
             made = plan(wanted, target, exact=exact, added=added, max_scaled=self.max_scaled)
-            if self.recenters:  # sums that are in registers need not be stored exactly to be taken off each other
+            if self.adjoint is not self._with_means:  # sums in registers are not stored to be taken off each other
                 made = replace(made, exact=made.exact - {r for s in made.sweeps for r, _ in s.finish})
             self._plans[key] = made
         return self._plans[key]
@@ -321,10 +325,10 @@ class CompiledProgram:
         self.program = program
         self.split: Split = split(program, constant=constant)
         self.constant = tuple(s.constant_inputs(constant) for s in self.split.stages)
-        # What is constant has no backward to differ in, and is kept by its phase.
+        # What is constant has no backward to differ in, and is kept by its phase. Others are shared where they can be.
         self.phases = tuple(
             _phase_of(s.core, s.is_exact, s.added, _same_in(s, same), postpones and inputs is None,
-                      recenters and inputs is None, max_scaled)
+                      recenters and inputs is None and _has_softmax(s.core), max_scaled)
             for s, inputs in zip(self.split.stages, self.constant, strict=True))
         steps = [e for s in self.split.stages for e in (*s.hoisted.values(), *(o.value for o in s.core.outputs))]
         self.uses_degree = any(n is ir.DEGREE or n is ir.INV_DEGREE for n in ir.walk(*steps, *self.split.outputs))
@@ -342,6 +346,10 @@ class CompiledProgram:
 def _phase_of(core: EdgeProgram, is_exact: bool, added: tuple[Node, ...], same: tuple[tuple[Node, Node], ...],
               postpones: bool, recenters: bool, max_scaled: int) -> EdgePhase:
     return EdgePhase(core, is_exact, added, same, postpones, recenters, max_scaled)
+
+
+def _has_softmax(core: EdgeProgram) -> bool:
+    return any(n.op == "softmax" for n in ir.walk(*(o.value for o in core.outputs)))
 
 
 def _same_in(stage: Stage, same: tuple[tuple[Node, Node], ...]) -> tuple[tuple[Node, Node], ...]:

@@ -2,6 +2,7 @@
 are right.
 """
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -52,9 +53,9 @@ PROGRAMS = {
 }
 
 
-def phase_of(program: EdgeProgram, recenters: bool = True) -> phases.EdgePhase:
+def phase_of(program: EdgeProgram, recenters: bool = True, postpones: bool = False) -> phases.EdgePhase:
     stage = split(program).stages[-1]
-    return phases.EdgePhase(stage.core, added=stage.added, recenters=recenters)
+    return phases.EdgePhase(stage.core, added=stage.added, recenters=recenters, postpones=postpones)
 
 
 def backward_of(phase: phases.EdgePhase, target=KERNELS, is_half: bool = False):
@@ -101,7 +102,7 @@ def test_numbers_per_edge_are_handed_on_where_edges_are_wide():
     assert sum(map(is_staged, plan.sweeps[-1].inputs)) == 2
 
 
-@pytest.mark.parametrize("name", ["gat", "gat-dropout", "gat-edge", "gatv2", "transformer-edge",
+@pytest.mark.parametrize("name", ["gat", "gat-dropout", "gat-edge", "gatv2", "normalized", "transformer-edge",
                                   "transformer-edge-wide", "gcn", "edge-max"])
 def test_what_would_cost_more_than_it_saves_stays_as_it_is(name):
     """Gradients of scores, of which there is one per head, of parameters, to which each edge gives its own, and several
@@ -116,7 +117,19 @@ def test_gradients_of_edges_take_no_sweep_more(value):
 
 
 def check_same(program):
-    assert phase_of(program).adjoint == phase_of(program, recenters=False).adjoint
+    for postpones, is_half in itertools.product((False, True), repeat=2):
+        after, before = (phase_of(program, recenters, postpones) for recenters in (True, False))
+        assert after.adjoint == before.adjoint
+        now, then = backward_of(after, is_half=is_half), backward_of(before, is_half=is_half)
+        assert (now.steps, now.exact) == (then.steps, then.exact)
+
+
+def test_phases_without_a_softmax_are_shared():
+    """Steps with gradients of all vertices and others plan and compile them once."""
+    for name, is_shared in (("gcn", True), ("edge-max", True), ("transformer-edge", False)):
+        (plain,), (recentered,) = (phases.compile_program(program_of(name), recenters=flag).phases
+                                   for flag in (False, True))
+        assert (plain is recentered) == is_shared
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -5,10 +5,10 @@ import torch
 from test_kernels import GPU, INTERPRETER
 
 import zoo
-from oracle import check, random_case, run_oracle
+from oracle import check, program_of, random_case, run_oracle
 from pyg_fullgraph.autograd import run
 from pyg_fullgraph.graph import Graph
-from pyg_fullgraph.phases import compile_program
+from pyg_fullgraph.phases import EdgePhase, compile_program
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output, pointwise
 from pyg_fullgraph.saga.passes import split
@@ -135,6 +135,18 @@ def test_a_range_is_as_exact_as_its_ends(dtype, most, device):
     (got,) = run(difference, Graph.from_edge_index(case.edge_index.to(device), case.size), tensors)
     (want,) = run_oracle(difference, case, {k: t.double() for k, t in tensors.items()})
     assert (got.double() - want).abs().max() <= most
+
+
+@pytest.mark.parametrize("name, is_exact", [("gat-weights", True), ("gat-mean", True), ("one-number", False)])
+def test_numbers_per_head_between_sweeps_are_not_rounded(name, is_exact):
+    """The mean of a softmax's gradients, which every edge takes off; sums as wide as rows are stored as rows are."""
+    stage = split(program_of(name)).stages[0]
+    phase = EdgePhase(stage.core, added=stage.added)
+    plan = phase.backward_plan(KERNELS, tuple(not n.is_integer for n in phase.inputs), is_half=True)
+    read = {n for sweep in plan.sweeps for n in sweep.inputs} | {n for step in plan.steps if isinstance(step, tuple)
+                                                                 for n in ir.inputs_of(step[1])}
+    between = {r for sweep in plan.sweeps for r, _ in sweep.gathers} & read
+    assert between and (between <= plan.exact) == is_exact
 
 
 def test_a_result_of_degrees_alone():

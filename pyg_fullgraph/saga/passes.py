@@ -345,8 +345,7 @@ def plan(outputs: Mapping[str, Node], target: Target, disable: Sequence[str] = (
     sweeps = [s for s in steps if isinstance(s, Sweep)]
     handed = {r for s in sweeps for r, _ in s.edges} - set(written.values())
     read = {n for s in steps for n in read_by(s)}
-    between = {r for s in sweeps for r, _ in s.gathers
-               if r in read and any(r.numel < wide.numel for wide, _ in s.gathers)}
+    between = {r for s in sweeps for r, _ in s.gathers if r in read and any(r.numel < n.numel for n in s.inputs)}
     return Plan(steps, results, frozenset(wanted | handed | between))
 
 

@@ -284,7 +284,7 @@ class Plan:
     """What is run, in order: vertex steps ``(result, expression)`` and sweeps; then ``outputs`` over their results.
 
     Results of sweeps in ``exact`` are kept in the dtype of the arithmetic, not of storage: those that are asked for so,
-    and numbers on their way from a sweep to a later step, of which there are fewer than features.
+    and sums on their way to a later step that are narrower than what their sweep reads.
     """
 
     steps: tuple[Step | Sweep, ...]

@@ -35,18 +35,18 @@ def recenter(found: Adjoint) -> Adjoint:
     handed: set[Node] = set()
     try:
         for node in ir.walk(*grads.values()):
-            if node.op != "gather" or not (read := [m for m in means.values() if m is not node and
-                                                    ir.depends_on(node, m)]):
+            if node.op != "gather":
                 continue
+            read = [m for m in means.values() if m is not node and ir.depends_on(node, m)]
             if node.domain == Domain.SRC:
                 handed.update(read)
-                continue
-            mean, *others = read
-            if others or mean in done or node.domain == Domain.PARAM or node.attr("kind") != "sum" or \
-                    node.numel <= mean.numel:
-                return found
-            recentered[node] = _recentered(node, mean)
-            done.add(mean)
+            elif read:
+                mean, *others = read
+                if others or mean in done or node.domain == Domain.PARAM or node.attr("kind") != "sum" or \
+                        node.numel <= mean.numel:
+                    return found
+                recentered[node] = _recentered(node, mean)
+                done.add(mean)
     except NotFusable:
         return found
     of_edges = [g for n, g in grads.items() if n.domain == Domain.EDGE]
