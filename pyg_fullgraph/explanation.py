@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch_geometric.nn as pyg_nn
 from rich.filesize import decimal
 from torch.nn import Module
 
@@ -17,7 +16,7 @@ from pyg_fullgraph.autograd import Run, observing
 from pyg_fullgraph.description import dict_of, lines_of, picture_of
 from pyg_fullgraph.errors import InputError, NotFusable
 from pyg_fullgraph.execution import row_kernels
-from pyg_fullgraph.nn.propagation import FusedMixin
+from pyg_fullgraph.nn.propagation import FusedMixin, is_layer, unseen_reasons
 from pyg_fullgraph.nn.surroundings import is_lazy
 from pyg_fullgraph.program_report import ProgramReport, batches, sizes_of
 from pyg_fullgraph.saga.ir import EdgeProgram
@@ -188,7 +187,7 @@ def explain(model: Module, *args: Any, **kwargs: Any) -> Explanation:
             value.detach().copy_(buffers[name])
     reports = {}
     for name, module in model.named_modules():
-        if isinstance(module, pyg_nn.MessagePassing):
+        if is_layer(module):
             reports[name] = _report(name, module, [e for e in events if e.layer is module], runs)
     return Explanation(reports)
 
@@ -203,7 +202,8 @@ def _observed(model: Module, devices: list[torch.device], args: Any,
 
 def _report(name: str, layer: Module, events: list[debug.Event], runs: list[Run]) -> LayerReport:
     reasons = list(dict.fromkeys(f"{e.method}: {r}" for e in events for r in e.reasons))
-    if not isinstance(layer, FusedMixin):
+    reasons += (unseen := unseen_reasons(layer))
+    if not unseen and not isinstance(layer, FusedMixin):
         reasons.append("the layer is plain PyG; pyg_fullgraph.convert(model) changes that")
     parts: dict[tuple[str, int], ProgramReport] = {}
     for event in events:

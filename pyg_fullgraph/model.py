@@ -10,7 +10,7 @@ from torch.nn import Module
 import pyg_fullgraph.nn as fused_nn
 from pyg_fullgraph.errors import NotFusedError
 from pyg_fullgraph.nn.classes import fused_class
-from pyg_fullgraph.nn.propagation import FusedMixin, refusals
+from pyg_fullgraph.nn.propagation import FusedMixin, is_layer, refusals
 
 __all__ = ["convert", "revert"]
 
@@ -33,15 +33,16 @@ def convert(model: AnyModule, strict: bool = False) -> AnyModule:
     Raises: NotFusedError (ValueError), with ``strict``: names every such layer with its reasons; nothing was changed.
         What depends on inputs or on ``message`` shows when the model runs: see :func:`pyg_fullgraph.explain`.
     """
-    layers = [(n, m) for n, m in model.named_modules() if isinstance(m, pyg_nn.MessagePassing)]
     if strict:
-        refused = {name or type(m).__name__: why for name, m in layers if (why := refusals(m))}
+        refused = {name or type(m).__name__: why for name, m in model.named_modules()
+                   if is_layer(m) and (why := refusals(m))}
         if refused:
             raise NotFusedError(refused)
     for layer in model.modules():
         if type(layer) is pyg_nn.DirGNNConv:
             layer.__class__ = fused_nn.DirGNNConv
-    for _, layer in layers:
+        if not isinstance(layer, pyg_nn.MessagePassing):
+            continue
         if not isinstance(layer, FusedMixin):
             kind = type(layer)
             _change_class(layer, _DROP_IN.get(kind) or fused_class(kind, FusedMixin))

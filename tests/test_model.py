@@ -13,8 +13,10 @@ import pyg_fullgraph.nn as fused_nn
 import zoo
 from pyg_fullgraph import debug
 from pyg_fullgraph.errors import NotFusedError
+from pyg_fullgraph.explanation import explain
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.model import convert, revert
+from pyg_fullgraph.nn.coverage import PLAIN
 
 CASE = zoo.prime()
 GRAPH = Graph.from_edge_index(CASE.edge_index, CASE.num_dst)
@@ -136,6 +138,31 @@ def test_strict_names_every_refusal_and_changes_nothing():
     assert type(model["good"]) is pyg_nn.GCNConv
     convert(model)
     assert isinstance(model["good"], fused_nn.GCNConv)
+
+
+def test_layers_without_propagate_are_refused_and_named():
+    """PyG's WLConv is no MessagePassing: nothing counts it, so that it must not go unnoticed otherwise."""
+    model = torch.nn.ModuleList([pyg_nn.WLConv(), pyg_nn.GCNConv(6, 6).double()])
+    with pytest.raises(NotFusedError, match="0: hashes the colours") as caught:
+        convert(model, strict=True)
+    assert set(caught.value.refused) == {"0"}
+    assert type(model[1]) is pyg_nn.GCNConv
+    convert(model)
+
+    class Both(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.colours, self.sums = model
+
+        def forward(self, colours, x, edge_index):
+            return self.colours(colours, edge_index), self.sums(x, edge_index)
+
+    colours = torch.zeros(CASE.num_src, dtype=torch.long)
+    report = explain(Both(), colours, features(), CASE.edge_index)
+    assert [(r.name, r.verdict) for r in report.layers.values()] == [("colours", "plain"), ("sums", "fused")]
+    assert report.layers["colours"].reasons == (PLAIN["WLConv"],)
+    assert str(report).startswith("1 of 2 message-passing layers run fused")
+    assert type(revert(model)[0]) is pyg_nn.WLConv
 
 
 def test_strict_layers_raise_where_they_would_run_plain():

@@ -13,7 +13,7 @@ from torch import nn
 import pyg_fullgraph.nn as fused_nn
 import zoo
 from pyg_fullgraph import debug
-from pyg_fullgraph.nn.coverage import FUSED, PARTS, PLAIN
+from pyg_fullgraph.nn.coverage import FUSED, PARTS, PLAIN, UNSEEN
 
 CASE = zoo.sorted_by_dst()
 
@@ -21,6 +21,9 @@ CASE = zoo.sorted_by_dst()
 def test_every_conv_of_pyg_is_in_one_table():
     convs = [name for name in pyg_nn.conv.__all__ if name != "MessagePassing"]
     assert sorted(convs) == sorted([*FUSED, *PARTS, *PLAIN])
+    # What is no MessagePassing has no propagate that could be counted.
+    assert {name for name in PLAIN if not issubclass(getattr(pyg_nn, name), pyg_nn.MessagePassing)} < set(UNSEEN)
+    assert set(UNSEEN) < set(PLAIN)
 
 
 @pytest.mark.parametrize("name", fused_nn.__all__)

@@ -1,13 +1,13 @@
 """Every conv layer of PyG: which have a fused class here and what it computes, and why the others have none.
 
-The classes of :mod:`pyg_fullgraph.nn` are made from :data:`FUSED`; the coverage page is written from all four tables.
+The classes of :mod:`pyg_fullgraph.nn` are made from :data:`FUSED`; the coverage page is written from these tables.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["FUSED", "OPTIONS", "PARTS", "PLAIN"]
+__all__ = ["FUSED", "OPTIONS", "PARTS", "PLAIN", "UNSEEN"]
 
 #: Name of a layer -> what it computes for node i. Sums and other reductions are over the edges j -> i.
 FUSED: Mapping[str, str] = {
@@ -86,6 +86,9 @@ PLAIN: Mapping[str, str] = {
     "WLConv": "hashes the colours of neighbours on the host",
     "XConv": "has no edge phase: dense layers on the k nearest neighbours of each point",
 }
+
+#: Those of :data:`PLAIN` that call no ``propagate``, so that nothing counts them when they run.
+UNSEEN = ("CuGraphGATConv", "CuGraphRGCNConv", "CuGraphSAGEConv", "FusedGATConv", "WLConv", "XConv")
 
 #: What makes a layer of :data:`FUSED` run plain all the same -> why.
 OPTIONS: Mapping[str, str] = {

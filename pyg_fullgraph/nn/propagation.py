@@ -14,8 +14,9 @@ import typing
 import weakref
 
 import torch
+import torch_geometric.nn
 from torch_geometric import EdgeIndex
-from torch_geometric.nn import HANConv, aggr
+from torch_geometric.nn import HANConv, MessagePassing, aggr
 from torch_geometric.utils import is_sparse
 
 from pyg_fullgraph import debug
@@ -25,13 +26,14 @@ from pyg_fullgraph.functions import is_recorded, unseen
 from pyg_fullgraph.graph import is_part
 from pyg_fullgraph.nn import classes, compiled, derived, dots, known, order, tape
 from pyg_fullgraph.nn.arguments import Call
+from pyg_fullgraph.nn.coverage import PLAIN, UNSEEN
 from pyg_fullgraph.nn.lazy import EdgeExpr, as_plain, run, run_phase
 from pyg_fullgraph.nn.preparation import has_numbers
 from pyg_fullgraph.nn.rebinding import mark
 from pyg_fullgraph.nn.surroundings import has_hooks_of_all, submodules
 from pyg_fullgraph.nn.tracing import METHODS, mentioned
 
-__all__ = ["FusedMixin", "refusals"]
+__all__ = ["FusedMixin", "is_layer", "refusals", "unseen_reasons"]
 
 # A base for the type checker only: beside it in the MRO there is always a PyG layer.
 _Layer: typing.Any = object
@@ -46,11 +48,27 @@ _ORDERED = (aggr.MedianAggregation, aggr.QuantileAggregation, aggr.LSTMAggregati
 _OVER_ALL_NODES = (HANConv,)
 
 
+# PyG's layers that pass messages without propagate -> why they cannot run fused.
+_UNSEEN = {getattr(torch_geometric.nn, name): PLAIN[name] for name in UNSEEN}
+
+
+def is_layer(module: torch.nn.Module) -> bool:
+    """Whether a module is a layer over edges, that passes messages itself: fused or not."""
+    return isinstance(module, (MessagePassing, *_UNSEEN))
+
+
+def unseen_reasons(layer: torch.nn.Module) -> tuple[str, ...]:
+    """Why a layer that calls no propagate, which nothing counts, cannot run fused; empty for all others."""
+    return tuple(why for kind, why in _UNSEEN.items() if isinstance(layer, kind))
+
+
 def refusals(conv: typing.Any) -> tuple[str, ...]:
     """Why a layer cannot run fused whatever its inputs are; empty if nothing speaks against it.
 
     What depends on the inputs, or on what its methods do, is only known when it runs.
     """
+    if reasons_of_unseen := unseen_reasons(conv):
+        return reasons_of_unseen
     kind, reasons = type(conv), []
     own, reaches_ours = classes.own_method(kind, "propagate")
     if own is not None and not reaches_ours:
