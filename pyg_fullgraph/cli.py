@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from pyg_fullgraph.checkpoint import prepare_folder
 from pyg_fullgraph.classifier import build_model
 from pyg_fullgraph.config import TrainConfig
 from pyg_fullgraph.distributed.group import under_torchrun
@@ -196,11 +197,15 @@ def explain(
 
 @app.command()
 def coverage(
-    write: Annotated[Path | None, typer.Option(help="Write the page to this file instead of printing it.")] = None,
+    write: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Write the page to this file instead of printing it.")
+    ] = None,
 ) -> None:
     """Trace one ordinary configuration of every layer of PyG and say what becomes of it."""
     from pyg_fullgraph.coverage_page import page
 
+    if write is not None:
+        prepare_folder(write.parent)
     text = page()
     if write is None:
         print(text, end="")

@@ -491,6 +491,8 @@ def train(
     if config.capture and group.size > 1:
         raise InputError("capture", "to be left out with several processes", f"{group.size} processes")
     folder = None if config.out is None else prepare_folder(config.out)
+    if config.timeline is not None:
+        prepare_folder(config.timeline)
     dataset = config.load_dataset() if dataset is None else dataset.validate()
     if config.resume and folder is not None:
         paths = [checkpoint_path(folder, "fused", seed) for seed in range(config.seeds)]

@@ -121,6 +121,7 @@ def test_ctrl_c_saves_and_says_so(tmp_path, monkeypatch):
     [
         (("--dataset", "core"), "Error: Expected 'dataset' to be one of generated, cora, "),
         (("--dataset", TINY, "--out", "/dev/null/out"), "Error: Expected output folder '/dev/null/out' to be writable"),
+        (("--dataset", TINY, "--timeline", "/dev/null/t"), "Error: Expected output folder '/dev/null/t' to be wri"),
     ],
 )
 def test_refusal_is_one_line_without_a_traceback(arguments, message, monkeypatch, capsys):
@@ -192,3 +193,12 @@ def test_coverage_is_printed_or_written(tmp_path, monkeypatch):
     assert run("coverage").output == "# Layers\n"
     assert "Wrote" in run("coverage", "--write", tmp_path / "page.md").output
     assert (tmp_path / "page.md").read_text() == "# Layers\n"
+
+
+def test_coverage_is_not_traced_for_a_page_that_cannot_be_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("pyg_fullgraph.coverage_page.page", lambda: 1 / 0)
+    refused = run("coverage", "--write", tmp_path)
+    assert refused.exit_code == 2
+    assert "is a directory" in refused.output
+    refused = run("coverage", "--write", "/dev/null/page.md")
+    assert str(refused.exception) == "Expected output folder '/dev/null' to be writable (got File exists)"

@@ -1,6 +1,7 @@
 """Imports point one way: a module imports only what stands above it in LAYERS."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,7 @@ LAYERS = (
     "pyg_fullgraph._version",
     "pyg_fullgraph.errors",
     "pyg_fullgraph.functions",
+    "pyg_fullgraph.checkpoint",
     "pyg_fullgraph.columns",
     "pyg_fullgraph.activation",
     "pyg_fullgraph.padding",
@@ -100,7 +102,6 @@ LAYERS = (
     "pyg_fullgraph.description",
     "pyg_fullgraph.explanation",
     "pyg_fullgraph.coverage_page",
-    "pyg_fullgraph.checkpoint",
     "pyg_fullgraph.data",
     "pyg_fullgraph.config",
     "pyg_fullgraph.classifier",
@@ -259,3 +260,28 @@ def test_two_packages_in_one_folder_are_refused(tmp_path):
     done = run_python("import triton_kernels", tmp_path)
     assert done.returncode != 0
     assert str(folder / "matmul.py") in done.stderr
+
+
+def map_of_readme() -> dict[str, int]:
+    """Each module -> the row of README's map that names it, in its first column or, of a package or a few, in words."""
+    text = (ROOT / "README.md").read_text().partition("\n## Map\n")[2].partition("\n## ")[0]
+    rows = [line.strip("|").split(" | ", 1) for line in text.splitlines() if line.startswith("| `")]
+    found: dict[str, int] = {}
+    for number, (first, words) in enumerate(rows):
+        names = re.findall(r"`([\w/.]+)`", first)
+        package = names[0].rpartition("/")[0].replace("/", ".")
+        listed = [name.rpartition("/")[2].removesuffix(".py") for name in names]
+        for name in (n for n in (*listed, *re.findall(r"`(\w+)`", words)) if n):
+            if f"{package}.{name}" in MODULES:
+                found.setdefault(f"{package}.{name}", number)
+    return found
+
+
+def test_readmes_map_names_every_module_in_order():
+    rows = map_of_readme()
+    inits = {m for m, path in MODULES.items() if path.stem.startswith("_")}
+    parts = {m for m in MODULES if m.startswith("pyg_fullgraph.saga.rules.")}
+    assert sorted(MODULES.keys() - rows.keys() - inits - parts) == []
+    down = [(module, target) for module, row in rows.items() for _, target in imports_of(module)
+            if rows.get(target, row) > row]
+    assert down == []

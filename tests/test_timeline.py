@@ -126,6 +126,14 @@ def test_what_was_broken_off_is_left_out():
     assert [e.kind for e in found.events if e.sweep == 1 and e.kind != "merge"] == ["sweep", "stage"]
 
 
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_recorded():
+    with pytest.raises(errors.UnwritableFolderError, match="Expected output folder '/dev/null/t' to be writable"), \
+            pfg.timeline("/dev/null/t"):
+        raise AssertionError
+    with pfg.timeline():
+        pass
+
+
 def test_one_at_a_time():
     def nested():
         with pfg.timeline(), pfg.timeline():

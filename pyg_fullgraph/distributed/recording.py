@@ -16,6 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._pytree import tree_leaves
 from torch_geometric.nn import MessagePassing
 
+from pyg_fullgraph.checkpoint import prepare_folder
 from pyg_fullgraph.distributed.group import Group
 from pyg_fullgraph.distributed.model import DistributedModel
 from pyg_fullgraph.events import Event, Overlap, Recorder, overlap, shifted
@@ -83,9 +84,11 @@ class Timeline:
         return figure
 
     def save(self, folder: str | Path) -> None:
-        """Write ``timeline.json``, see :meth:`trace`, and ``timeline.png``, see :meth:`figure`."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        """Write ``timeline.json``, see :meth:`trace`, and ``timeline.png``, see :meth:`figure`.
+
+        Raises: UnwritableFolderError.
+        """
+        folder = prepare_folder(folder)
         (folder / "timeline.json").write_text(json.dumps(self.trace()))
         self.figure().savefig(folder / "timeline.png", dpi=120)
 
@@ -137,7 +140,7 @@ def timeline(folder: str | Path | None = None, group: Any = None) -> Iterator[Ti
         folder: rank 0 writes ``timeline.json`` (Chrome's trace format) and ``timeline.png`` there; None writes nothing.
         group: the process group; None for the default one, or for one process alone.
     Returns: an object whose ``events``, ``overlap`` and ``str`` are filled when the block is left.
-    Raises: InputError within another such block.
+    Raises: InputError within another such block; UnwritableFolderError, before anything is recorded.
     Times are those of events on the streams for what runs on a GPU, else of the clock.
 
     Cost: two marks for each transfer and stage, and a few transfers at either end; nothing outside such a block. What a
@@ -145,6 +148,8 @@ def timeline(folder: str | Path | None = None, group: Any = None) -> Iterator[Ti
     Source: MG-GCN, figures 6 and 8.
     """
     ranks, made = Group(group), Timeline()
+    if folder is not None and ranks.rank == 0:
+        prepare_folder(folder)
     recorder = Recorder(ranks.rank)
     recorder.begin(lambda: ranks.any(True, ranks.device))
     try:
