@@ -163,7 +163,6 @@ def draw(*shape: int) -> Tensor:
 
 
 X, W, EA, EA1, POS = draw(N, F_IN), draw(E).abs() + 0.1, draw(E, F_EDGE), draw(E, 1), draw(N, 3)
-XO = draw(N, F_OUT)
 NORMAL = torch.nn.functional.normalize(draw(N, 3), dim=-1)
 DEG = torch.bincount(torch.bincount(EDGES[1], minlength=N))
 EI = dict(edge_index=EDGES)

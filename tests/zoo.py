@@ -146,4 +146,3 @@ ALL = tuple(
     )
 )
 SQUARE = tuple(case for case in ALL if case.is_square)
-WITH_EDGES = tuple(case for case in ALL if case.num_edges > 0)
