@@ -63,8 +63,10 @@ class _EdgePhaseFunction(torch.autograd.Function):
         ctx.results = ()
         own = range(len(tensors), len(tensors) + len(results))
         saved = [k for k in places if k in own]
-        # Hooks may want to keep them elsewhere, and processes that have parts of a graph would have to agree.
-        if saved and torch._C._autograd._top_saved_tensors_default_hooks(True) is None and not graph.is_part:
+        if saved and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            for k in saved:  # what hooks keep has no version, by which it would show that somebody has written to it
+                pool[k] = pool[k].clone()
+        elif saved and not graph.is_part:  # processes that have parts of a graph would have to agree
             ctx.results = tuple((pool[k].detach(), pool[k]._version) for k in saved)
             # As outputs they would be refused in backward if somebody has written to them.
             pool[own.start:own.stop] = [r.data for r in results]

@@ -9,7 +9,9 @@ import operator
 import numpy as np
 import pytest
 import torch
+import torch_geometric.nn as pyg_nn
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import add_remaining_self_loops, add_self_loops, remove_self_loops
@@ -343,3 +345,41 @@ def test_a_deque_and_an_attribute_by_its_name_are_read_again(kind):
             plain = kind()
             plain.set(value)
             torch.testing.assert_close(layer(features(), NO_LOOPS), plain(features(), NO_LOOPS))
+
+
+WAYS_OF_KEEPING = {
+    "here": lambda block, x: block(x),
+    "checkpoint": lambda block, x: checkpoint(block, x, use_reentrant=False),
+    "reentrant checkpoint": lambda block, x: checkpoint(block, x, use_reentrant=True),
+    "hooks": lambda block, x: under(torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t), block, x),
+    "on the CPU": lambda block, x: under(torch.autograd.graph.save_on_cpu(), block, x),
+}
+
+
+def under(context, block, x):
+    with context:
+        return block(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+@pytest.mark.parametrize("how", WAYS_OF_KEEPING)
+def test_results_that_are_kept_for_backward_may_be_written_to(how, dtype):
+    """Attention keeps its result, which PyG's does not: wherever it is kept, a forward may go on in its memory."""
+    made = []
+    for source in (pyg_nn, pfg.nn):
+        torch.manual_seed(0)
+        conv = source.GATConv(4, 3, bias=False).to(dtype)
+        x = features().to(dtype).requires_grad_()
+
+        def block(y, conv=conv):
+            out = conv(y, LOOPS)
+            out += 1
+            return out.sin()
+
+        out = WAYS_OF_KEEPING[how](block, x)
+        made.append([out, *torch.autograd.grad(out.square().sum(), x)] if "reentrant" not in how
+                    else [out, out.square().sum().backward() or x.grad])
+    (want, want_x), (got, got_x) = made
+    tolerance = 1e-12 if dtype == torch.float64 else 2e-2
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(got_x, want_x, rtol=tolerance, atol=tolerance)
