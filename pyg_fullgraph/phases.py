@@ -202,7 +202,8 @@ class EdgePhase:
             exact += [name for name, g in wanted.items() if g.op != "gather" and g.domain in (Domain.SRC, Domain.DST)]
             made = plan(wanted, target, exact=exact, added=added, max_scaled=self.max_scaled)
             if self.adjoint is not self._with_means:  # sums in registers are not stored to be taken off each other
-                made = replace(made, exact=made.exact - {r for s in made.sweeps for r, _ in s.finish})
+                ends = {r for s in made.sweeps for r, _ in s.finish} & {*made.outputs.values()}
+                made = replace(made, exact=made.exact - ends)
             self._plans[key] = made
         return self._plans[key]
 

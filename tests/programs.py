@@ -134,6 +134,15 @@ def attention(heads: int, features: int, has_edges: bool = False) -> EdgeProgram
     return EdgeProgram((Output("sum", ir.pointwise("mul", weight, value)),))
 
 
+def largest_of_attention(heads: int, features: int) -> EdgeProgram:
+    """Maxima of weighted rows, whose scores are made of two dot products: weights beside nothing that sums them up."""
+    shape = (heads, features)
+    query, key, value = ir.input("query", DST, shape), ir.input("key", SRC, shape), ir.input("value", SRC, shape)
+    products = [ir.pointwise("mul", query, other) for other in (key, ir.input("edges", EDGE, shape))]
+    score = ir.pointwise("add", *(ir.reduce_features("sum", product, (1,), True) for product in products))
+    return EdgeProgram((Output("max", ir.pointwise("mul", ir.softmax(score), value)),))
+
+
 def maxima(features: int) -> EdgeProgram:
     """The largest of what sources have."""
     return EdgeProgram((Output("max", ir.input("x", SRC, (features,))),))
@@ -349,6 +358,7 @@ MORE_CASES: dict[str, Callable[[], EdgeProgram]] = {
     "normalized": lambda: normalized(WIDTH, has_bias=True),
     "shared-factor": shared_factor,
     "one-number": one_number,
+    "largest-of-attention": lambda: largest_of_attention(2, 8),
 }
 
 

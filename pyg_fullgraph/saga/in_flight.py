@@ -166,8 +166,8 @@ class Flight:
     @property
     def _has_work(self) -> bool:
         """Whether more than two wide values are worked out of each of these rows; of kernels with :attr:`_dots`."""
-        work = [n for n in self.emitter.names if n.domain not in self.emitter.fixed and self._is_wide(n)
-                and ir.OPS[n.op].kind == "pointwise" and n.op not in ir.TRUTHS]
+        work = [n for n in self.emitter.names if ir.OPS[n.op].kind == "pointwise" and n.op not in ir.TRUTHS
+                and n.domain not in self.emitter.fixed and self._is_wide(n)]
         return len(work) > 2 * len(self._rows)
 
     @property

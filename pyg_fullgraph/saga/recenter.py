@@ -4,7 +4,9 @@ The gradient of a score is ``a_ij (d_ij - m_i)``, where ``m_i = sum_j a_ij d_ij`
 sums up of it, as the gradient of queries, is linear in that: ``sum_j a_ij (d_ij - m_i) k_j`` is ``sum_j a_ij d_ij k_j -
 m_i sum_j a_ij k_j`` (SAGA-opt 4: what the edges of a row share commutes with the sum). So one sweep makes both sums and
 the mean, and hands that to the one along the other side. Forward need not keep its result, nor in half precision what
-storing it rounds off, and no pass over the vertices makes ``<dout_i, out_i>`` of both. The price is one sum more.
+storing it rounds off, and no pass over the vertices makes ``<dout_i, out_i>`` of both. The price is one sum more, and
+one of the weights ``a_ij``: they are computed again from scores and what normalizes these, which is rounded, so that
+they add up to one but for a factor that all of a row share; the mean is divided by it, as the result was in forward.
 """
 
 from __future__ import annotations
@@ -18,6 +20,10 @@ from pyg_fullgraph.saga.adjoint import Adjoint, softmax_from
 from pyg_fullgraph.saga.ir import Domain, Node
 
 __all__ = ["recenter"]
+
+#: Least sum of a row's weights, which is 1 but for what scores and what they are normalized by were rounded by, or 0 of
+#: a row without edges.
+LEAST_SHARE = 1e-6
 
 
 def recenter(found: Adjoint) -> Adjoint:
@@ -68,7 +74,8 @@ def _means(found: Adjoint, grads: Iterable[Node]) -> dict[Node, Node]:
         if node.op == "mul" and node.args[0] in weights and node.args[1].op == "sub":
             weight, (value, mean) = node.args[0], node.args[1].args
             if mean.domain == Domain.DST and results & set(ir.inputs_of(mean)):
-                means[mean] = ir.gather("sum", Domain.DST, ir.pointwise("mul", weight, value))
+                total, share = (ir.gather("sum", Domain.DST, v) for v in (ir.pointwise("mul", weight, value), weight))
+                means[mean] = ir.pointwise("div", total, ir.pointwise("maximum", share, LEAST_SHARE))
     return means
 
 
