@@ -10,6 +10,7 @@ import torch.utils.checkpoint
 import torch_geometric.nn as pyg_nn
 from layers import MORE, SQUARE, assert_fused, assert_same, run, twins
 from torch_geometric.nn import models
+from torch_geometric.utils import softmax
 
 import pyg_fullgraph.nn as fused_nn
 import zoo
@@ -225,3 +226,61 @@ def test_full_backward_hooks_of_a_submodule():
     for k in range(5):
         layer(x, CASE.edge_index).sin().sum().backward()
         assert len(seen) == k + 1
+
+
+# Casts in a message
+
+
+class Casting(pyg_nn.MessagePassing):
+    def __init__(self, function):
+        super().__init__(aggr="add")
+        self.function = function
+
+    def forward(self, x, time, edge_index):
+        return self.propagate(edge_index, x=x, time=time)
+
+    def message(self, x_j, time, index, ptr, size_i):
+        return self.function(x_j, time, (index, ptr, size_i))
+
+
+def weighted(x, time, rows):
+    return softmax(x.sum(-1).float(), *rows).unsqueeze(-1) * x
+
+
+CASTS = {
+    "float": lambda x, time, rows: x.float() * 2, "to": lambda x, time, rows: x.to(torch.float32) * 2,
+    "half": lambda x, time, rows: x.to(torch.bfloat16) * 2, "softmax": weighted,
+    "reduction": lambda x, time, rows: x.mean(-1, keepdim=True, dtype=torch.float32) * x,
+    "double": lambda x, time, rows: x.double() * 2,
+    "there and back": lambda x, time, rows: x * ((x.double() + 1e6) - 1e6).to(x.dtype),
+    "clock": lambda x, time, rows: x * torch.cos(time.double() * (6.283185307179586 / 86_400_000)).to(x.dtype)[:, None],
+}
+
+
+ROUNDED = ("softmax", "reduction")
+
+
+@pytest.mark.filterwarnings("ignore::pyg_fullgraph.debug.PlainPathWarning")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", CASTS)
+def test_casts_in_a_message(name, dtype):
+    """The result has PyG's dtype, and where PyG computes in float64 so do we, if by PyG."""
+    plain = Casting(CASTS[name])
+    fused = convert(copy.deepcopy(plain))
+    x = draw(CASE.num_src, 6, dtype=dtype)
+    time = torch.arange(CASE.num_edges) * 7_654_321 + 1_700_000_000_000
+    exact = plain(x.detach().double(), time, CASE.edge_index)
+    (want, want_x), (got, got_x) = (
+        (out, *torch.autograd.grad(out.double().sin().sum(), x)) for out in
+        (layer(x, time, CASE.edge_index) for layer in (plain, fused)))
+    assert got.dtype == want.dtype and got_x.dtype == dtype
+    needs_float64 = name in ("double", "there and back", "clock") and dtype != torch.float64
+    assert debug.counters() == ({"fused": 0, "plain": 1} if needs_float64 else {"fused": 1, "plain": 0})
+    # PyG computes the rest of float64 in float32 as well, which we do not.
+    rounding = 4 * max(torch.finfo(d).eps for d in (dtype, want.dtype, *[torch.float32] * (name in ROUNDED)))
+    assert error(got, exact) <= error(want, exact) + rounding * exact.abs().max()
+    assert error(got_x, want_x.double()) <= 4 * rounding * want_x.abs().max()
+
+
+def error(got, exact):
+    return (got.detach().double() - exact).abs().max()

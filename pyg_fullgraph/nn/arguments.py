@@ -253,7 +253,7 @@ class Call:
                 # Drawn here, so that an expression gives the same values each time it is computed.
                 used[node] = draw_seed(self.graph)
                 self.seeds.add(node.name)
-        self._settle_dtype(used)
+        self._settle_dtype(used, found.casts)
         self.program, self.side, self.dim = program, side, found.dim
         self.tensors = {n.name: self._cast(used[n]) for n in inputs if n in used}
 
@@ -267,8 +267,12 @@ class Call:
             found[torch.get_autocast_dtype(self.graph.device.type)] = None
         return list(found)
 
-    def _settle_dtype(self, used: Mapping[Node, Tensor]) -> None:
+    def _settle_dtype(self, used: Mapping[Node, Tensor], casts: bool) -> None:
         """Find the dtype to compute in, and where not all floating tensors are of it, the one that PyG's result has.
+
+        Args:
+            used: Tensors by their inputs.
+            casts: Whether the methods may make another dtype of them.
 
         Raises:
             DtypeError: PyG could not run either; names the first tensor that differs.
@@ -281,12 +285,14 @@ class Call:
         floating = {n: t for n, t in used.items() if t.is_floating_point() and not (t.dim() == 0 and not n.is_row)}
         is_mixed = any(t.dtype != self.computed for t in floating.values())
         is_autocast = torch.is_autocast_enabled(self.graph.device.type)
-        if not is_mixed and not is_autocast:
+        if not (is_mixed or is_autocast or casts):
             return
         given = {**{k: t.dtype for k, t in self.tensors.items()}, **{n.name: e.dtype for n, e in self.exprs.items()}}
         try:
             self.dtype = result_dtype(self.conv, self.function, self.args, given, self.graph.device)
         except RuntimeError as error:
+            if not (is_mixed or is_autocast):
+                return
             first = next(iter(floating.items()))
             name, odd = next(((n.name, t.dtype) for n, t in floating.items() if t.dtype != first[1].dtype),
                              (first[0].name, first[1].dtype))

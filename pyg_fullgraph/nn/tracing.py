@@ -93,9 +93,14 @@ def traced(conv: Module, function: str, args: Arguments, dtypes: Callable[[], Se
     asked = reached(type(conv), METHODS[function]).mentions & _ASKS_FOR_MODES
     if asked:
         raise NotFusable([f"{METHODS[function][0]} calls {' and '.join(sorted(asked))}, whose answer changes"])
-    found = _traced_in(conv, function, args, torch.get_default_dtype())
-    if not found.reads_dtype:
-        return found
+    try:
+        found = _traced_in(conv, function, args, torch.get_default_dtype())
+    except NotFusable:
+        if set(dtypes()) <= {torch.get_default_dtype()}:
+            raise
+    else:
+        if not found.reads_dtype:
+            return found
     seen = dtypes()
     found, *others = [_traced_in(conv, function, args, dtype) for dtype in seen]
     if any(o.value is not found.value or o.side != found.side for o in others):

@@ -118,13 +118,15 @@ class Importer:
         softmax_backward: ``(grad, weight) -> node``, how the adjoint writes a softmax gradient; given for graphs of
             derivatives only.
         targets: The symbol of the number of destinations.
+        dtype: Of floating tensors, where that is known.
     """
 
     def __init__(self, seed_prefix: str, softmax_backward: Callable[[Node, Node], Node] | None = None,
-                 targets: Any = None) -> None:
+                 targets: Any = None, dtype: torch.dtype | None = None) -> None:
         self.seed_prefix = seed_prefix
         self.softmax_backward = softmax_backward
         self.targets = targets
+        self.dtype = dtype
         self.values: dict[FxNode, Any] = {}
 
     @property

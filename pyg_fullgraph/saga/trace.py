@@ -72,12 +72,14 @@ class Traced:
         side: Edge expressions that the methods leave on the layer, by attribute.
         dim: Position of the rows in the tensor that the methods return.
         reads_dtype: Whether the trace may be another one for tensors of another dtype.
+        casts: Whether the result may be of another dtype than the arguments.
     """
 
     value: Node
     side: Mapping[str, Node] = field(default_factory=dict)
     dim: int = 0
     reads_dtype: bool = False
+    casts: bool = False
 
 
 def trace_propagate(conv: torch.nn.Module, message_args: Mapping[str, Any], aggregate_args: Mapping[str, Any],
@@ -107,7 +109,7 @@ def trace_propagate(conv: torch.nn.Module, message_args: Mapping[str, Any], aggr
     traced = _Trace(conv, "message", both, dtype).run(call)
     if not traced.is_target_rows:
         raise NotFusable([f"{type(conv).__name__}.aggregate returns something that has not one row per target node"])
-    return Traced(traced.value, traced.side, traced.dim, traced.reads_dtype)
+    return Traced(traced.value, traced.side, traced.dim, traced.reads_dtype, traced.casts)
 
 
 def trace_edge_update(conv: torch.nn.Module, args: Mapping[str, Any], dtype: torch.dtype | None = None) -> Traced:
@@ -124,7 +126,7 @@ def trace_method(conv: torch.nn.Module, method: str, args: Mapping[str, Any],
     traced = _Trace(conv, method, {f"{method}.{k}": v for k, v in args.items()}, dtype).run(call)
     if not traced.is_edge_rows:
         raise NotFusable([f"{type(conv).__name__}.{method} returns something that has not one row per edge"])
-    return Traced(traced.value, traced.side, traced.dim, traced.reads_dtype)
+    return Traced(traced.value, traced.side, traced.dim, traced.reads_dtype, traced.casts)
 
 
 def _prefixed(prefix: str, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,6 +140,8 @@ _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _ASK_DTYPE = {Tensor.dtype.__get__, Tensor.itemsize.__get__, Tensor.nbytes.__get__,  # type: ignore[attr-defined]
               Tensor.element_size, Tensor.type, torch.result_type}
 _NEW_TENSOR = Tensor.new_tensor
+# What makes another dtype of a tensor, where it is not of that already.
+_CASTS = {Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to, Tensor.type, Tensor.type_as}
 # Questions about what a trace has not: it is made with gradients, for calls with and without them.
 _ASK_GRADIENT = {Tensor.requires_grad.__get__, Tensor.is_leaf.__get__, Tensor.grad_fn.__get__}  # type: ignore[attr-defined]
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
@@ -156,7 +160,7 @@ class _Watch(TorchFunctionMode):
         self.has_lines = isinstance(way, _MakeFx)  # refusals of the recorder are forgotten
         self.largest: list[Tensor] = []
         self.count = 0
-        self.asked_dtype = False
+        self.asked_dtype = self.casts = False
 
     def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -164,7 +168,9 @@ class _Watch(TorchFunctionMode):
             with self:
                 return composed(*args, **kwargs)
         # Numbers that are rounded to the dtype of a tensor answer, too.
-        self.asked_dtype |= function in _ASK_DTYPE or (function is _NEW_TENSOR and args[0].is_floating_point())
+        self.casts |= function in _CASTS or isinstance(kwargs.get("dtype"), torch.dtype)
+        self.asked_dtype |= self.casts or function in _ASK_DTYPE or \
+            (function is _NEW_TENSOR and args[0].is_floating_point())
         line = ""
         if self.has_lines:
             line = current_line()
@@ -228,7 +234,7 @@ class _Result:
         self.value, self.side, self.dim = value, side, dim
         self.is_target_rows = importer.is_targets(rows) and rows is not NUM_TARGETS
         self.is_edge_rows = rows == edges
-        self.reads_dtype = False
+        self.reads_dtype = self.casts = False
 
 
 class _MakeFx:
@@ -272,7 +278,7 @@ class _Trace:
                  dtype: torch.dtype | None = None) -> None:
         self.conv, self.method, self.args = conv, method, args
         self.dtype = dtype or torch.get_default_dtype()
-        self.asked_dtype = False
+        self.asked_dtype = self.casts = False
         self.nodes: dict[str, Any] = {}
         for key, spec in args.items():
             if isinstance(spec, ArgSpec):
@@ -311,6 +317,7 @@ class _Trace:
         limits = _limits(self.dtype)
         constants = (n for n in ir.walk(result.value, *result.side.values()) if n.op == "const")
         result.reads_dtype = self.asked_dtype or any(abs(n.attr("value")) in limits for n in constants)
+        result.casts = self.casts
         return result
 
     def _recorded(self, call: Callable[[Any, Mapping[str, Any]], Any]) -> _Result | None:
@@ -318,7 +325,7 @@ class _Trace:
         try:
             result, has_counted = self._run(call, Recorder(), NUM_TARGETS)
         except Exception:
-            self.asked_dtype = False
+            self.asked_dtype = self.casts = False
             return None
         return None if has_counted else result
 
@@ -349,6 +356,7 @@ class _Trace:
                     out = call(conv, args)
                 counted.extend(watch.largest)
                 self.asked_dtype |= watch.asked_dtype
+                self.casts |= watch.casts
                 left.update(self._left_behind(before, buffers))
             if not isinstance(out, Tensor):
                 raise NotFusable([f"{type(conv).__name__}.{self.method} returns something that is not a tensor"])
@@ -366,7 +374,7 @@ class _Trace:
 
     def _imported(self, graph: torch.fx.Graph, params: list[Node], names: list[str],
                   way: _MakeFx | Recorder) -> _Result:
-        importer = Importer(f"{self.method}.", targets=way.targets)
+        importer = Importer(f"{self.method}.", targets=way.targets, dtype=self.dtype)
         nodes = importer.run(graph, [*params, *self.nodes.values()])
         if way.mode.shape_env is not None and way.mode.shape_env.guards:
             raise NotFusable([f"{type(self.conv).__name__}.{self.method} depends on the number of edges or nodes"])
