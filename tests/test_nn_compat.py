@@ -284,3 +284,33 @@ def test_casts_in_a_message(name, dtype):
 
 def error(got, exact):
     return (got.detach().double() - exact).abs().max()
+
+
+# Weights that are made from others
+
+
+class Parametrized(pyg_nn.MessagePassing):
+    def __init__(self):
+        super().__init__(aggr="add")
+        self.lin = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(6, 5))
+        torch.nn.utils.parametrize.register_parametrization(self.lin, "bias", torch.nn.Tanh())
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_j):
+        return self.lin(x_j).tanh()
+
+
+@pytest.mark.filterwarnings("ignore::pyg_fullgraph.debug.PlainPathWarning")
+def test_what_torch_caches_of_parametrizations_has_values():
+    """Layers are traced within the block: what torch keeps there must not be the weight of a trace."""
+    torch.manual_seed(0)
+    plain = Parametrized().double()
+    fused, x = convert(copy.deepcopy(plain)), draw(CASE.num_src, 6)
+    with torch.nn.utils.parametrize.cached():
+        got = [fused(x, CASE.edge_index), x @ fused.lin.weight.t() + fused.lin.bias, fused(x, CASE.edge_index)]
+        kept = torch.nn.utils.parametrize._cache.copy()
+        assert len(kept) == 2
+    assert torch.nn.utils.parametrize._cache == {}
+    assert_same(got, [plain(x, CASE.edge_index), plain.lin(x), plain(x, CASE.edge_index)])

@@ -24,7 +24,16 @@ from pyg_fullgraph.errors import FunctionTransformError, NotFusable
 from pyg_fullgraph.functions import has_transforms
 from pyg_fullgraph.nn.surroundings import Key, Numbers, initialized, is_lazy, reached, submodules
 from pyg_fullgraph.saga.ir import Domain
-from pyg_fullgraph.saga.trace import INDEX, SIZE_I, SIZE_J, ArgSpec, Traced, trace_edge_update, trace_propagate
+from pyg_fullgraph.saga.trace import (
+    INDEX,
+    SIZE_I,
+    SIZE_J,
+    ArgSpec,
+    Traced,
+    trace_edge_update,
+    trace_propagate,
+    without_cached_parametrizations,
+)
 
 __all__ = ["METHODS", "attribute", "initialize_lazy", "mentioned", "result_dtype", "traced"]
 
@@ -260,7 +269,7 @@ def _fake_dtype(conv: Module, methods: Sequence[str], args: Arguments, dtypes: M
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     saved = {m: dict(m.__dict__) for m in conv.modules()}
     try:
-        with mode, torch.no_grad(), _Products():
+        with mode, torch.no_grad(), _Products(), without_cached_parametrizations():
             state = {k: torch.empty(v.shape, dtype=v.dtype, device=device) for k, v in initialized(conv)}
             out: Any = ()
             with _reparametrize_module(conv, state):

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
@@ -512,6 +513,17 @@ def _with_parameters(module: torch.nn.Module, values: Mapping[str, Tensor]) -> I
 
 
 @contextmanager
+def without_cached_parametrizations() -> Iterator[None]:
+    """Puts aside what ``parametrize.cached()`` has torch keep: weights with values are not those of a trace."""
+    kept = parametrize._cache_enabled, parametrize._cache
+    parametrize._cache_enabled, parametrize._cache = 0, {}
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled, parametrize._cache = kept
+
+
+@contextmanager
 def _restored(conv: torch.nn.Module) -> Iterator[None]:
     """Leaves every module of ``conv`` as it was, whatever the methods set.
 
@@ -521,7 +533,8 @@ def _restored(conv: torch.nn.Module) -> Iterator[None]:
     saved = {m: dict(m.__dict__) for m in conv.modules()}
     held = [(v, v.copy()) for a in saved.values() for v in a.values() if type(v) in (list, dict, set)]
     try:
-        yield
+        with without_cached_parametrizations():
+            yield
     finally:
         for module, attributes in saved.items():
             for name in [n for n in vars(module) if n not in attributes]:
