@@ -169,7 +169,7 @@ class _Watch(TorchFunctionMode):
             with self:
                 return composed(*args, **kwargs)
         # Numbers that are rounded to the dtype of a tensor answer, too.
-        self.casts |= function in _CASTS or isinstance(kwargs.get("dtype"), torch.dtype)
+        self.casts |= function in _CASTS or getattr(kwargs.get("dtype"), "is_floating_point", False)
         self.asked_dtype |= self.casts or function in _ASK_DTYPE or \
             (function is _NEW_TENSOR and args[0].is_floating_point())
         line = ""
