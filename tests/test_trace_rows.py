@@ -114,7 +114,7 @@ INTEGERS = {
     "computed index": lambda self, x_j, kind, number_j: self.wide.view(24, 3)[number_j * 6 + kind] * x_j,
     "matrix per kind": lambda self, x_j, kind: torch.bmm(x_j.unsqueeze(1), self.matrices[kind]).squeeze(1),
     "comparisons": lambda self, x_j, kind, number_j: x_j * (kind == number_j).unsqueeze(-1)
-    + x_j * (kind > 1).double().view(-1, 1),
+    + x_j * (kind > 1).float().view(-1, 1),
     "numbers": lambda self, x_j, kind: x_j * kind.float().unsqueeze(-1) + x_j * kind.unsqueeze(-1),
     "where": lambda self, x_j, x_i, kind: torch.where((kind == 2).unsqueeze(-1), x_j, x_i),
     "F.one_hot": lambda self, x_j, kind: F.one_hot(kind, T).to(x_j.dtype) @ self.w * x_j,

@@ -191,6 +191,9 @@ class Importer:
         try:
             if _is_known(name, leaves):
                 return node.target(*args, **kwargs)  # type: ignore[operator]
+            if self.dtype not in (None, torch.float64) and isinstance(value, Tensor) and value.dtype == torch.float64 \
+                    and value.dim() > 0:
+                raise NotFusable([f"computes in float64 beside tensors of {str(self.dtype).removeprefix('torch.')}"])
             return settled(node, rule(self, node, *args, **kwargs))
         except NotFusable as error:
             raise NotFusable([f"operation {name} {r}" for r in error.reasons]) from error

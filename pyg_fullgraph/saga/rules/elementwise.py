@@ -255,8 +255,6 @@ def _cast(imp: Any, fx: FxNode, x: Any, *args: Any, **kwargs: Any) -> Any:
         return x if is_bool(given) else pointwise("ne", x, 0.0)
     if is_bool(given):
         return numbers(x) if x.op != "const" else x
-    if dtype == torch.float64 and imp.dtype not in (None, torch.float64):
-        raise NotFusable([f"computes in float64 beside tensors of {str(imp.dtype).removeprefix('torch.')}"])
     if dtype.is_floating_point:
         return to_float(x) if is_integer(given) else x
     if not is_integer(given):
