@@ -104,6 +104,11 @@ class EdgePhase:
         return recenter(self._with_means) if self.recenters else self._with_means
 
     @cached_property
+    def _in_half(self) -> Adjoint:
+        """The adjoint where results are in half precision, for which the same is saved."""
+        return recenter(self._with_means, is_half=True) if self.recenters else self._with_means
+
+    @cached_property
     def _with_means(self) -> Adjoint:
         """The adjoint before means of gradients are summed up beside what reads them."""
         found = adjoint_of(self.core)
@@ -130,7 +135,8 @@ class EdgePhase:
         """Gradients of the inputs of the core; where they read the result, they take it as exact as it was computed,
         and take off again what was added to it.
         """
-        found, apart, rest = self.adjoint.grads, self.saved(is_half), self.rest if is_half else None
+        found = (self._in_half if is_half else self.adjoint).grads
+        apart, rest = self.saved(is_half), self.rest if is_half else None
         bare = {}
         for name, (stand_in, _) in self.adjoint.saved.items():
             if name.startswith("out.") and name not in apart:
