@@ -22,7 +22,7 @@ from pyg_fullgraph import events
 from pyg_fullgraph.edge_order import EdgeOrder, HeadOrder
 from pyg_fullgraph.functions import num_dispatch_modes
 from pyg_fullgraph.recipe import ONE_HOT_ROWS, Step, recipe_of
-from pyg_fullgraph.saga import interpret
+from pyg_fullgraph.saga import interpret, ir
 from pyg_fullgraph.saga.ir import Domain, Node
 from pyg_fullgraph.saga.plans import Sweep, is_staged
 from triton_kernels import reference, segment
@@ -105,7 +105,8 @@ def run_sweep(sweep: Sweep, order: EdgeOrder, leaf: Leaf, like: Tensor,
         exact: Results that are wanted in the dtype of the arithmetic.
 
     Returns:
-        Result input -> tensor. ``lse`` is float32 (float64 for float64), ``argmax`` holds edge ids, -1 for empty rows.
+        Result input -> tensor. Statistics of a softmax are float32 (float64 for float64), ``argmax`` holds edge ids, -1
+        for empty rows.
         What is handed to another sweep may be a :class:`Handed`, which the input of that sweep then is.
     """
     return run_tiles(sweep, order, [(order, leaf)], like, exact)
@@ -223,7 +224,7 @@ class _ChunkedSweep:
 
     def _update(self, g: Node, chunk: _Chunk, values: Mapping[Node, Tensor]) -> None:
         kind = g.attr("kind")
-        if kind == "lse":
+        if kind in ir.SOFTMAX_STATISTICS:
             return  # the weights keep what it needs
         product = self.recipe.products.get(g)
         if product is not None:
@@ -283,9 +284,10 @@ class _ChunkedSweep:
 
     def _finish(self, g: Node, dtype: torch.dtype) -> Tensor:
         kind = g.attr("kind")
-        if kind == "lse":
+        if kind in ir.SOFTMAX_STATISTICS:
             peak, total = self.state.get(self.recipe.weights[g]) or self._start(self.recipe.weights[g])
-            return total.log().add_(peak).masked_fill_(total == 0.0, 0.0)  # no edges, or none of any weight
+            statistic = peak if kind == "peak" else total.log()
+            return statistic.masked_fill(total == 0.0, 0.0)  # no edges, or none of any weight
         state = self.state.pop(g, None) or self._start(g)
         if kind == "argmax":
             return state[1]

@@ -16,6 +16,7 @@ from torch import Tensor
 from pyg_fullgraph import chunks, padding
 from pyg_fullgraph.edge_order import EdgeOrder, Span, schedule_tiles
 from pyg_fullgraph.memo import claimed
+from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.emit import Buffer, pitch_of
 from pyg_fullgraph.saga.ir import Domain, Node
 from pyg_fullgraph.saga.kernel_source import KernelSource, Pieces
@@ -255,7 +256,7 @@ class Prepared:
         self.results = []
         for node in (b.node for b in kernel.outputs if b.node.is_row):
             kind = sweep.kinds.get(node)
-            is_exact = kind == "lse" or node in exact
+            is_exact = kind in ir.SOFTMAX_STATISTICS or node in exact
             scalar = chunks.scalar_of(rows.id_dtype if node.is_integer else stat_dtype if is_exact else like.dtype,
                                       like.device)
             num_rows = rows.num_edges if node.domain == Domain.EDGE else rows.num_rows

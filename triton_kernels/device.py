@@ -132,9 +132,9 @@ def finite_or_zero(x):
 
 
 @triton.jit
-def log_sum_exp(peak, total):
-    """``peak + log(total)``; 0 for a row without edges."""
-    return tl.where(total == 0, 0.0, peak + tl.log(tl.where(total == 0, 1.0, total)))
+def log_or_zero(total):
+    """``log(total)``; 0 for a row without edges."""
+    return tl.log(tl.where(total == 0, 1.0, total))
 
 
 @triton.jit

@@ -48,7 +48,7 @@ def adjoint(outputs: tuple[Output, ...]) -> Adjoint:
         outputs: Its outputs, none of kind ``vertex``.
 
     Returns:
-        Gradients with respect to every floating input. A softmax is rebuilt from the saved log-sum-exp of its row,
+        Gradients with respect to every floating input. A softmax is rebuilt from the saved statistics of its row,
         and where its weights only scale what is summed, ``sum_j a_ij da_ij`` is taken from the saved results,
         ``<dout_i, out_i>``, so that backward needs no pass over the edges for it (SAGA-opt 6; where even the results
         are not needed, :mod:`recenter` says).
@@ -131,8 +131,9 @@ def adjoint(outputs: tuple[Output, ...]) -> Adjoint:
     for node in ir.walk(*present.values()):
         if node.op == "softmax":
             logit = node.args[0]  # as forward knows it; one softmax may be under another
-            log_sum = save(f"lse.{logit.digest[:8]}", ir.gather("lse", Domain.DST, logit))
-            restored[node] = softmax_from(ir.substitute(logit, restored), log_sum)
+            statistics = (save(f"{kind}.{logit.digest[:8]}", ir.gather(kind, Domain.DST, logit))
+                          for kind in ir.SOFTMAX_STATISTICS)
+            restored[node] = softmax_from(ir.substitute(logit, restored), *statistics)
     rebuilt = ir.substitute(tuple(present.values()), restored)
     return Adjoint({**grads, **dict(zip(present, rebuilt, strict=True))}, saved)
 
@@ -154,9 +155,18 @@ def _collect(node: Node, grad: Node | None) -> Node | None:
     return ir.expand(ir.view(grad, node.shape) if grad.numel == node.numel else grad, node.shape)
 
 
-def softmax_from(logit: Node, log_sum: Node) -> Node:
-    """Edge softmax of ``logit`` from the log-sum-exp of its row: an edge value, whatever the logit is made of."""
-    return ir.lift(ir.pointwise("exp", ir.pointwise("sub", logit, log_sum)))
+def softmax_from(logit: Node, peak: Node, log_total: Node) -> Node:
+    """Edge softmax of ``logit`` from the statistics of its row: an edge value, whatever the logit is made of."""
+    return ir.lift(ir.pointwise("exp", ir.pointwise("sub", ir.pointwise("sub", logit, peak), log_total)))
+
+
+def softmaxes_in(found: Adjoint) -> dict[Node, Node]:
+    """The weights that the gradients of ``found`` compute again -> the softmax that they are in forward."""
+    statistics: dict[Node, dict[str, Node]] = {}
+    for stand_in, made in found.saved.values():
+        if made.attr("kind") in ir.SOFTMAX_STATISTICS:
+            statistics.setdefault(made.args[0], {})[made.attr("kind")] = stand_in
+    return {softmax_from(logit, **of): ir.softmax(logit) for logit, of in statistics.items()}
 
 
 def scales_linearly(value: Node, weight: Node) -> bool:

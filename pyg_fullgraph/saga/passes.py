@@ -42,21 +42,8 @@ def is_vertex_work(node: Node) -> bool:
     return any(n.domain == node.domain and n.op in ("mm", "sum", "amax", "cat", "slice") for n in ir.walk(node))
 
 
-def _joins(node: Node, made: Container[Node], others: Domain) -> bool:
-    """Whether it is one row of several results of sweeps, all of which each edge would ask for through an index."""
-    inputs = ir.inputs_of(node)
-    return node.domain == others and len(inputs) > 1 and all(n in made and n.numel <= node.numel for n in inputs) and \
-        all(ir.OPS[n.op].kind in ("leaf", "pointwise") for n in ir.walk(node))
-
-
-def hoist(roots: Sequence[Node], made: Container[Node] = (),
-          others: Domain = Domain.PARAM) -> tuple[tuple[Node, ...], dict[Node, Node]]:
+def hoist(roots: Sequence[Node]) -> tuple[tuple[Node, ...], dict[Node, Node]]:
     """Cut the largest vertex expressions that are worth it out of ``roots``.
-
-    Args:
-        roots: Expressions of a sweep.
-        made: Results of sweeps before it.
-        others: The side whose rows it asks for through an index.
 
     Returns:
         The roots over new inputs, and what each new input stands for.
@@ -70,7 +57,7 @@ def hoist(roots: Sequence[Node], made: Container[Node] = (),
         if node in seen or node.op in ("input", "const"):
             continue
         seen.add(node)
-        if is_vertex_work(node) or _joins(node, made, others):
+        if is_vertex_work(node):
             name = f"hoisted.{node.digest[:8]}"
             # What is stored are numbers, integers among them in 64 bits.
             value = pointwise("where", node, 1.0, 0.0) if ir.is_truth(node) else node
@@ -284,12 +271,13 @@ def fuse(roots: Sequence[Node]) -> tuple[Node, ...]:
 
 
 def expand_softmax(roots: Sequence[Node]) -> tuple[Node, ...]:
-    """Every remaining softmax as ``exp(e - lse_i)``."""
+    """Every remaining softmax as ``exp(e - peak_i - log_total_i)``."""
 
     def rule(node: Node) -> Node | None:
         if node.op != "softmax":
             return None
-        return softmax_from(node.args[0], ir.gather("lse", Domain.DST, node.args[0]))
+        logit = node.args[0]
+        return softmax_from(logit, *(ir.gather(kind, Domain.DST, logit) for kind in ir.SOFTMAX_STATISTICS))
 
     return ir.rewrite(roots, rule)
 
@@ -358,8 +346,7 @@ def plan(outputs: Mapping[str, Node], target: Target, disable: Sequence[str] = (
     sweeps = [s for s in steps if isinstance(s, Sweep)]
     handed = {r for s in sweeps for r, _ in s.edges} - set(written.values())
     read = {n for s in steps for n in read_by(s)}
-    between = {r for s in sweeps for r, _ in (*s.gathers, *s.finish)
-               if r in read and any(r.numel < n.numel for n in s.inputs)}
+    between = {r for s in sweeps for r, _ in s.gathers if r in read and any(r.numel < n.numel for n in s.inputs)}
     return Plan(steps, results, frozenset(wanted | handed | between))
 
 
@@ -406,8 +393,7 @@ def _steps(groups: Iterable[_Group], known: Mapping[Node, Node],
     steps: list[tuple[Node, Node] | Sweep] = []
     hoisted: set[Node] = set()
     for rows, members, edges in groups:
-        lean, fresh = hoist(ir.substitute(tuple(a for g in members for a in g.args) + tuple(edges), known),
-                            known.values(), Domain.EDGE & ~rows)
+        lean, fresh = hoist(ir.substitute(tuple(a for g in members for a in g.args) + tuple(edges), known))
         steps += [(name, expression) for name, expression in fresh.items() if name not in hoisted]
         hoisted.update(fresh)
         waiting = iter(lean)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.saga import ir
-from pyg_fullgraph.saga.adjoint import Adjoint, softmax_from
+from pyg_fullgraph.saga.adjoint import Adjoint, softmaxes_in
 from pyg_fullgraph.saga.ir import Domain, Node
 
 __all__ = ["postpone_products"]
@@ -29,8 +29,7 @@ def postpone_products(found: Adjoint) -> Adjoint:
     Returns: ``found`` itself if there are none, or one that cannot be postponed, beside which the others cost little.
     """
     present = {n: g for n, g in found.grads.items() if g is not None}
-    softmax = {softmax_from(made.args[0], stand_in): ir.softmax(made.args[0])
-               for stand_in, made in found.saved.values() if made.attr("kind") == "lse"}
+    softmax = softmaxes_in(found)
     saved = dict(found.saved)
 
     def save(total: Node) -> Node:

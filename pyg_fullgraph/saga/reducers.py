@@ -202,7 +202,8 @@ class ArgPeak(Reducer):
 class Softmax(Reducer):
     """Online softmax: running maximum, denominator and weighted sums (the flash-attention recurrence)."""
 
-    def __init__(self, k: str, logit: Node, sums: Sequence[tuple[Node, Node]], stats: Sequence[Node]) -> None:
+    def __init__(self, k: str, logit: Node, sums: Sequence[tuple[Node, Node]],
+                 statistics: Sequence[tuple[str, Node]]) -> None:
         self.logit, self.sums = logit, sums
         self.peak, self.total, self.scale = f"peak{k}", f"total{k}", f"scale{k}"
         self.weight = f"weight{k}"
@@ -211,7 +212,8 @@ class Softmax(Reducer):
                    *(Carry(n, result, "0.0") for n, (result, _) in zip(self.names, sums, strict=True))]
         stores = [(result, f"{n} / tl.where({self.total} == 0, 1.0, {self.total})")
                   for n, (result, _) in zip(self.names, sums, strict=True)]
-        stores += [(stat, f"device.log_sum_exp({self.peak}, {self.total})") for stat in stats]
+        text = {"peak": f"device.finite_or_zero({self.peak})", "log_total": f"device.log_or_zero({self.total})"}
+        stores += [(result, text[kind]) for kind, result in statistics]
         super().__init__(carries, stores)
 
     def update(self, gen: Emitter) -> list[str]:
@@ -256,7 +258,7 @@ def reducers_of(gathers: Sequence[tuple[Node, Node]], precision: str, has_large_
     """
     sums: dict[tuple[Domain, Node], list[tuple[str, Node]]] = {}
     peaks: dict[Node, list[tuple[str, Node]]] = {}
-    softmax: dict[Node, tuple[list[tuple[Node, Node]], list[Node]]] = {}
+    softmax: dict[Node, tuple[list[tuple[Node, Node]], list[tuple[str, Node]]]] = {}
     out: list[Reducer] = []
     for result, g in gathers:
         kind = g.attr("kind")
@@ -270,9 +272,9 @@ def reducers_of(gathers: Sequence[tuple[Node, Node]], precision: str, has_large_
             num_rows = result.shape[0] if kind == "index_sum" else 0
             out.append(Outer(str(len(out)), g.args[0], g.args[1], result, precision, num_rows))
         else:
-            values, stats = softmax.setdefault(g.args[0], ([], []))
-            if kind == "lse":
-                stats.append(result)
+            values, statistics = softmax.setdefault(g.args[0], ([], []))
+            if kind in ir.SOFTMAX_STATISTICS:
+                statistics.append((kind, result))
             else:
                 values.append((result, g.args[1]))
     for (domain, value), results in sums.items():
