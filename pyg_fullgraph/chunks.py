@@ -224,7 +224,7 @@ class _ChunkedSweep:
 
     def _update(self, g: Node, chunk: _Chunk, values: Mapping[Node, Tensor]) -> None:
         kind = g.attr("kind")
-        if kind in ir.SOFTMAX_STATISTICS:
+        if kind in ir.STATISTICS:
             return  # the weights keep what it needs
         product = self.recipe.products.get(g)
         if product is not None:
@@ -284,10 +284,13 @@ class _ChunkedSweep:
 
     def _finish(self, g: Node, dtype: torch.dtype) -> Tensor:
         kind = g.attr("kind")
-        if kind in ir.SOFTMAX_STATISTICS:
+        if kind in ir.STATISTICS:
             peak, total = self.state.get(self.recipe.weights[g]) or self._start(self.recipe.weights[g])
-            statistic = peak if kind == "peak" else total.log()
-            return statistic.masked_fill(total == 0.0, 0.0)  # no edges, or none of any weight
+            log_total = total.log()
+            found = log_total + peak
+            if kind == "lse_rest":
+                found = log_total.sub_(found.sub_(peak))
+            return found.masked_fill_(total == 0.0, 0.0)  # no edges, or none of any weight
         state = self.state.pop(g, None) or self._start(g)
         if kind == "argmax":
             return state[1]

@@ -113,8 +113,8 @@ def plan_work(plan: Plan, sizes: Sizes, dtypes: Mapping[Node, torch.dtype],
     for sweep in plan.sweeps:
         kinds = {r: g.attr("kind") for r, g in sweep.gathers}
         for result in sweep.results:
-            is_exact = result in plan.exact or result.domain == Domain.PARAM or \
-                kinds.get(result) in ir.SOFTMAX_STATISTICS
+            is_exact = kinds.get(result) in ir.STATISTICS or result.domain == Domain.PARAM or \
+                result in plan.exact
             made[result] = sizes.id if result.is_integer else sizes.exact if is_exact else sizes.value
     steps = [step[0] for step in plan.steps if not isinstance(step, Sweep)]
     made.update((result, sizes.value if is_scaled(result) else sizes.exact) for result in steps)
@@ -176,7 +176,7 @@ def _pipeline_work(pipeline: Pipeline, sizes: Sizes, width: Callable[[Node], int
 def _gather_cost(gather: Node) -> int:
     if gather.attr("kind") == "outer":
         return 2 * gather.numel
-    factor = {"peak": 2, "softmax_sum": 2}.get(gather.attr("kind"), 1)
+    factor = {"lse": 3, "softmax_sum": 2}.get(gather.attr("kind"), 1)
     return factor * gather.args[-1].numel
 
 

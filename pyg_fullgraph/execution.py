@@ -392,7 +392,7 @@ def finish_after(sweep: Sweep, leaf: chunks.Leaf, like: Tensor, exact: frozenset
         if sweep.rest is not None:
             made[sweep.rest] = made[total] - made[total].to(like.dtype)
     narrowed = {total, sweep.rest, *(r for r, _ in sweep.finish),
-                *(n for n in read if sweep.kinds.get(n) not in ir.SOFTMAX_STATISTICS)}
+                *(n for n in read if sweep.kinds.get(n) not in ir.STATISTICS)}
     return {r: made[r].to(like.dtype) if r in narrowed and r not in exact else made[r] for r in sweep.results}
 
 

@@ -256,7 +256,7 @@ class Prepared:
         self.results = []
         for node in (b.node for b in kernel.outputs if b.node.is_row):
             kind = sweep.kinds.get(node)
-            is_exact = kind in ir.SOFTMAX_STATISTICS or node in exact
+            is_exact = kind in ir.STATISTICS or node in exact
             scalar = chunks.scalar_of(rows.id_dtype if node.is_integer else stat_dtype if is_exact else like.dtype,
                                       like.device)
             num_rows = rows.num_edges if node.domain == Domain.EDGE else rows.num_rows

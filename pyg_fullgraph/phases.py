@@ -104,6 +104,11 @@ class EdgePhase:
         return recenter(self._with_means) if self.recenters else self._with_means
 
     @cached_property
+    def _in_half(self) -> Adjoint:
+        """The adjoint where results are in half precision, for which the same is saved."""
+        return recenter(self._with_means, is_half=True) if self.recenters else self._with_means
+
+    @cached_property
     def _with_means(self) -> Adjoint:
         """The adjoint before means of gradients are summed up beside what reads them."""
         found = adjoint_of(self.core)
@@ -130,7 +135,8 @@ class EdgePhase:
         """Gradients of the inputs of the core; where they read the result, they take it as exact as it was computed,
         and take off again what was added to it.
         """
-        found, apart, rest = self.adjoint.grads, self.saved(is_half), self.rest if is_half else None
+        found = (self._in_half if is_half else self.adjoint).grads
+        apart, rest = self.saved(is_half), self.rest if is_half else None
         bare = {}
         for name, (stand_in, _) in self.adjoint.saved.items():
             if name.startswith("out.") and name not in apart:
@@ -202,7 +208,8 @@ class EdgePhase:
             exact += [name for name, g in wanted.items() if g.op != "gather" and g.domain in (Domain.SRC, Domain.DST)]
             made = plan(wanted, target, exact=exact, added=added, max_scaled=self.max_scaled)
             if self.adjoint is not self._with_means:  # sums in registers are not stored to be taken off each other
-                made = replace(made, exact=made.exact - {r for s in made.sweeps for r, _ in s.finish})
+                ends = {r for s in made.sweeps for r, _ in s.finish} & {*made.outputs.values()}
+                made = replace(made, exact=made.exact - ends)
             self._plans[key] = made
         return self._plans[key]
 

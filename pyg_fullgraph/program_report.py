@@ -223,8 +223,8 @@ class ProgramReport:
             return self.names[saved.node]
         kind = saved.node.name.removeprefix("saved.").split(".")[0]
         names = {"out": "the result", "rest": "what storing the result rounded off",
-                 "arg": "which edge is the extremum", "peak": "the largest score of the softmax",
-                 "log_total": "logarithm of the sum of the softmax",
+                 "arg": "which edge is the extremum", "lse": "log-sum-exp of the softmax",
+                 "lse_rest": "what the log-sum-exp was rounded by",
                  "sum": "a sum that gradients are products with"}
         return names.get(kind, kind)
 

@@ -108,7 +108,7 @@ class Recipe:
         self.reductions = tuple(g for _, g in self.sweep.gathers)
         roots = [e for _, e in self.sweep.edges]
         for g in self.reductions:
-            if g.attr("kind") in ir.SOFTMAX_STATISTICS:
+            if g.attr("kind") in ir.STATISTICS:
                 self.weights[g] = _weight_of(g.args[0])
             elif g.attr("kind") == "softmax_sum":
                 self.softmaxes[g] = _softmax_of(*g.args)

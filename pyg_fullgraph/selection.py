@@ -197,7 +197,7 @@ def pipeline_on(sweep: Sweep, lanes: int, num_rows: int, num_edges: int, across:
 @lru_cache(maxsize=4096)
 def _has_softmax(sweep: Sweep) -> bool:
     """Whether it normalizes scores, or computes them again for what was normalized."""
-    return "peak" in sweep.kinds.values() or any(n.name.startswith("saved.peak.") for n in sweep.inputs)
+    return "lse" in sweep.kinds.values() or any(n.name.startswith("saved.lse") for n in sweep.inputs)
 
 
 @lru_cache(maxsize=4096)

@@ -82,7 +82,7 @@ def test_softmax_backward_takes_its_sum_from_the_result():
     """<dout_i, out_i> stands for a pass over the edges: out is saved, and one sweep over destinations is enough."""
     program = program_of("gat")
     found = adjoint(split(program).stages[0].core.outputs)
-    assert {name.partition(".")[0] for name in found.saved} == {"out", *ir.SOFTMAX_STATISTICS}
+    assert {name.partition(".")[0] for name in found.saved} == {"out", *ir.STATISTICS}
 
 
 def test_gradients_are_gathered_where_their_inputs_live():

@@ -110,10 +110,29 @@ def test_what_a_row_does_not_have_is_left(output):
 
 
 def test_what_a_later_step_makes_is_left():
+    """A step as wide as what edges read, which is kept in the dtype of the arithmetic; and what reads it."""
     (sweep,), later = plan_of(summed()).sweeps, ir.input("later", DST, (4,))
     value = ir.pointwise("mul", sweep.results[0], later)
     steps, results = finish((sweep, (later, ir.pointwise("neg", sweep.results[0]))), {"o": value})
     assert results == {"o": value} and steps[0] == sweep
+
+
+def test_a_narrow_row_of_sums_that_edges_read_is_made_where_they_are():
+    """Where edges would ask for two rows, and, in half precision, as exact as the sums are."""
+    weights = [ir.input(name, SRC, (2, 1)) for name in "ab"]
+    first, second = (ir.gather("sum", DST, ir.pointwise("mul", w, ir.input("e", Domain.EDGE, (2, 1)))) for w in weights)
+    ratio = ir.pointwise("div", first, second)
+    total = ir.gather("sum", DST, ir.pointwise("mul", ir.input("x", SRC, (2, 4)), ir.input("e", Domain.EDGE, (2, 1))))
+    back = ir.gather("sum", SRC, ir.pointwise("mul", ratio, ir.input("y", DST, (2, 4))))
+    made = plan_of(total, back)
+    one, other = made.sweeps
+    assert made.steps == (one, other)
+    ((mean, value),) = one.finish
+    assert value.op == "div" and mean in other.inputs and mean in made.exact
+    assert set(one.inner) == set(ir.inputs_of(value)) and not set(one.inner) & set(other.inputs)
+    # Along the rows of sums that stay where they are a row reads both once.
+    again = ir.gather("sum", DST, ir.pointwise("mul", ratio, ir.input("x", SRC, (2, 4))))
+    assert not plan_of(again).sweeps[0].finish
 
 
 def test_a_sum_that_is_added_to_and_read_by_a_product():
@@ -278,7 +297,7 @@ def test_what_explain_says_is_kept(is_half, dtype):
     numel = CASE.num_dst * phase.results[0].numel
     assert sizes["out"] == numel * dtype.itemsize
     assert sizes.get("rest") == (2 * numel if is_half else None)
-    assert [sizes[kind] for kind in ir.SOFTMAX_STATISTICS] == [4 * CASE.num_dst * 3] * 2
+    assert [sizes[kind] for kind in ir.STATISTICS] == [4 * CASE.num_dst * 3] * 2
 
 
 # --- memory -----------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ def narrow(sweep):
 
 
 @pytest.mark.parametrize("name, postpones, shape", [("gat", False, (3, 4)), ("gat", True, (3, 4)),
-                                                   ("gatv2", False, (3, 4)), ("gat-dropout", False, (3, 4))])
+                                                   ("gatv2", False, (3, 2)), ("gat-dropout", False, (3, 4))])
 def test_edges_of_attention_read_one_narrow_row(name, postpones, shape):
     plan = backward_of(name, postpones=postpones)
     ((packed, row),) = packed_in(plan)
@@ -119,7 +119,7 @@ def test_columns():
 
 def test_one_load_brings_what_a_head_needs():
     """But beside sums of features, see `Emitter.load_narrow`."""
-    for name, postpones, loads in (("gat", True, 1), ("gat", False, 4), ("gatv2", False, 3)):
+    for name, postpones, loads in (("gat", True, 1), ("gat", False, 4), ("gatv2", False, 2)):
         (sweep,) = (s for s in backward_of(name, postpones=postpones).sweeps if s.rows == SRC)
         kernel = kernel_of(sweep)
         assert isinstance(kernel, KernelSource)

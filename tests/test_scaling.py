@@ -108,7 +108,7 @@ def test_what_two_sweeps_read_is_multiplied_once():
     assert [isinstance(s, Sweep) for s in scale([first, other], MOST)] == [False, True, True]
 
 
-@pytest.mark.parametrize("kind", ["max", *ir.SOFTMAX_STATISTICS, "mul"])
+@pytest.mark.parametrize("kind", ["max", *ir.STATISTICS, "mul"])
 def test_other_reductions_read_products_as_they_are(kind):
     sweep = Sweep(DST, ((ir.input("%other", DST, (6,)), ir.gather(kind, DST, ir.lift(mul(N, X)))),), ())
     assert scale([sweep], MOST) == (sweep,)

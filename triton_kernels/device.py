@@ -132,9 +132,16 @@ def finite_or_zero(x):
 
 
 @triton.jit
-def log_or_zero(total):
-    """``log(total)``; 0 for a row without edges."""
-    return tl.log(tl.where(total == 0, 1.0, total))
+def log_sum_exp(peak, total):
+    """``peak + log(total)``; 0 for a row without edges."""
+    return tl.where(total == 0, 0.0, peak + tl.log(tl.where(total == 0, 1.0, total)))
+
+
+@triton.jit
+def log_sum_exp_rest(peak, total):
+    """What :func:`log_sum_exp` is to be added, as it is rounded; 0 for a row without edges."""
+    log_total = tl.log(tl.where(total == 0, 1.0, total))
+    return tl.where(total == 0, 0.0, log_total - ((peak + log_total) - peak))
 
 
 @triton.jit

@@ -48,7 +48,7 @@ def adjoint(outputs: tuple[Output, ...]) -> Adjoint:
         outputs: Its outputs, none of kind ``vertex``.
 
     Returns:
-        Gradients with respect to every floating input. A softmax is rebuilt from the saved statistics of its row,
+        Gradients with respect to every floating input. A softmax is rebuilt from saved statistics of its row,
         and where its weights only scale what is summed, ``sum_j a_ij da_ij`` is taken from the saved results,
         ``<dout_i, out_i>``, so that backward needs no pass over the edges for it (SAGA-opt 6; where even the results
         are not needed, :mod:`recenter` says).
@@ -132,7 +132,7 @@ def adjoint(outputs: tuple[Output, ...]) -> Adjoint:
         if node.op == "softmax":
             logit = node.args[0]  # as forward knows it; one softmax may be under another
             statistics = (save(f"{kind}.{logit.digest[:8]}", ir.gather(kind, Domain.DST, logit))
-                          for kind in ir.SOFTMAX_STATISTICS)
+                          for kind in statistics_of(logit))
             restored[node] = softmax_from(ir.substitute(logit, restored), *statistics)
     rebuilt = ir.substitute(tuple(present.values()), restored)
     return Adjoint({**grads, **dict(zip(present, rebuilt, strict=True))}, saved)
@@ -155,18 +155,38 @@ def _collect(node: Node, grad: Node | None) -> Node | None:
     return ir.expand(ir.view(grad, node.shape) if grad.numel == node.numel else grad, node.shape)
 
 
-def softmax_from(logit: Node, peak: Node, log_total: Node) -> Node:
-    """Edge softmax of ``logit`` from the statistics of its row: an edge value, whatever the logit is made of."""
-    return ir.lift(ir.pointwise("exp", ir.pointwise("sub", ir.pointwise("sub", logit, peak), log_total)))
+def statistics_of(logit: Node) -> tuple[str, ...]:
+    """Which statistics of a row its weights are computed again from.
+
+    The log-sum-exp is rounded by up to ``eps |lse|``, and all weights of the row by a factor of that. What sums up
+    features, as a product of two rows, is rounded by as much itself; but what an offset or a mask makes of scores may
+    be exact, and a row that -1e9 masks as a whole has scores that are all the same. There the rest is kept, too.
+    """
+    return ir.STATISTICS[:1] if _sums_features(logit) else ir.STATISTICS
+
+
+def _sums_features(node: Node) -> bool:
+    if node.op in ("sum", "mm"):
+        return True
+    if node.op in ("view", "expand", "permute", "lift", "neg", "mul", "div"):
+        return any(map(_sums_features, node.args))
+    return False
+
+
+def softmax_from(logit: Node, log_sum: Node, rest: Node | None = None) -> Node:
+    """Edge softmax of ``logit`` from :func:`statistics_of` its row: an edge value, whatever the logit is made of."""
+    shifted = ir.pointwise("sub", logit, log_sum)
+    return ir.lift(ir.pointwise("exp", shifted if rest is None else ir.pointwise("sub", shifted, rest)))
 
 
 def softmaxes_in(found: Adjoint) -> dict[Node, Node]:
     """The weights that the gradients of ``found`` compute again -> the softmax that they are in forward."""
     statistics: dict[Node, dict[str, Node]] = {}
     for stand_in, made in found.saved.values():
-        if made.attr("kind") in ir.SOFTMAX_STATISTICS:
+        if made.attr("kind") in ir.STATISTICS:
             statistics.setdefault(made.args[0], {})[made.attr("kind")] = stand_in
-    return {softmax_from(logit, **of): ir.softmax(logit) for logit, of in statistics.items()}
+    return {softmax_from(logit, *(of[kind] for kind in statistics_of(logit))): ir.softmax(logit)
+            for logit, of in statistics.items()}
 
 
 def scales_linearly(value: Node, weight: Node) -> bool:

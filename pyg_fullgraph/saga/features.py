@@ -19,7 +19,7 @@ from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, Node
 
 #: Reductions over edges that take every feature on its own.
-_PER_FEATURE = ("sum", "mean", "max", "min", "mul", "argmax", *ir.SOFTMAX_STATISTICS)
+_PER_FEATURE = ("sum", "mean", "max", "min", "mul", "argmax", *ir.STATISTICS)
 #: Most parts that a reshape may cut a value into.
 MAX_PARTS = 64
 

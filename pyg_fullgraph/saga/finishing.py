@@ -20,24 +20,29 @@ __all__ = ["finish"]
 
 def finish(steps: tuple[Step | Sweep, ...], results: Mapping[str, Node]) -> tuple[tuple[Step | Sweep, ...],
                                                                                  dict[str, Node]]:
-    """``steps`` and outputs, those of one row per vertex made by the sweep whose sums they read, if by one.
+    """``steps`` and outputs, those of one row per vertex made by the sweep whose sums they read, if by one; and so what
+    steps behind it make, if that is narrower than what its edges read.
 
     Args:
         steps: Vertex steps and sweeps in order.
         results: Outputs by name: results of steps, inputs, and expressions over both.
     """
     results, done = dict(results), list(steps)
-    for k, sweep in enumerate(done):
-        if not isinstance(sweep, Sweep):
-            continue
-        later = {n for step in steps[k + 1:] for n in made_by(step)}
+    for sweep in [step for step in steps if isinstance(step, Sweep)]:
+        k = done.index(sweep)
+        later = {n for step in done[k + 1:] for n in made_by(step)}
         later.update(r for r in sweep.results if r.domain != sweep.rows)
         ends = {name: e for name, e in results.items() if _ends(sweep, e, later)}
         finished = {e: ir.input(f"%finish.{e.digest[:8]}", e.domain, e.shape) for e in ends.values()}
         results.update((name, finished[e]) for name, e in ends.items())
-        read = {*ir.inputs_of(*results.values()), *(n for step in steps for n in read_by(step))}
-        inner = tuple(r for r, _ in sweep.gathers if finished and r.is_row and r not in read)
-        done[k] = replace(sweep, finish=tuple((r, e) for e, r in finished.items()), inner=inner)
+        widest = max((n.numel for n in sweep.inputs), default=0)
+        moved = [step for step in done[k + 1:] if not isinstance(step, Sweep) and step[0].numel < widest
+                 and _ends(sweep, step[1], later)]
+        done = [step for step in done if step not in moved]
+        finish = (*((r, e) for e, r in finished.items()), *moved)
+        read = {*ir.inputs_of(*results.values()), *(n for step in done for n in read_by(step))}
+        inner = tuple(r for r, _ in sweep.gathers if finish and r.is_row and r not in read)
+        done[k] = replace(sweep, finish=finish, inner=inner)
     return tuple(done), results
 
 

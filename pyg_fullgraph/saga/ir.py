@@ -145,15 +145,13 @@ OPS: Mapping[str, Op] = _table(
     Op("gather", "gather"),
 )
 
-#: Of the scores of a softmax, what its weights are computed again from: the largest, and the logarithm of the sum of
-#: ``exp(score - peak)``; 0 both where no edge has a weight. Their sum is no substitute: rounded, it is off by up to
-#: ``eps |peak|``, and all weights of a row by a factor of that.
-SOFTMAX_STATISTICS = ("peak", "log_total")
-#: Reductions over the edges of a row. These two and ``softmax_sum`` carry a running maximum and a denominator (online
-#: softmax); ``outer`` is ``sum_e a_e^T b_e`` and ``index_sum`` the sum of ``b_e`` over the edges with ``a_e = t``, per
-#: ``t``: gradients of parameters.
+#: Of the scores of a softmax, what its weights are computed again from: the log-sum-exp, and what that was rounded by.
+STATISTICS = ("lse", "lse_rest")
+#: Reductions over the edges of a row. :data:`STATISTICS` and ``softmax_sum`` carry a running maximum and a denominator
+#: (online softmax); ``outer`` is ``sum_e a_e^T b_e`` and ``index_sum`` the sum of ``b_e`` over the edges with
+#: ``a_e = t``, per ``t``: gradients of parameters.
 #: ``min`` is lowered to ``max`` when a program is planned.
-GATHERS = ("sum", "mean", "max", "min", "mul", "argmax", *SOFTMAX_STATISTICS, "softmax_sum", "outer", "index_sum")
+GATHERS = ("sum", "mean", "max", "min", "mul", "argmax", *STATISTICS, "softmax_sum", "outer", "index_sum")
 #: How an output is made of its value; ``vertex`` values are expressions over gathers themselves.
 OUTPUTS = ("sum", "mean", "max", "min", "mul", "edge", "vertex")
 

@@ -1,7 +1,7 @@
 """Numbers of a vertex that edges ask for together, side by side in memory.
 
 A row that is read through an index costs a sector of 32 bytes or more, however narrow. The backward of attention reads
-four such rows per edge (score, two statistics of the softmax, ``<dout, out>``), one number per head each: here the
+up to four such rows per edge (score, log-sum-exp and its rest, ``<dout, out>``), one number per head each: here the
 vertex step that makes one of them, or one after the sweep that does, writes all, head by head, so that one read brings
 what a head needs.
 """

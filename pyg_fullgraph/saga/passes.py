@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from pyg_fullgraph.saga import features, finishing, ir, packing, recompute, scaling
-from pyg_fullgraph.saga.adjoint import scales_linearly, softmax_from
+from pyg_fullgraph.saga.adjoint import scales_linearly, softmax_from, statistics_of
 from pyg_fullgraph.saga.canonical import canonicalize
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node, Output, pointwise
 from pyg_fullgraph.saga.plans import Plan, Sweep, Target, addend, read_by, side_by_side
@@ -42,8 +42,21 @@ def is_vertex_work(node: Node) -> bool:
     return any(n.domain == node.domain and n.op in ("mm", "sum", "amax", "cat", "slice") for n in ir.walk(node))
 
 
-def hoist(roots: Sequence[Node]) -> tuple[tuple[Node, ...], dict[Node, Node]]:
+def _joins(node: Node, made: Container[Node], others: Domain) -> bool:
+    """Whether it is one row of several results of sweeps, all of which each edge would ask for through an index."""
+    inputs = ir.inputs_of(node)
+    return node.domain == others and len(inputs) > 1 and all(n in made and n.numel <= node.numel for n in inputs) and \
+        all(ir.OPS[n.op].kind in ("leaf", "pointwise") for n in ir.walk(node))
+
+
+def hoist(roots: Sequence[Node], made: Container[Node] = (),
+          others: Domain = Domain.PARAM) -> tuple[tuple[Node, ...], dict[Node, Node]]:
     """Cut the largest vertex expressions that are worth it out of ``roots``.
+
+    Args:
+        roots: Expressions of a sweep.
+        made: Results of sweeps before it.
+        others: The side whose rows it asks for through an index.
 
     Returns:
         The roots over new inputs, and what each new input stands for.
@@ -57,7 +70,7 @@ def hoist(roots: Sequence[Node]) -> tuple[tuple[Node, ...], dict[Node, Node]]:
         if node in seen or node.op in ("input", "const"):
             continue
         seen.add(node)
-        if is_vertex_work(node):
+        if is_vertex_work(node) or _joins(node, made, others):
             name = f"hoisted.{node.digest[:8]}"
             # What is stored are numbers, integers among them in 64 bits.
             value = pointwise("where", node, 1.0, 0.0) if ir.is_truth(node) else node
@@ -271,13 +284,13 @@ def fuse(roots: Sequence[Node]) -> tuple[Node, ...]:
 
 
 def expand_softmax(roots: Sequence[Node]) -> tuple[Node, ...]:
-    """Every remaining softmax as ``exp(e - peak_i - log_total_i)``."""
+    """Every remaining softmax as ``exp`` of scores without the log-sum-exp of their row."""
 
     def rule(node: Node) -> Node | None:
         if node.op != "softmax":
             return None
         logit = node.args[0]
-        return softmax_from(logit, *(ir.gather(kind, Domain.DST, logit) for kind in ir.SOFTMAX_STATISTICS))
+        return softmax_from(logit, *(ir.gather(kind, Domain.DST, logit) for kind in statistics_of(logit)))
 
     return ir.rewrite(roots, rule)
 
@@ -346,7 +359,8 @@ def plan(outputs: Mapping[str, Node], target: Target, disable: Sequence[str] = (
     sweeps = [s for s in steps if isinstance(s, Sweep)]
     handed = {r for s in sweeps for r, _ in s.edges} - set(written.values())
     read = {n for s in steps for n in read_by(s)}
-    between = {r for s in sweeps for r, _ in s.gathers if r in read and any(r.numel < n.numel for n in s.inputs)}
+    between = {r for s in sweeps for r, _ in (*s.gathers, *s.finish)
+               if r in read and any(r.numel < n.numel for n in s.inputs)}
     return Plan(steps, results, frozenset(wanted | handed | between))
 
 
@@ -393,7 +407,8 @@ def _steps(groups: Iterable[_Group], known: Mapping[Node, Node],
     steps: list[tuple[Node, Node] | Sweep] = []
     hoisted: set[Node] = set()
     for rows, members, edges in groups:
-        lean, fresh = hoist(ir.substitute(tuple(a for g in members for a in g.args) + tuple(edges), known))
+        lean, fresh = hoist(ir.substitute(tuple(a for g in members for a in g.args) + tuple(edges), known),
+                            known.values(), Domain.EDGE & ~rows)
         steps += [(name, expression) for name, expression in fresh.items() if name not in hoisted]
         hoisted.update(fresh)
         waiting = iter(lean)

@@ -4,7 +4,10 @@ The gradient of a score is ``a_ij (d_ij - m_i)``, where ``m_i = sum_j a_ij d_ij`
 sums up of it, as the gradient of queries, is linear in that: ``sum_j a_ij (d_ij - m_i) k_j`` is ``sum_j a_ij d_ij k_j -
 m_i sum_j a_ij k_j`` (SAGA-opt 4: what the edges of a row share commutes with the sum). So one sweep makes both sums and
 the mean, and hands that to the one along the other side. Forward need not keep its result, nor in half precision what
-storing it rounds off, and no pass over the vertices makes ``<dout_i, out_i>`` of both. The price is one sum more.
+storing it rounds off, and no pass over the vertices makes ``<dout_i, out_i>`` of both. The price is one sum more, and
+one of the weights ``a_ij``: they are computed again from scores and what normalizes these, which is rounded, so that
+they add up to one but for a factor that all of a row share; the mean is divided by it, as the result was in forward.
+Half precision does without: what its scores are made of is rounded by thousands of times as much.
 """
 
 from __future__ import annotations
@@ -19,16 +22,24 @@ from pyg_fullgraph.saga.ir import Domain, Node
 
 __all__ = ["recenter"]
 
+#: Least sum of a row's weights, which is 1 but for what scores and what they are normalized by were rounded by, or 0 of
+#: a row without edges.
+LEAST_SHARE = 1e-6
 
-def recenter(found: Adjoint) -> Adjoint:
+
+def recenter(found: Adjoint, is_half: bool = False) -> Adjoint:
     """``found`` with the means of gradients of softmax weights summed up in the sweep over their rows.
+
+    Args:
+        found: Gradients, and what is saved for them.
+        is_half: Whether results are stored in half precision. The same is saved either way.
 
     Returns: ``found`` itself where such a sweep would not be there without them, come once more after them, or carry
         too much: what reads a mean is no wider than it, not linear in it, a sum over all edges, or several sums; or it
         is the gradient of an edge, which no sweep along the other side can make in passing.
     """
     present = {n: g for n, g in found.grads.items() if g is not None}
-    means = _means(found, present.values())
+    means = _means(found, present.values(), is_half)
     grads = dict(zip(present, ir.substitute(tuple(present.values()), means), strict=True))
     recentered: dict[Node, Node] = {}
     done: set[Node] = set()
@@ -58,7 +69,7 @@ def recenter(found: Adjoint) -> Adjoint:
     return Adjoint({**found.grads, **grads}, {n: pair for n, pair in found.saved.items() if pair[0] in kept})
 
 
-def _means(found: Adjoint, grads: Iterable[Node]) -> dict[Node, Node]:
+def _means(found: Adjoint, grads: Iterable[Node], is_half: bool) -> dict[Node, Node]:
     """What stands for the mean ``m_i`` of a softmax, made of the result of forward -> the same as a sum over edges."""
     results = {stand_in for name, (stand_in, _) in found.saved.items() if name.startswith("out.")}
     weights = softmaxes_in(found)
@@ -67,7 +78,9 @@ def _means(found: Adjoint, grads: Iterable[Node]) -> dict[Node, Node]:
         if node.op == "mul" and node.args[0] in weights and node.args[1].op == "sub":
             weight, (value, mean) = node.args[0], node.args[1].args
             if mean.domain == Domain.DST and results & set(ir.inputs_of(mean)):
-                means[mean] = ir.gather("sum", Domain.DST, ir.pointwise("mul", weight, value))
+                total, share = (ir.gather("sum", Domain.DST, v) for v in (ir.pointwise("mul", weight, value), weight))
+                means[mean] = total if is_half else \
+                    ir.pointwise("div", total, ir.pointwise("maximum", share, LEAST_SHARE))
     return means
 
 

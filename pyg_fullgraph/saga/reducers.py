@@ -212,8 +212,8 @@ class Softmax(Reducer):
                    *(Carry(n, result, "0.0") for n, (result, _) in zip(self.names, sums, strict=True))]
         stores = [(result, f"{n} / tl.where({self.total} == 0, 1.0, {self.total})")
                   for n, (result, _) in zip(self.names, sums, strict=True)]
-        text = {"peak": f"device.finite_or_zero({self.peak})", "log_total": f"device.log_or_zero({self.total})"}
-        stores += [(result, text[kind]) for kind, result in statistics]
+        text = {"lse": "device.log_sum_exp", "lse_rest": "device.log_sum_exp_rest"}
+        stores += [(result, f"{text[kind]}({self.peak}, {self.total})") for kind, result in statistics]
         super().__init__(carries, stores)
 
     def update(self, gen: Emitter) -> list[str]:
@@ -273,7 +273,7 @@ def reducers_of(gathers: Sequence[tuple[Node, Node]], precision: str, has_large_
             out.append(Outer(str(len(out)), g.args[0], g.args[1], result, precision, num_rows))
         else:
             values, statistics = softmax.setdefault(g.args[0], ([], []))
-            if kind in ir.SOFTMAX_STATISTICS:
+            if kind in ir.STATISTICS:
                 statistics.append((kind, result))
             else:
                 values.append((result, g.args[1]))

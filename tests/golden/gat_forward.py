@@ -1,4 +1,4 @@
-"""Sweep 3709055fe119086c094edb43: softmax_sum, peak, log_total"""
+"""Sweep c4e468e27eedf0dc62b74667: softmax_sum, lse, lse_rest"""
 
 import triton
 import triton.language as tl
@@ -12,7 +12,7 @@ TABLES = ("piece_row_ptr", "piece_start_ptr", "piece_end_ptr", "piece_slot_ptr",
 
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=TABLES)
-def softmax_sum_peak_log_total_by_dst_370905(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_end_ptr, piece_slot_ptr, row_ptr_ptr, num_listed, max_short, num_pieces, max_piece, in0_ptr, in0_stride, in1_ptr, in1_stride, in2_ptr, in2_stride, out0_ptr, out1_ptr, out2_ptr, ws0_ptr, ws1_ptr, ws2_ptr, old0_ptr, old1_ptr, arrived_ptr, BLOCK_E: tl.constexpr, OFFSET: tl.constexpr, HAS_EID: tl.constexpr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr, ADDS: tl.constexpr, MERGES: tl.constexpr):
+def softmax_sum_lse_lse_rest_by_dst_c4e468(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_end_ptr, piece_slot_ptr, row_ptr_ptr, num_listed, max_short, num_pieces, max_piece, in0_ptr, in0_stride, in1_ptr, in1_stride, in2_ptr, in2_stride, out0_ptr, out1_ptr, out2_ptr, ws0_ptr, ws1_ptr, ws2_ptr, old0_ptr, old1_ptr, arrived_ptr, BLOCK_E: tl.constexpr, OFFSET: tl.constexpr, HAS_EID: tl.constexpr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr, ADDS: tl.constexpr, MERGES: tl.constexpr):
     pid = tl.program_id(0)
     piece = pid
     f0 = tl.arange(0, 4)[None, None, :, None]
@@ -81,18 +81,18 @@ def softmax_sum_peak_log_total_by_dst_370905(other_ptr, eid_ptr, piece_row_ptr, 
         slot = kept
     if is_whole:
         tl.store(out0_ptr + row * 15 + f0_0 * 5 + f1_0, tl.reshape(tl.broadcast_to(acc0_0 / tl.where(total0 == 0, 1.0, total0), [1, 1, 4, 8]), [32]), mask=tl.broadcast_to((f0_0 < 3) & (f1_0 < 5), [32]))
-        tl.store(tl.broadcast_to(out1_ptr + row * 3 + f0, [1, 1, 4, 1]), tl.broadcast_to(device.finite_or_zero(peak0), [1, 1, 4, 1]), mask=tl.broadcast_to((f0 < 3), [1, 1, 4, 1]))
-        tl.store(tl.broadcast_to(out2_ptr + row * 3 + f0, [1, 1, 4, 1]), tl.broadcast_to(device.log_or_zero(total0), [1, 1, 4, 1]), mask=tl.broadcast_to((f0 < 3), [1, 1, 4, 1]))
+        tl.store(tl.broadcast_to(out1_ptr + row * 3 + f0, [1, 1, 4, 1]), tl.broadcast_to(device.log_sum_exp(peak0, total0), [1, 1, 4, 1]), mask=tl.broadcast_to((f0 < 3), [1, 1, 4, 1]))
+        tl.store(tl.broadcast_to(out2_ptr + row * 3 + f0, [1, 1, 4, 1]), tl.broadcast_to(device.log_sum_exp_rest(peak0, total0), [1, 1, 4, 1]), mask=tl.broadcast_to((f0 < 3), [1, 1, 4, 1]))
     else:
         tl.store(tl.broadcast_to(ws0_ptr + slot * 3 + f0, [1, 1, 4, 1]), peak0, mask=tl.broadcast_to((f0 < 3), [1, 1, 4, 1]))
         tl.store(tl.broadcast_to(ws1_ptr + slot * 3 + f0, [1, 1, 4, 1]), total0, mask=tl.broadcast_to((f0 < 3), [1, 1, 4, 1]))
         tl.store(tl.broadcast_to(ws2_ptr + slot * 15 + f0 * 5 + f1, [1, 1, 4, 8]), acc0_0, mask=tl.broadcast_to((f0 < 3) & (f1 < 5), [1, 1, 4, 8]))
         if MERGES:
-            arrive_in_softmax_sum_peak_log_total_by_dst_370905(piece_row_ptr, piece_start_ptr, piece_end_ptr, piece_slot_ptr, num_pieces, max_piece, arrived_ptr, row_ptr_ptr, out0_ptr, out1_ptr, out2_ptr, ws0_ptr, ws1_ptr, ws2_ptr, FLOAT, ID, UNSET)
+            arrive_in_softmax_sum_lse_lse_rest_by_dst_c4e468(piece_row_ptr, piece_start_ptr, piece_end_ptr, piece_slot_ptr, num_pieces, max_piece, arrived_ptr, row_ptr_ptr, out0_ptr, out1_ptr, out2_ptr, ws0_ptr, ws1_ptr, ws2_ptr, FLOAT, ID, UNSET)
 
 
 @triton.jit
-def merge_row_of_softmax_sum_peak_log_total_by_dst_370905(row, first, last, part, row_ptr_ptr, out0_ptr, out1_ptr, out2_ptr, ws0_ptr, ws1_ptr, ws2_ptr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr):
+def merge_row_of_softmax_sum_lse_lse_rest_by_dst_c4e468(row, first, last, part, row_ptr_ptr, out0_ptr, out1_ptr, out2_ptr, ws0_ptr, ws1_ptr, ws2_ptr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr):
     f0 = tl.arange(0, 4)[None, None, :, None]
     f1 = tl.arange(0, 8)[None, None, None, :]
     f0_0 = tl.arange(0, 32) // 8
@@ -113,12 +113,12 @@ def merge_row_of_softmax_sum_peak_log_total_by_dst_370905(row, first, last, part
         acc0_0 = acc0_0 * old_scale + new_acc0_0 * new_scale
         peak0 = top_peak0
     tl.store(out0_ptr + row * 15 + f0_0 * 5 + f1_0, tl.reshape(tl.broadcast_to(acc0_0 / tl.where(total0 == 0, 1.0, total0), [1, 1, 4, 8]), [32]), mask=tl.broadcast_to((f0_0 < 3) & (f1_0 < 5), [32]))
-    tl.store(tl.broadcast_to(out1_ptr + row * 3 + f0, [1, 1, 4, 1]), tl.broadcast_to(device.finite_or_zero(peak0), [1, 1, 4, 1]), mask=tl.broadcast_to((f0 < 3), [1, 1, 4, 1]))
-    tl.store(tl.broadcast_to(out2_ptr + row * 3 + f0, [1, 1, 4, 1]), tl.broadcast_to(device.log_or_zero(total0), [1, 1, 4, 1]), mask=tl.broadcast_to((f0 < 3), [1, 1, 4, 1]))
+    tl.store(tl.broadcast_to(out1_ptr + row * 3 + f0, [1, 1, 4, 1]), tl.broadcast_to(device.log_sum_exp(peak0, total0), [1, 1, 4, 1]), mask=tl.broadcast_to((f0 < 3), [1, 1, 4, 1]))
+    tl.store(tl.broadcast_to(out2_ptr + row * 3 + f0, [1, 1, 4, 1]), tl.broadcast_to(device.log_sum_exp_rest(peak0, total0), [1, 1, 4, 1]), mask=tl.broadcast_to((f0 < 3), [1, 1, 4, 1]))
 
 
 @triton.jit(noinline=True)
-def arrive_in_softmax_sum_peak_log_total_by_dst_370905(piece_row_ptr, piece_start_ptr, piece_end_ptr, piece_slot_ptr, num_pieces, max_piece, arrived_ptr, row_ptr_ptr, out0_ptr, out1_ptr, out2_ptr, ws0_ptr, ws1_ptr, ws2_ptr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr):
+def arrive_in_softmax_sum_lse_lse_rest_by_dst_c4e468(piece_row_ptr, piece_start_ptr, piece_end_ptr, piece_slot_ptr, num_pieces, max_piece, arrived_ptr, row_ptr_ptr, out0_ptr, out1_ptr, out2_ptr, ws0_ptr, ws1_ptr, ws2_ptr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr):
     pid = tl.program_id(0)
     piece = pid
     part = 0
@@ -128,14 +128,14 @@ def arrive_in_softmax_sum_peak_log_total_by_dst_370905(piece_row_ptr, piece_star
     is_last, first, num_slots = device.arrive(arrived_ptr, row, start, slot, end > start, row_ptr_ptr, max_piece, part,
                                               1)
     if is_last:
-        merge_row_of_softmax_sum_peak_log_total_by_dst_370905(row, first.to(tl.int64), first.to(tl.int64) + num_slots, part, row_ptr_ptr, out0_ptr, out1_ptr, out2_ptr, ws0_ptr, ws1_ptr, ws2_ptr, FLOAT, ID, UNSET)
+        merge_row_of_softmax_sum_lse_lse_rest_by_dst_c4e468(row, first.to(tl.int64), first.to(tl.int64) + num_slots, part, row_ptr_ptr, out0_ptr, out1_ptr, out2_ptr, ws0_ptr, ws1_ptr, ws2_ptr, FLOAT, ID, UNSET)
 
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=TABLES)
-def merge_softmax_sum_peak_log_total_by_dst_370905(split_row_ptr, split_ptr_ptr, num_split, row_ptr_ptr, out0_ptr, out1_ptr, out2_ptr, ws0_ptr, ws1_ptr, ws2_ptr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr):
+def merge_softmax_sum_lse_lse_rest_by_dst_c4e468(split_row_ptr, split_ptr_ptr, num_split, row_ptr_ptr, out0_ptr, out1_ptr, out2_ptr, ws0_ptr, ws1_ptr, ws2_ptr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr):
     pid = tl.program_id(0)
     split = pid
     first = tl.load(split_ptr_ptr + split).to(tl.int64)
     last = tl.load(split_ptr_ptr + split + 1).to(tl.int64)
     if first < last:
-        merge_row_of_softmax_sum_peak_log_total_by_dst_370905(tl.load(split_row_ptr + split).to(tl.int64), first, last, 0, row_ptr_ptr, out0_ptr, out1_ptr, out2_ptr, ws0_ptr, ws1_ptr, ws2_ptr, FLOAT, ID, UNSET)
+        merge_row_of_softmax_sum_lse_lse_rest_by_dst_c4e468(tl.load(split_row_ptr + split).to(tl.int64), first, last, 0, row_ptr_ptr, out0_ptr, out1_ptr, out2_ptr, ws0_ptr, ws1_ptr, ws2_ptr, FLOAT, ID, UNSET)

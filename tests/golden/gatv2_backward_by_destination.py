@@ -1,4 +1,4 @@
-"""Sweep 7646076eb60913d82ca170f0: sum, sum"""
+"""Sweep 540999649e795699378d67c8: sum, sum"""
 
 import triton
 import triton.language as tl
@@ -12,7 +12,7 @@ TABLES = ("piece_row_ptr", "piece_start_ptr", "piece_end_ptr", "piece_slot_ptr",
 
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=TABLES)
-def sum_by_dst_764607(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_end_ptr, piece_slot_ptr, row_ptr_ptr, num_listed, max_short, num_pieces, num_workers, in0_ptr, in0_stride, in1_ptr, in1_stride, in2_ptr, in3_ptr, in3_stride, in4_ptr, in4_stride, in5_ptr, in5_stride, in6_ptr, in6_stride, in7_ptr, out0_ptr, out1_ptr, ws0_ptr, BLOCK_E: tl.constexpr, OFFSET: tl.constexpr, HAS_EID: tl.constexpr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr, ADDS: tl.constexpr):
+def sum_by_dst_540999(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_end_ptr, piece_slot_ptr, row_ptr_ptr, num_listed, max_short, num_pieces, num_workers, in0_ptr, in0_stride, in1_ptr, in1_stride, in2_ptr, in3_ptr, in3_stride, in4_ptr, in4_stride, in5_ptr, in5_stride, in6_ptr, out0_ptr, out1_ptr, ws0_ptr, BLOCK_E: tl.constexpr, OFFSET: tl.constexpr, HAS_EID: tl.constexpr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr, ADDS: tl.constexpr):
     pid = tl.program_id(0)
     worker = (pid).to(tl.int64)
     f0 = tl.arange(0, 4)[None, None, :, None]
@@ -22,7 +22,7 @@ def sum_by_dst_764607(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_
     v3 = tl.full([1, 1, 1, 1], 0.0, FLOAT)
     v5 = tl.full([1, 1, 1, 1], 0.2, FLOAT)
     v8 = tl.reshape(device.widened(tl.load(in2_ptr + f0_0 * 5 + f1_0, mask=(f0_0 < 3) & (f1_0 < 5), other=0), FLOAT), [1, 1, 4, 8])
-    v23 = tl.reshape(device.widened(tl.load(in7_ptr + f0_0 * 5 + f1_0, mask=(f0_0 < 3) & (f1_0 < 5), other=0), FLOAT), [1, 1, 4, 8])
+    v21 = tl.reshape(device.widened(tl.load(in6_ptr + f0_0 * 5 + f1_0, mask=(f0_0 < 3) & (f1_0 < 5), other=0), FLOAT), [1, 1, 4, 8])
     sum1 = tl.full([1, 4, 4, 8], 0.0, FLOAT)
     rest = tl.maximum(num_pieces - num_workers, 0)
     most = tl.minimum(tl.maximum((rest + num_workers - 1) // num_workers, 1), 8 - 1)
@@ -34,9 +34,8 @@ def sum_by_dst_764607(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_
             slot = tl.load(piece_slot_ptr + tl.minimum(piece, num_listed) + is_done).to(tl.int64)
             v0 = tl.reshape(device.widened(tl.load(in0_ptr + row * in0_stride + f0_0 * 5 + f1_0, mask=(f0_0 < 3) & (f1_0 < 5), other=0), FLOAT), [1, 1, 4, 8])
             v11 = device.widened(tl.load(in3_ptr + row * in3_stride + f0, mask=(f0 < 3), other=0), FLOAT)
-            v13 = device.widened(tl.load(in4_ptr + row * in4_stride + f0, mask=(f0 < 3), other=0), FLOAT)
-            v16 = tl.reshape(device.widened(tl.load(in5_ptr + row * in5_stride + f0_0 * 5 + f1_0, mask=(f0_0 < 3) & (f1_0 < 5), other=0), FLOAT), [1, 1, 4, 8])
-            v19 = device.widened(tl.load(in6_ptr + row * in6_stride + f0, mask=(f0 < 3), other=0), FLOAT)
+            v14 = tl.reshape(device.widened(tl.load(in4_ptr + row * in4_stride + f0_0 * 5 + f1_0, mask=(f0_0 < 3) & (f1_0 < 5), other=0), FLOAT), [1, 1, 4, 8])
+            v17 = device.widened(tl.load(in5_ptr + row * in5_stride + f0, mask=(f0 < 3), other=0), FLOAT)
             sum0 = tl.full([1, 4, 4, 8], 0.0, FLOAT)
             start = tl.where(is_done, end, start)
             ahead_flat = start + tl.arange(0, BLOCK_E)
@@ -57,15 +56,14 @@ def sum_by_dst_764607(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_
                 v9 = (v7 * v8)
                 v10 = tl.sum(tl.where(f1 < 5, device.rounded(v9), 0.0), axis=3, keep_dims=True)
                 v12 = (v10 - v11)
-                v14 = (v12 - v13)
-                v15 = tl.exp(v14)
-                v17 = (v16 * v1)
-                v18 = tl.sum(tl.where(f1 < 5, device.rounded(v17), 0.0), axis=3, keep_dims=True)
-                v20 = (v18 - v19)
-                v21 = (v15 * v20)
-                v24 = tl.where(v4, v8, v23)
-                sum0 += tl.sum(device.rounded((tl.where(live, v21, 0.0) * v24), BLOCK_E // 4), axis=0, keep_dims=True)
-                sum1 += tl.sum(device.rounded((tl.where(live, v21, 0.0) * v7), BLOCK_E // 4), axis=0, keep_dims=True)
+                v13 = tl.exp(v12)
+                v15 = (v14 * v1)
+                v16 = tl.sum(tl.where(f1 < 5, device.rounded(v15), 0.0), axis=3, keep_dims=True)
+                v18 = (v16 - v17)
+                v19 = (v13 * v18)
+                v22 = tl.where(v4, v8, v21)
+                sum0 += tl.sum(device.rounded((tl.where(live, v19, 0.0) * v22), BLOCK_E // 4), axis=0, keep_dims=True)
+                sum1 += tl.sum(device.rounded((tl.where(live, v19, 0.0) * v7), BLOCK_E // 4), axis=0, keep_dims=True)
             sum0 = tl.sum(sum0, axis=1, keep_dims=True)
             is_whole = slot < 0
             if ADDS:
@@ -83,7 +81,7 @@ def sum_by_dst_764607(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_
 
 
 @triton.jit
-def merge_row_of_sum_by_dst_764607(row, first, last, part, row_ptr_ptr, out0_ptr, ws0_ptr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr):
+def merge_row_of_sum_by_dst_540999(row, first, last, part, row_ptr_ptr, out0_ptr, ws0_ptr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr):
     f0 = tl.arange(0, 4)[None, None, :, None]
     f1 = tl.arange(0, 8)[None, None, None, :]
     f0_0 = tl.arange(0, 32) // 8
@@ -97,10 +95,10 @@ def merge_row_of_sum_by_dst_764607(row, first, last, part, row_ptr_ptr, out0_ptr
 
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=TABLES)
-def merge_sum_by_dst_764607(split_row_ptr, split_ptr_ptr, num_split, row_ptr_ptr, out0_ptr, ws0_ptr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr):
+def merge_sum_by_dst_540999(split_row_ptr, split_ptr_ptr, num_split, row_ptr_ptr, out0_ptr, ws0_ptr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr):
     pid = tl.program_id(0)
     split = pid
     first = tl.load(split_ptr_ptr + split).to(tl.int64)
     last = tl.load(split_ptr_ptr + split + 1).to(tl.int64)
     if first < last:
-        merge_row_of_sum_by_dst_764607(tl.load(split_row_ptr + split).to(tl.int64), first, last, 0, row_ptr_ptr, out0_ptr, ws0_ptr, FLOAT, ID, UNSET)
+        merge_row_of_sum_by_dst_540999(tl.load(split_row_ptr + split).to(tl.int64), first, last, 0, row_ptr_ptr, out0_ptr, ws0_ptr, FLOAT, ID, UNSET)

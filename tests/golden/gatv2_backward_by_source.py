@@ -1,4 +1,4 @@
-"""Sweep 83674eb93d4267e3b1ea36e3: sum"""
+"""Sweep 5ee541f6d7aed2724fb1d18d: sum"""
 
 import triton
 import triton.language as tl
@@ -12,7 +12,7 @@ TABLES = ("piece_row_ptr", "piece_start_ptr", "piece_end_ptr", "piece_slot_ptr",
 
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=TABLES)
-def sum_by_src_83674e(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_end_ptr, piece_slot_ptr, row_ptr_ptr, num_listed, max_short, num_pieces, in0_ptr, in0_stride, in1_ptr, in1_stride, in2_ptr, in3_ptr, in3_stride, in4_ptr, in4_stride, in5_ptr, out0_ptr, ws0_ptr, BLOCK_E: tl.constexpr, OFFSET: tl.constexpr, HAS_EID: tl.constexpr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr, ADDS: tl.constexpr):
+def sum_by_src_5ee541(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_end_ptr, piece_slot_ptr, row_ptr_ptr, num_listed, max_short, num_pieces, in0_ptr, in0_stride, in1_ptr, in1_stride, in2_ptr, in3_ptr, in3_stride, in4_ptr, in4_stride, in5_ptr, out0_ptr, ws0_ptr, BLOCK_E: tl.constexpr, OFFSET: tl.constexpr, HAS_EID: tl.constexpr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr, ADDS: tl.constexpr):
     pid = tl.program_id(0)
     piece = pid
     f0 = tl.arange(0, 4)[None, None, :, None]
@@ -22,7 +22,7 @@ def sum_by_src_83674e(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_
     v3 = tl.full([1, 1, 1, 1], 0.0, FLOAT)
     v5 = tl.full([1, 1, 1, 1], 0.2, FLOAT)
     v8 = tl.reshape(device.widened(tl.load(in2_ptr + f0_0 * 5 + f1_0, mask=(f0_0 < 3) & (f1_0 < 5), other=0), FLOAT), [1, 1, 4, 8])
-    v27 = tl.reshape(device.widened(tl.load(in5_ptr + f0_0 * 5 + f1_0, mask=(f0_0 < 3) & (f1_0 < 5), other=0), FLOAT), [1, 1, 4, 8])
+    v24 = tl.reshape(device.widened(tl.load(in5_ptr + f0_0 * 5 + f1_0, mask=(f0_0 < 3) & (f1_0 < 5), other=0), FLOAT), [1, 1, 4, 8])
     row, start, end, is_done = device.find_piece(piece, piece_row_ptr, piece_start_ptr, piece_end_ptr, row_ptr_ptr,
                                                  num_listed, max_short)
     slot = tl.load(piece_slot_ptr + tl.minimum(piece, num_listed)).to(tl.int64)
@@ -51,19 +51,17 @@ def sum_by_src_83674e(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_
         v7 = tl.where(v4, v2, v6)
         v9 = (v7 * v8)
         v10 = tl.sum(tl.where(f1 < 5, device.rounded(v9), 0.0), axis=3, keep_dims=True)
-        v11 = device.widened(tl.load(in3_ptr + (f0 * 4) + other.to(OFFSET) * in3_stride, mask=live & (f0 < 3), other=0), FLOAT)
+        v11 = device.widened(tl.load(in3_ptr + (f0 * 2) + other.to(OFFSET) * in3_stride, mask=live & (f0 < 3), other=0), FLOAT)
         v13 = (v10 - v11)
-        v14 = device.widened(tl.load(in3_ptr + (1 + f0 * 4) + other.to(OFFSET) * in3_stride, mask=live & (f0 < 3), other=0), FLOAT)
-        v16 = (v13 - v14)
-        v17 = tl.exp(v16)
-        v19 = tl.reshape(device.widened(tl.load(in4_ptr + ((f0_0 * 8 + f1_0)[None, :]) + other_flat.to(OFFSET)[:, None] * in4_stride, mask=alive_flat[:, None] & ((f0_0 < 3))[None, :], other=0), FLOAT), [BLOCK_E // 4, 4, 4, 8])
-        v20 = (v19 * v1)
-        v21 = tl.sum(tl.where(f1 < 5, device.rounded(v20), 0.0), axis=3, keep_dims=True)
-        v22 = device.widened(tl.load(in3_ptr + (2 + f0 * 4) + other.to(OFFSET) * in3_stride, mask=live & (f0 < 3), other=0), FLOAT)
-        v24 = (v21 - v22)
-        v25 = (v17 * v24)
-        v28 = tl.where(v4, v8, v27)
-        sum0 += tl.sum(((tl.where(live, v17, 0.0) * v19) + (tl.where(live, v25, 0.0) * v28)), axis=0, keep_dims=True)
+        v14 = tl.exp(v13)
+        v16 = tl.reshape(device.widened(tl.load(in4_ptr + ((f0_0 * 8 + f1_0)[None, :]) + other_flat.to(OFFSET)[:, None] * in4_stride, mask=alive_flat[:, None] & ((f0_0 < 3))[None, :], other=0), FLOAT), [BLOCK_E // 4, 4, 4, 8])
+        v17 = (v16 * v1)
+        v18 = tl.sum(tl.where(f1 < 5, device.rounded(v17), 0.0), axis=3, keep_dims=True)
+        v19 = device.widened(tl.load(in3_ptr + (1 + f0 * 2) + other.to(OFFSET) * in3_stride, mask=live & (f0 < 3), other=0), FLOAT)
+        v21 = (v18 - v19)
+        v22 = (v14 * v21)
+        v25 = tl.where(v4, v8, v24)
+        sum0 += tl.sum(((tl.where(live, v14, 0.0) * v16) + (tl.where(live, v22, 0.0) * v25)), axis=0, keep_dims=True)
     sum0 = tl.sum(sum0, axis=1, keep_dims=True)
     is_whole = slot < 0
     if ADDS:
@@ -79,7 +77,7 @@ def sum_by_src_83674e(other_ptr, eid_ptr, piece_row_ptr, piece_start_ptr, piece_
 
 
 @triton.jit
-def merge_row_of_sum_by_src_83674e(row, first, last, part, row_ptr_ptr, out0_ptr, ws0_ptr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr):
+def merge_row_of_sum_by_src_5ee541(row, first, last, part, row_ptr_ptr, out0_ptr, ws0_ptr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr):
     f0 = tl.arange(0, 4)[None, None, :, None]
     f1 = tl.arange(0, 8)[None, None, None, :]
     f0_0 = tl.arange(0, 32) // 8
@@ -93,10 +91,10 @@ def merge_row_of_sum_by_src_83674e(row, first, last, part, row_ptr_ptr, out0_ptr
 
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=TABLES)
-def merge_sum_by_src_83674e(split_row_ptr, split_ptr_ptr, num_split, row_ptr_ptr, out0_ptr, ws0_ptr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr):
+def merge_sum_by_src_5ee541(split_row_ptr, split_ptr_ptr, num_split, row_ptr_ptr, out0_ptr, ws0_ptr, FLOAT: tl.constexpr, ID: tl.constexpr, UNSET: tl.constexpr):
     pid = tl.program_id(0)
     split = pid
     first = tl.load(split_ptr_ptr + split).to(tl.int64)
     last = tl.load(split_ptr_ptr + split + 1).to(tl.int64)
     if first < last:
-        merge_row_of_sum_by_src_83674e(tl.load(split_row_ptr + split).to(tl.int64), first, last, 0, row_ptr_ptr, out0_ptr, ws0_ptr, FLOAT, ID, UNSET)
+        merge_row_of_sum_by_src_5ee541(tl.load(split_row_ptr + split).to(tl.int64), first, last, 0, row_ptr_ptr, out0_ptr, ws0_ptr, FLOAT, ID, UNSET)
