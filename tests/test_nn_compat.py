@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 import pickle
 
 import numpy as np
@@ -254,6 +255,9 @@ CASTS = {
     "reduction": lambda x, time, rows: x.mean(-1, keepdim=True, dtype=torch.float32) * x,
     "double": lambda x, time, rows: x.double() * 2,
     "there and back": lambda x, time, rows: x * ((x.double() + 1e6) - 1e6).to(x.dtype),
+    "a literal": lambda x, time, rows: x * torch.linspace(0, 1, x.size(-1)),
+    "quotients of integers": lambda x, time, rows: x * (torch.arange(1, 7) / 3),
+    "a dtype by position": lambda x, time, rows: torch.softmax(x, -1, torch.float32) + x,
     "a sum in double": lambda x, time, rows: x * (x.sum(-1, keepdim=True, dtype=torch.float64) + 1e6 - 1e6).to(x.dtype),
     "a truth as double": lambda x, time, rows: x * (((x > 0).double() * x + 1e6) - 1e6).to(x.dtype),
     "numbers in double": lambda x, time, rows: x * torch.from_numpy(np.linspace(0, 1, 6)),
@@ -261,7 +265,7 @@ CASTS = {
 }
 
 
-ROUNDED = ("softmax", "reduction")
+ROUNDED = ("softmax", "reduction", "a dtype by position")
 
 
 @pytest.mark.filterwarnings("ignore::pyg_fullgraph.debug.PlainPathWarning")
@@ -284,6 +288,53 @@ def test_casts_in_a_message(name, dtype):
     rounding = 4 * max(torch.finfo(d).eps for d in (dtype, want.dtype, *[torch.float32] * (name in ROUNDED)))
     assert error(got, exact) <= error(want, exact) + rounding * exact.abs().max()
     assert error(got_x, want_x.double()) <= 4 * rounding * want_x.abs().max()
+
+
+@pytest.mark.filterwarnings("ignore::pyg_fullgraph.debug.PlainPathWarning")
+@pytest.mark.parametrize("make", [lambda x, n: x * torch.linspace(0, 1, 6), lambda x, n: x * n.reciprocal()])
+def test_literals_of_torchs_default_dtype(make):
+    """Of which PyG computes in, where it has more digits than the features."""
+    plain = Casting(lambda x, time, rows: make(x, torch.arange(1, 7)))
+    fused, x = convert(copy.deepcopy(plain)), draw(CASE.num_src, 6, dtype=torch.float32)
+    torch.set_default_dtype(torch.float64)
+    try:
+        want, got = (layer(x, torch.arange(CASE.num_edges), CASE.edge_index) for layer in (plain, fused))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert got.dtype == want.dtype == torch.float64
+    assert error(got, want) <= 1e-14
+
+
+class CastingScores(pyg_nn.MessagePassing):
+    """Scores of another dtype than the features; what edges get is cast to theirs."""
+
+    def __init__(self, dtype):
+        super().__init__(aggr="add", node_dim=0)
+        self.dtype = dtype
+
+    def forward(self, x, a, edge_index):
+        alpha = self.edge_updater(edge_index, a=a)
+        return self.propagate(edge_index, x=x, alpha=alpha), alpha
+
+    def edge_update(self, a_i, a_j):
+        return torch.sigmoid(a_i + a_j).to(self.dtype)
+
+    def message(self, x_j, alpha):
+        return x_j * alpha
+
+
+@pytest.mark.filterwarnings("ignore::pyg_fullgraph.debug.PlainPathWarning")
+@pytest.mark.parametrize("of_scores, of_features", itertools.permutations(
+    [torch.float64, torch.float32, torch.bfloat16, torch.float16], 2), ids=str)
+def test_edge_values_have_the_dtype_they_were_cast_to(of_scores, of_features):
+    plain = CastingScores(of_features)
+    fused = convert(copy.deepcopy(plain))
+    x, a = draw(CASE.num_src, 6, dtype=of_features), draw(CASE.num_src, 1, dtype=of_scores)
+    want, got = (layer(x, a, CASE.edge_index) for layer in (plain, fused))
+    assert [t.dtype for t in got] == [t.dtype for t in want] == [of_features] * 2
+    rounding = max(torch.finfo(dtype).eps for dtype in (of_scores, of_features))
+    for one, other in zip(got, want, strict=True):
+        assert error(one, other.double()) <= 8 * rounding * other.abs().max()
 
 
 def error(got, exact):

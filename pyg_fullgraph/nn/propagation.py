@@ -238,7 +238,7 @@ class FusedMixin(_Layer):
         note_phase(self, "edge_updater", call.program, call.graph)
         for name, value in call.side_results().items():
             setattr(self, name, value)
-        if call.dim:
+        if call.dim or call.dtype != call.computed:  # of which an expression of the values knows nothing
             (out,) = run(call.program, call.graph, call.tensors)
             return call.result(out)
         is_ours = order.is_seen_by_nobody(self)

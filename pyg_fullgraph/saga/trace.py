@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pyg_fullgraph.activation import activation_dropout, composed
 from pyg_fullgraph.errors import NotFusable
@@ -148,6 +148,10 @@ _ASK_GRADIENT = {Tensor.requires_grad.__get__, Tensor.is_leaf.__get__, Tensor.gr
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
 class _Watch(TorchFunctionMode):
     """Sees every torch function that a method calls.
 
@@ -169,9 +173,9 @@ class _Watch(TorchFunctionMode):
             with self:
                 return composed(*args, **kwargs)
         # Numbers that are rounded to the dtype of a tensor answer, too.
-        self.casts |= function in _CASTS or getattr(kwargs.get("dtype"), "is_floating_point", False)
-        self.asked_dtype |= self.casts or function in _ASK_DTYPE or \
-            (function is _NEW_TENSOR and args[0].is_floating_point())
+        self.casts |= function in _CASTS or any(isinstance(a, torch.dtype) and a.is_floating_point
+                                                for a in (*args, *kwargs.values()))
+        self.asked_dtype |= function in _ASK_DTYPE or (function is _NEW_TENSOR and args[0].is_floating_point())
         line = ""
         if self.has_lines:
             line = current_line()
@@ -190,6 +194,7 @@ class _Watch(TorchFunctionMode):
         else:
             out = self._number_of_targets(function, args, kwargs)
             out = function(*args, **kwargs) if out is None else out
+        self.casts |= _is_floating(out) and out.dim() > 0 and not any(map(_is_floating, tree_leaves((args, kwargs))))
         if not torch.is_grad_enabled():
             out = self._without_gradient(function, args, out, line)
         return out
@@ -356,7 +361,7 @@ class _Trace:
                 with _Watch(way, indices, num_targets) as watch:
                     out = call(conv, args)
                 counted.extend(watch.largest)
-                self.asked_dtype |= watch.asked_dtype
+                self.asked_dtype |= watch.asked_dtype or watch.casts
                 self.casts |= watch.casts
                 left.update(self._left_behind(before, buffers))
             if not isinstance(out, Tensor):
