@@ -347,10 +347,7 @@ class _Run:
         data = self.dataset
         scores = self._scores()
         val_accuracy, test_accuracy = (
-            self._mean(multiclass_accuracy(
-                scores[mask], data.y[mask], data.num_classes, average="micro", validate_args=False
-            ), mask).item()
-            for mask in (data.val_mask, data.test_mask)
+            self._mean(_accuracy(scores[mask], data.y[mask]), mask).item() for mask in (data.val_mask, data.test_mask)
         )
         val_loss = self._mean(_loss(scores, data.y, data.val_mask), data.val_mask)
         return val_loss.item(), val_accuracy, test_accuracy
@@ -410,6 +407,13 @@ def _loss(scores: Tensor, y: Tensor, rows: Tensor) -> Tensor:
     # float32 at least: a 16-bit logarithm of the sum over classes loses the digits that the loss curve shows.
     selected = scores[rows]
     return F.cross_entropy(selected if selected.dtype == torch.float64 else selected.float(), y[rows])
+
+
+def _accuracy(scores: Tensor, y: Tensor) -> Tensor:
+    """The share of rows whose largest score is that of their class; NaN without rows, which torchmetrics refuses."""
+    if not y.numel():
+        return scores.new_full((), torch.nan)
+    return multiclass_accuracy(scores, y, scores.size(1), average="micro", validate_args=False)
 
 
 def _job(config: TrainConfig, provider: str, seed: int) -> dict[str, Any]:

@@ -1,10 +1,12 @@
-"""What ranks check in the tests of sharded graphs, of code that reads or draws by row: tables, dropout, modules."""
+"""What ranks check in tests of sharded graphs, of code that reads or draws by row: tables, dropout, masks, modules."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn as pyg_nn
@@ -13,9 +15,12 @@ from torch import Tensor
 
 import pyg_fullgraph.nn as fused_nn
 from pyg_fullgraph import activation_dropout, errors
+from pyg_fullgraph.config import TrainConfig
+from pyg_fullgraph.data import generate
 from pyg_fullgraph.distributed import DistributedModel, shard
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.partition import Partition
+from pyg_fullgraph.training import train_seed
 
 
 class Tables(fused_nn.MessagePassing):
@@ -120,6 +125,19 @@ def check_dropout(rank: int, size: int) -> None:
         torch.manual_seed(7 + rank)
         out = DistributedModel(Weighted())(part.take(x), part, part.take(weight, "edge"))
         close(part.join(out), whole, 1e-5, "masks of no edges")
+
+
+def check_masks(rank: int, size: int) -> None:
+    """The curve of one process, where every mask selects rows of one rank only."""
+    dataset = generate(nodes=60, degree=4, features=4)
+    masks = {f"{name}_mask": torch.arange(60) == node for node, name in enumerate(("train", "val", "test"))}
+    dataset = dataclasses.replace(dataset, **masks)
+    config = TrainConfig.preset(model="gcn", epochs=3, dtype="float64", device="cpu")
+    with alone():
+        whole = train_seed(config, dataset, 0)
+    part = train_seed(config, dataset, 0)
+    for name in ("losses", "val_losses", "val_accuracies", "test_accuracy"):
+        assert part[name] == pytest.approx(whole[name], rel=1e-9), name
 
 
 def check_refused_modules(rank: int, size: int) -> None:
