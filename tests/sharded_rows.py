@@ -12,6 +12,8 @@ import torch.nn.functional as F
 import torch_geometric.nn as pyg_nn
 from sharded import LAYERS, alone, close, make_case, refused, sharded
 from torch import Tensor
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
+from torch_geometric.utils import add_remaining_self_loops, add_self_loops
 
 import pyg_fullgraph.nn as fused_nn
 from pyg_fullgraph import activation_dropout, errors
@@ -138,6 +140,37 @@ def check_masks(rank: int, size: int) -> None:
     part = train_seed(config, dataset, 0)
     for name in ("losses", "val_losses", "val_accuracies", "test_accuracy"):
         assert part[name] == pytest.approx(whole[name], rel=1e-9), name
+
+
+class Looped(fused_nn.MessagePassing):
+    """Sums over normalized edges with self-loops: by `num_nodes` at all vertices or, without, up to the last edge's."""
+
+    def __init__(self) -> None:
+        super().__init__(aggr="sum")
+
+    def forward(self, x: Tensor, edge_index: Any, weight: Tensor, num_nodes: int | None) -> Tensor:
+        full, filled = add_self_loops(edge_index, weight, "mean", num_nodes)
+        remaining, _ = add_remaining_self_loops(edge_index, None, 1.0, num_nodes)
+        normal, norm = gcn_norm(edge_index, None, num_nodes, dtype=x.dtype)
+        return self.propagate(full, x=x, weight=filled) + self.propagate(remaining, x=x, weight=None) + \
+            self.propagate(normal, x=x, weight=norm)
+
+    def message(self, x_j: Tensor, weight: Tensor | None) -> Tensor:
+        return x_j if weight is None else x_j * weight.view(-1, 1)
+
+
+def check_loops(rank: int, size: int) -> None:
+    """With and without `num_nodes`, where all vertices without a loop are of one rank: the other has as many loops."""
+    count, generator = 20, torch.Generator().manual_seed(0)
+    edge_index = torch.randint(count - 2, (2, 80), generator=generator)
+    x, weight = torch.randn(count, 3, generator=generator).double(), torch.rand(80, generator=generator).double()
+    part, layer = shard(Graph.from_edge_index(edge_index, count), "halo", "ranges"), Looped()
+    for num_nodes in (None, count, None, count):
+        whole = layer(x, edge_index, weight, num_nodes)
+        own = None if num_nodes is None else part.num_dst
+        close(layer(part.take(x), part, part.take(weight, "edge"), own), part.take(whole), 1e-10, f"{num_nodes} nodes")
+    refused(errors.InputError, f"'num_nodes' to be {part.num_dst}, the vertices of this rank (got 3)", layer,
+            part.take(x), part, part.take(weight, "edge"), 3)
 
 
 def check_refused_modules(rank: int, size: int) -> None:

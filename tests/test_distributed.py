@@ -233,6 +233,10 @@ def train(size, out, *options):
     return json.loads((out / "metrics.json").read_text())
 
 
+def test_loops_with_and_without_a_number_of_nodes():
+    ranks(2).run(sharded_rows.check_loops)
+
+
 def test_training_with_masks_that_select_nothing_on_some_ranks():
     ranks(3).run(sharded_rows.check_masks)
 
