@@ -384,6 +384,16 @@ def check_accumulation(rank: int, size: int) -> None:
         backward(1.0)
     backward(2.0)
     close(weight.grad, 6 * once, 1e-12, "after sums and no_sync")
+    with model.no_sync():
+        out = model(x, part)
+    close(weight.grad, 6 * once, 1e-12, "after no_sync without a backward")
+    out.square().sum().backward()
+    close(weight.grad, 7 * once, 1e-12, "after a forward in no_sync")
+    out = model(x, part)
+    with model.no_sync():
+        out.square().sum().backward()
+    backward(2.0)
+    close(weight.grad, 10 * once, 1e-12, "after a backward in no_sync")
     model.zero_grad(set_to_none=False)
     backward(1.0)
     close(weight.grad, once, 1e-12, "after zero_grad")
@@ -402,6 +412,11 @@ def check_accumulation(rank: int, size: int) -> None:
         close(weight.grad, earlier, 0, "after a backward that failed")
         backward(2.0)
         close(weight.grad, 3 * once, 1e-12, "after the backward that followed")
+    hook = x.register_hook(fail)
+    with model.no_sync():
+        refused(MemoryError, "of a hook", backward, 5.0)
+    hook.remove()
+    close(weight.grad, 3 * once, 1e-12, "after a backward in no_sync that failed")
     half, missing = (torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)) for _ in range(2))
     if rank == 1:
         half.grad = torch.ones_like(half)

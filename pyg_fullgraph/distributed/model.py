@@ -81,7 +81,7 @@ class DistributedModel(Module):
         graph = next((v for v in given if isinstance(v, Graph)), None)
         with _WholeGraph(self.group, graph):
             out = self.module(*args, **kwargs)
-        if self.group.size == 1 or not (torch.is_grad_enabled() and self._is_synced):
+        if self.group.size == 1 or not torch.is_grad_enabled():
             return out
         return self._leaving(out) if isinstance(out, Tensor) else pytree.tree_map_only(Tensor, self._leaving, out)
 
@@ -105,20 +105,15 @@ class DistributedModel(Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Leave gradients as this rank's part within the block; the next ``backward`` outside sums them as well.
+        """Leave what a ``backward`` within the block adds as this rank's part; the next one outside sums it as well.
 
-        Of gradients that are sums already each rank keeps an equal share.
+        Of gradients that are sums already each rank then keeps an equal share. Where forward ran makes no difference.
         """
         before, self._is_synced = self._is_synced, False
-        if before and not self._has_parts:
-            for p in self.module.parameters():
-                if p.grad is not None:
-                    p.grad.div_(self.group.size)
         try:
             yield
         finally:
             self._is_synced = before
-            self._has_parts = self.group.size > 1
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.state_dict(*args, **kwargs)
@@ -129,22 +124,33 @@ class DistributedModel(Module):
     # Gradients
 
     def _start_backward(self) -> None:
-        """Called when the gradient of a result arrives: sum what this backward adds, once it is done."""
+        """Called when the gradient of a result arrives: sum what this backward adds, once it is done, or note that it
+        adds parts.
+        """
         if self._earlier is not None:
             return
         parts = [p for p in self.module.parameters() if p.requires_grad]
-        earlier = self._earlier = [p.grad for p in parts]
+        earlier, end_backward = [p.grad for p in parts], self._end_synced if self._is_synced else self._end_apart
+        self._earlier = earlier
         for p in parts:
             p.grad = None
 
         def end() -> None:
-            self._end_backward(parts, earlier)
+            end_backward(parts, earlier)
 
         # The engine drops `end` when backward is over, also where it fails and never calls it.
         weakref.finalize(end, self._put_back, parts, earlier).atexit = False
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
-    def _end_backward(self, parts: list[Parameter], earlier: list[Tensor | None]) -> None:
+    def _end_apart(self, parts: list[Parameter], earlier: list[Tensor | None]) -> None:
+        if not self._has_parts:
+            for grad in earlier:
+                if grad is not None:
+                    grad.div_(self.group.size)
+        _add(parts, earlier)
+        self._has_parts, self._earlier = True, None
+
+    def _end_synced(self, parts: list[Parameter], earlier: list[Tensor | None]) -> None:
         try:
             if self._has_parts:
                 _add(parts, earlier)
