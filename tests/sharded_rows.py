@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import torch_geometric.nn as pyg_nn
 from sharded import LAYERS, alone, close, make_case, refused, sharded
 from torch import Tensor
+from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import add_remaining_self_loops, add_self_loops
 
@@ -96,6 +97,32 @@ class Weighted(fused_nn.MessagePassing):
 
     def message(self, x_j: Tensor, weight: Tensor) -> Tensor:
         return x_j * weight
+
+
+class OfData(torch.nn.Module):
+    """Dropout of vertices in ``forward`` of a model of PyG's data."""
+
+    def forward(self, data: Data | HeteroData) -> Tensor:
+        return F.dropout(data.node_stores[0].x, 0.5)
+
+
+def check_dropout_in_data(rank: int, size: int) -> None:
+    """Masks are those of the vertices, also where the graph is in an object of PyG's."""
+    case = make_case("prime")
+    graph, x = Graph.from_edge_index(case.edge_index, case.size), torch.ones(case.num_src, 8)
+
+    def hetero(graph: Graph, x: Tensor) -> HeteroData:
+        data = HeteroData()
+        data["a"].x, data["a", "to", "a"].edge_index = x, graph
+        return data
+
+    part = sharded(case, "halo", size)
+    for make in (lambda graph, x: Data(x=x, edge_index=graph), hetero):
+        torch.manual_seed(7)
+        with alone():
+            whole = DistributedModel(OfData())(make(graph, x))
+        torch.manual_seed(7 + rank)
+        close(part.join(DistributedModel(OfData())(make(part, part.take(x)))), whole, 0, "masks")
 
 
 def check_dropout(rank: int, size: int) -> None:

@@ -188,6 +188,10 @@ def test_dropout_of_edge_values():
     ranks(3).run(sharded_rows.check_dropout)
 
 
+def test_dropout_with_a_graph_in_data():
+    ranks(2).run(sharded_rows.check_dropout_in_data)
+
+
 def test_gradients_of_several_backwards():
     ranks(3).run(sharded.check_accumulation)
 

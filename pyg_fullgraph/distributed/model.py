@@ -13,6 +13,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
+from torch_geometric.data.data import BaseData
 
 from pyg_fullgraph._version import __version__
 from pyg_fullgraph.activation import activation_dropout, apply
@@ -75,11 +76,7 @@ class DistributedModel(Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's result on this rank's rows."""
-        given: Sequence[Any] = *args, *kwargs.values()
-        if not all(isinstance(v, Tensor) for v in given):
-            given = pytree.tree_leaves(given)
-        graph = next((v for v in given if isinstance(v, Graph)), None)
-        with _WholeGraph(self.group, graph):
+        with _WholeGraph(self.group, _graph_in((*args, *kwargs.values()))):
             out = self.module(*args, **kwargs)
         if self.group.size == 1 or not torch.is_grad_enabled():
             return out
@@ -168,6 +165,18 @@ class DistributedModel(Module):
             self._earlier = None
             for p, grad in zip(parts, earlier, strict=True):
                 p.grad = grad
+
+
+def _graph_in(given: Sequence[Any]) -> Graph | None:
+    """The first graph among arguments, in containers and PyG's data as well."""
+    if not all(isinstance(v, Tensor) for v in given):
+        given = pytree.tree_leaves(given)
+    for value in given:
+        if isinstance(value, BaseData):
+            value = _graph_in([list(store.values()) for store in value.stores])
+        if isinstance(value, Graph):
+            return value
+    return None
 
 
 def _add(parameters: list[Parameter], earlier: list[Tensor | None]) -> None:
