@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -119,7 +120,7 @@ def train(
                 metrics = run_training(config, data, on_epoch=_EpochLines(progress, config))
         except KeyboardInterrupt as stop:
             console.print(str(stop) or "Stopped before the first epoch", markup=False, highlight=False, soft_wrap=True)
-            raise typer.Exit(130) from stop
+            raise typer.Exit(128 + getattr(stop, "signum", signal.SIGINT)) from stop
         console.print(result_table(metrics))
         if timeline is not None:
             # Patience may end the training before the epoch that would be recorded, and so may a finished checkpoint.
@@ -215,7 +216,9 @@ def coverage(
 
 
 def main() -> None:
-    """Runs the command; an error made on purpose is one line on stderr and status 1, Ctrl-C is status 130."""
+    """Runs the command; an error made on purpose is one line on stderr and status 1, Ctrl-C is status 130 and SIGTERM,
+    while training, 143.
+    """
     try:
         app()
     except (PygFullgraphError, MemoryError) as error:

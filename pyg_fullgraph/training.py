@@ -219,7 +219,7 @@ def train_seed(
         initial_state: weights to start from instead of those that `seed` draws.
         on_epoch: called after every epoch, when the state is consistent; an exception from it ends the run.
     Returns: dict with test_accuracy, losses (one per epoch), epoch_ms, peak_bytes and more (`History.metrics`).
-    Raises: OutOfMemoryError, DivergedError, CheckpointError (resume), KeyboardInterrupt after the state was saved.
+    Raises: OutOfMemoryError, DivergedError, CheckpointError (resume), Stopped (KeyboardInterrupt) with the state saved.
     """
     with _explained_out_of_memory(config, provider):
         run = _Run(config, dataset, seed, provider, initial_state)
@@ -279,19 +279,20 @@ class _Run:
 
     def finish(self, on_epoch: Callable[[EpochReport], None] | None) -> None:
         """Runs the epochs that are left; saves at the end, now and then, and when interrupted between two epochs."""
+        stop = _Stop()
         try:
-            with _stop_after_epoch() as stop:
+            with _stop_after_epoch(stop):
                 while not self.is_finished:
                     self.run_epoch()
                     if on_epoch is not None:
                         on_epoch(EpochReport(self.provider, self.seed, len(self.history.losses) - 1, self.history))
-                    if self.group.any(stop.is_set(), torch.device(self.config.device)):
+                    if self.group.any(stop.is_asked, torch.device(self.config.device)):
                         raise KeyboardInterrupt
                     self.save(is_due=False)
         except KeyboardInterrupt:
             if self.is_consistent:
                 self.save()
-            raise KeyboardInterrupt(self.describe_stop()) from None
+            raise Stopped(self.describe_stop(), stop.signum) from None
         self.save()
 
     def run_epoch(self) -> None:
@@ -423,24 +424,40 @@ def _job(config: TrainConfig, provider: str, seed: int) -> dict[str, Any]:
     return dict(provider=provider, seed=seed, **job)
 
 
+class Stopped(KeyboardInterrupt):
+    """A run was ended by Ctrl-C or SIGTERM; `signum` is the signal."""
+
+    def __init__(self, message: str, signum: int) -> None:
+        super().__init__(message)
+        self.signum = signum
+
+
+@dataclass
+class _Stop:
+    """Whether a signal asked to stop, and which one."""
+
+    is_asked: bool = False
+    signum: int = signal.SIGINT
+
+
 @contextmanager
-def _stop_after_epoch() -> Iterator[threading.Event]:
-    """Turns the first Ctrl-C into a request to stop after the epoch; the second one interrupts at once."""
-    stop = threading.Event()
+def _stop_after_epoch(stop: _Stop) -> Iterator[None]:
+    """Turns the first Ctrl-C or SIGTERM into a request to stop after the epoch; the second one interrupts at once."""
     if threading.current_thread() is not threading.main_thread():
-        yield stop
+        yield
         return
 
     def request(signum: int, frame: object) -> None:
-        if stop.is_set():
+        if stop.is_asked:
             raise KeyboardInterrupt
-        stop.set()
+        stop.is_asked, stop.signum = True, signum
 
-    previous = signal.signal(signal.SIGINT, request)
+    previous = {signum: signal.signal(signum, request) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield stop
+        yield
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
 
 
 @contextmanager

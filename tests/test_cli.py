@@ -107,10 +107,13 @@ def test_resume_continues(tmp_path):
     assert len(json.loads((tmp_path / "metrics.json").read_text())["seeds"][0]["losses"]) == 5
 
 
-def test_ctrl_c_saves_and_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(cli._EpochLines, "__call__", lambda self, report: os.kill(os.getpid(), signal.SIGINT))
+@pytest.mark.parametrize("signum, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_and_says_so(tmp_path, monkeypatch, signum, status):
+    monkeypatch.setattr(cli._EpochLines, "__call__", lambda self, report: os.kill(os.getpid(), signum))
+    before = signal.getsignal(signum)
     done = run("train", "--dataset", TINY, *QUICK, "--out", tmp_path)
-    assert done.exit_code == 130
+    assert done.exit_code == status
+    assert signal.getsignal(signum) is before
     path = tmp_path / "checkpoint-fused-seed0.pt"
     assert f"Stopped after 1 of 3 epochs; saved to {path}, continue with --resume" in done.output.replace("\n", "")
     assert path.is_file()
