@@ -156,6 +156,19 @@ def check_dropout(rank: int, size: int) -> None:
         close(part.join(out), whole, 1e-5, "masks of no edges")
 
 
+def check_single_row(rank: int, size: int) -> None:
+    """A batch norm of one row is refused on every rank, as by torch, and writes no NaN; one of two is not."""
+    for count in (1, 2):
+        part = shard(Graph.from_edge_index(torch.zeros(2, 1, dtype=torch.int64), count), "halo", "ranges")
+        model = DistributedModel(torch.nn.BatchNorm1d(3))
+        x = part.take(torch.arange(3.0 * count).view(count, 3))
+        if count == 1:
+            refused(errors.InputError, "to have more than one row on all ranks together when training", model, x)
+        else:
+            model(x)
+        assert all(b.isfinite().all() for b in model.module.buffers())
+
+
 def check_masks(rank: int, size: int) -> None:
     """The curve of one process, where every mask selects rows of one rank only."""
     dataset = generate(nodes=60, degree=4, features=4)

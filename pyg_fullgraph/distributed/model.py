@@ -19,6 +19,7 @@ from pyg_fullgraph._version import __version__
 from pyg_fullgraph.activation import activation_dropout, apply
 from pyg_fullgraph.distributed.group import Group
 from pyg_fullgraph.distributed.refusals import check_modules
+from pyg_fullgraph.errors import InputError
 from pyg_fullgraph.functions import applying
 from pyg_fullgraph.graph import Graph
 from triton_kernels.reference import Activation
@@ -304,7 +305,11 @@ class _WholeGraph(TorchFunctionMode):
         dims = [d for d in range(input.dim()) if d != 1]
         shape = [-1 if d == 1 else 1 for d in range(input.dim())]
         x = input if input.dtype == torch.float64 else input.float()
-        count = self.group.reduce(x.new_tensor(input.numel() / max(input.shape[1], 1)))
+        num_own = input.numel() // max(input.shape[1], 1)
+        count = self.group.reduce(x.new_tensor(num_own))
+        # Only ranks that might have the one row ask; a step is run before it is captured.
+        if num_own < 2 and not (x.is_cuda and torch.cuda.is_current_stream_capturing()) and count == 1:
+            raise InputError("input", "to have more than one row on all ranks together when training", "1 row")
         mean = _Sum.apply(x.sum(dims), self.group) / count
         centred = x - mean.view(shape)
         var = _Sum.apply(centred.square().sum(dims), self.group) / count
