@@ -17,7 +17,7 @@ from pyg_fullgraph.config import TrainConfig
 from pyg_fullgraph.distributed.group import under_torchrun
 from pyg_fullgraph.errors import PygFullgraphError
 from pyg_fullgraph.report import format_bytes, info_table, result_table
-from pyg_fullgraph.training import EpochReport, prepare_graph
+from pyg_fullgraph.training import EpochReport, prepare_folders, prepare_graph
 from pyg_fullgraph.training import train as run_training
 
 app = typer.Typer(
@@ -107,6 +107,7 @@ def train(
     )
     with under_torchrun(config.device, timeout) as group:
         console.quiet = group.rank != 0
+        prepare_folders(config)
         data = config.load_dataset()
         console.print(
             f"{config.model} on {data.name}: {data.num_nodes:,} nodes, {data.num_edges:,} edges, "

@@ -173,7 +173,7 @@ class UnknownDatasetError(InputError):
 
 
 class UnwritableFolderError(PygFullgraphError, OSError):
-    """Results could not be written where they were asked for; raised before any training."""
+    """Results could not be written where they were asked for; raised before any training if it can be seen then."""
 
     def __init__(self, folder: object, reason: object) -> None:
         super().__init__(f"Expected output folder '{folder}' to be writable (got {reason})")

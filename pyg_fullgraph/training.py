@@ -387,6 +387,8 @@ class _Run:
             had = ", ".join(f"{name}={state['job'].get(name)}" for name in changed)
             wanted = ", ".join(f"{name}={job[name]}" for name in changed)
             raise CheckpointError(path, f"to be of a job with {wanted}", had)
+        if state["epoch"] > self.config.epochs:
+            raise CheckpointError(path, f"to be of no more than {self.config.epochs} epochs", state["epoch"])
         self.model.load_state_dict(state["model"])
         self.optimization.load_state_dict(state["optimizer"])
         self.history = History(**state["history"])
@@ -490,6 +492,19 @@ def _suggestions(config: TrainConfig, provider: str) -> list[str]:
     return suggestions
 
 
+def prepare_folders(config: TrainConfig) -> None:
+    """Makes the folders that a job writes to.
+
+    Raises: UnwritableFolderError.
+    """
+    if config.out is not None:
+        providers = ("fused", *([config.compare] if config.compare else []))
+        checkpoints = [checkpoint_path("", p, seed).name for p in providers for seed in range(config.seeds)]
+        prepare_folder(config.out, ("metrics.json", "curves.png", *checkpoints))
+    if config.timeline is not None:
+        prepare_folder(config.timeline)
+
+
 def train(
     config: TrainConfig,
     dataset: Dataset | None = None,
@@ -511,9 +526,8 @@ def train(
         raise InputError("compare", "to be left out with several processes: PyG has no sharded graphs", config.compare)
     if config.capture and group.size > 1:
         raise InputError("capture", "to be left out with several processes", f"{group.size} processes")
-    folder = None if config.out is None else prepare_folder(config.out)
-    if config.timeline is not None:
-        prepare_folder(config.timeline)
+    prepare_folders(config)
+    folder = None if config.out is None else Path(config.out)
     dataset = config.load_dataset() if dataset is None else dataset.validate()
     if config.resume and folder is not None:
         paths = [checkpoint_path(folder, "fused", seed) for seed in range(config.seeds)]

@@ -136,6 +136,13 @@ def test_refusal_is_one_line_without_a_traceback(arguments, message, monkeypatch
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize("option", ["--out", "--timeline"])
+def test_folders_are_tried_before_a_dataset_is_loaded(option, monkeypatch, tmp_path):
+    monkeypatch.setattr(cli.TrainConfig, "load_dataset", lambda self: pytest.fail("loaded"))
+    done = run("train", *QUICK, "--out", tmp_path, option, "/dev/null/out")
+    assert str(done.exception).startswith("Expected output folder '/dev/null/out' to be writable")
+
+
 def test_package_runs_as_a_module():
     command = [sys.executable, "-m", "pyg_fullgraph", "--help"]
     root = Path(__file__).resolve().parents[1]
