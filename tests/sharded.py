@@ -623,6 +623,8 @@ def check_refused_layers(rank: int, size: int) -> None:
         layer = LAYERS[name]
         extra = {"edge_type": torch.zeros(part.num_edges, dtype=torch.int64)} if "rgat" in name else {"y": x}
         refused(errors.PygFullgraphError, reason, call, layer.build(fused_nn), layer, x, part, extra)
+    sampling = LAYERS["supergat_mx"].build(fused_nn).train()
+    refused(errors.ShardedGraphError, "(got SuperGATConv, whose forward needs more: aten.", sampling, x, part)
     layer = LAYERS["gat_pair_loops"]
     rows = torch.zeros(between.num_src, 6).double(), torch.zeros(between.num_dst, 4).double()
     refused(errors.ShardedGraphError, "self-loops on a graph with different sources", call, layer.build(fused_nn),
