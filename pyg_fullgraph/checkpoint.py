@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,10 @@ def load_checkpoint(path: str | os.PathLike, device: str = "cpu") -> dict[str, A
 
 
 def write_atomically(path: Path, write: Callable[[Any], object]) -> None:
-    """Calls `write` on a temporary binary file next to `path`, then renames it: readers see the old or the new file."""
+    """Calls `write` on a temporary binary file next to `path`, then renames it: readers see the old or the new file.
+
+    Raises: UnwritableFolderError.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -47,12 +50,18 @@ def write_atomically(path: Path, write: Callable[[Any], object]) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except OSError as error:
+        raise UnwritableFolderError(path.parent, error.strerror or error) from error
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def prepare_folder(folder: str | os.PathLike) -> Path:
+def prepare_folder(folder: str | os.PathLike, names: Iterable[str] = ()) -> Path:
     """Makes the output folder and tries to write to it, so that a run does not fail at its end.
+
+    Args:
+        folder: where files will be.
+        names: those files, which may be there already.
 
     Raises: UnwritableFolderError.
     """
@@ -61,6 +70,9 @@ def prepare_folder(folder: str | os.PathLike) -> Path:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             pass
+        for name in names:
+            if (path / name).is_dir():
+                raise IsADirectoryError(f"a folder of the name {name}")
     except OSError as error:
         raise UnwritableFolderError(folder, error.strerror or error) from error
     return path

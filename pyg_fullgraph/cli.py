@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,7 +17,7 @@ from pyg_fullgraph.config import TrainConfig
 from pyg_fullgraph.distributed.group import under_torchrun
 from pyg_fullgraph.errors import PygFullgraphError
 from pyg_fullgraph.report import format_bytes, info_table, result_table
-from pyg_fullgraph.training import EpochReport, prepare_graph
+from pyg_fullgraph.training import EpochReport, prepare_folders, prepare_graph
 from pyg_fullgraph.training import train as run_training
 
 app = typer.Typer(
@@ -106,6 +107,7 @@ def train(
     )
     with under_torchrun(config.device, timeout) as group:
         console.quiet = group.rank != 0
+        prepare_folders(config)
         data = config.load_dataset()
         console.print(
             f"{config.model} on {data.name}: {data.num_nodes:,} nodes, {data.num_edges:,} edges, "
@@ -119,7 +121,7 @@ def train(
                 metrics = run_training(config, data, on_epoch=_EpochLines(progress, config))
         except KeyboardInterrupt as stop:
             console.print(str(stop) or "Stopped before the first epoch", markup=False, highlight=False, soft_wrap=True)
-            raise typer.Exit(130) from stop
+            raise typer.Exit(128 + getattr(stop, "signum", signal.SIGINT)) from stop
         console.print(result_table(metrics))
         if timeline is not None:
             # Patience may end the training before the epoch that would be recorded, and so may a finished checkpoint.
@@ -215,7 +217,9 @@ def coverage(
 
 
 def main() -> None:
-    """Runs the command; an error made on purpose is one line on stderr and status 1, Ctrl-C is status 130."""
+    """Runs the command; an error made on purpose is one line on stderr and status 1, Ctrl-C is status 130 and SIGTERM,
+    while training, 143.
+    """
     try:
         app()
     except (PygFullgraphError, MemoryError) as error:

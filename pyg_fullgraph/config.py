@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,8 +86,8 @@ class TrainConfig:
             _require(name, getattr(self, name) >= 1, "to be at least 1", getattr(self, name))
         _require("patience", self.patience >= 0, "to be at least 0", self.patience)
         _require("dropout", 0.0 <= self.dropout < 1.0, "to be in [0, 1)", self.dropout)
-        _require("lr", self.lr > 0.0, "to be above 0", self.lr)
-        _require("weight_decay", self.weight_decay >= 0.0, "to be at least 0", self.weight_decay)
+        _require("lr", 0.0 < self.lr < math.inf, "to be above 0 and finite", self.lr)
+        _require("weight_decay", 0.0 <= self.weight_decay < math.inf, "to be at least 0 and finite", self.weight_decay)
         _require("resume", self.out is not None or not self.resume, "to come with an output folder", "none")
         has_cuda = torch.cuda.is_available()
         _require("device", has_cuda or self.device != "cuda", "to be on this machine", "cuda; see the command 'info'")

@@ -20,13 +20,15 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
-from pyg_fullgraph.checkpoint import write_atomically
+from pyg_fullgraph.checkpoint import prepare_folder, write_atomically
 from pyg_fullgraph.errors import DatasetError, UnknownDatasetError
 from pyg_fullgraph.transforms import Reorder
 
 PLANETOID = {"cora": "Cora", "citeseer": "CiteSeer", "pubmed": "PubMed"}
 OGB = ("ogbn-arxiv", "ogbn-products")
 _MASKS = ("train_mask", "val_mask", "test_mask")
+#: Kinds of NumPy's dtypes; its own class of integers has lengths of time as well.
+_INTEGERS, _REAL = "iu", "iuf"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +187,7 @@ def generate(
     Raises: DatasetError for values out of range.
     Source: the planted-partition model with degree correction; parameters chosen here.
     """
-    _check_generate_options(nodes, degree, classes, features, homophily, exponent, signal)
+    _check_generate_options(nodes, degree, classes, features, seed, homophily, exponent, signal)
     rng = np.random.default_rng(seed)
     # Sorting nodes by class makes "from the same class, by weight" one searchsorted into a single cumulative sum.
     label = np.sort(rng.integers(classes, size=nodes))
@@ -238,13 +240,14 @@ def _undirected_keys(src: np.ndarray, dst: np.ndarray, nodes: int) -> np.ndarray
 
 
 def _check_generate_options(
-    nodes: int, degree: float, classes: int, features: int, homophily: float, exponent: float, signal: float
+    nodes: int, degree: float, classes: int, features: int, seed: int, homophily: float, exponent: float, signal: float
 ) -> None:
     requirements = (
         ("nodes", nodes >= 10, "at least 10", nodes),
         ("degree", 0 <= degree < nodes, f"at least 0 and below nodes={nodes}", degree),
         ("classes", 2 <= classes <= nodes, f"between 2 and nodes={nodes}", classes),
         ("features", features >= 1, "at least 1", features),
+        ("seed", seed >= 0, "at least 0", seed),
         ("homophily", 0 <= homophily <= 1, "between 0 and 1", homophily),
         ("exponent", exponent > 2, "above 2", exponent),
         ("signal", signal >= 0, "at least 0", signal),
@@ -297,12 +300,15 @@ def load_npz(path: str | os.PathLike, split: int = 0) -> Dataset:
 
 
 def save_npz(dataset: Dataset, path: str | os.PathLike) -> None:
-    """Writes `dataset` in the layout that `load_npz` reads; the file appears complete or not at all."""
+    """Writes `dataset` in the layout that `load_npz` reads; the file appears complete or not at all.
+
+    Raises: UnwritableFolderError.
+    """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    prepare_folder(path.parent)
     index_dtype = np.int32 if dataset.num_nodes < 2**31 else np.int64
-    arrays = {key: getattr(dataset, key).numpy() for key in ("x", "y", *_MASKS)}
-    arrays["edge_index"] = dataset.edge_index.numpy().astype(index_dtype)
+    arrays = {key: getattr(dataset, key).numpy(force=True) for key in ("x", "y", "edge_index", *_MASKS)}
+    arrays["edge_index"] = arrays["edge_index"].astype(index_dtype)
     write_atomically(path, lambda file: np.savez_compressed(file, **arrays))
 
 
@@ -312,7 +318,7 @@ def _from_arrays(name: str, arrays: Mapping[str, np.ndarray], split: int) -> Dat
             raise DatasetError(name, key, "an array of that name in the file", f"only {', '.join(sorted(arrays))}")
     if "batch" in arrays:
         raise DatasetError(name, "y", "one class per node", "one per graph (the file has 'batch': many graphs in one)")
-    if not np.issubdtype(arrays["edge_index"].dtype, np.integer):
+    if arrays["edge_index"].dtype.kind not in _INTEGERS:
         raise DatasetError(name, "edge_index", "integer node ids", arrays["edge_index"].dtype)
     y = _labels(name, arrays["y"])
     x = _features(name, arrays)
@@ -344,17 +350,19 @@ def _labels(name: str, y: np.ndarray) -> Tensor:
             raise DatasetError(name, "y", "a class for every node", f"NaN at node {int(np.isnan(y).argmax())}")
         if (y != np.floor(y)).any() or np.abs(y).max(initial=0) > 2**53:
             raise DatasetError(name, "y", "whole numbers as classes", f"{y.dtype} with fractions")
-    elif not np.issubdtype(y.dtype, np.integer):
+    elif y.dtype.kind not in _INTEGERS:
         raise DatasetError(name, "y", "whole numbers as classes", y.dtype)
     if y.ndim == 2 and y.shape[1] == 1:
         y = y[:, 0]
+    if y.ndim != 1:
+        raise DatasetError(name, "y", "shape [N], one class per node", list(y.shape))
     return torch.from_numpy(y.astype(np.int64))
 
 
 def _features(name: str, arrays: Mapping[str, np.ndarray]) -> Tensor:
     if "x" in arrays:
         x = arrays["x"]
-        if not np.issubdtype(x.dtype, np.number) or np.issubdtype(x.dtype, np.complexfloating):
+        if x.dtype.kind not in _REAL:
             raise DatasetError(name, "x", "real numbers", x.dtype)
         return torch.from_numpy(x.astype(np.float32))
     parts = ("x_data", "x_indices", "x_indptr", "x_shape")
@@ -362,6 +370,8 @@ def _features(name: str, arrays: Mapping[str, np.ndarray]) -> Tensor:
         raise DatasetError(name, "x", "an array 'x', or " + ", ".join(parts), f"no {', '.join(missing)}")
     data, indices, indptr, shape = (arrays[key] for key in parts)
     try:
+        if data.dtype.kind not in _REAL or not all(a.dtype.kind in _INTEGERS for a in (indices, indptr, shape)):
+            raise TypeError(", ".join(f"{key} of {arrays[key].dtype}" for key in parts))
         num_rows, num_features = (int(size) for size in shape)
         row = np.repeat(np.arange(num_rows), np.diff(indptr))
         if not len(row) == len(indices) == len(data):
@@ -380,6 +390,8 @@ def _mask(name: str, arrays: Mapping[str, np.ndarray], key: str, split: int) -> 
     found = key if key in arrays else f"gen_{key}"
     if found not in arrays:
         raise DatasetError(name, key, f"an array '{key}' or 'gen_{key}' in the file", "neither")
+    if arrays[found].dtype != np.bool_:
+        raise DatasetError(name, key, "bool", arrays[found].dtype)
     mask = torch.from_numpy(arrays[found])
     if mask.dim() == 2:
         if not 0 <= split < mask.size(1):

@@ -140,9 +140,11 @@ class RankError(PygFullgraphError, RuntimeError):
 class ShardedGraphError(PygFullgraphError, NotImplementedError):
     """Something was asked of a part of a graph that only the whole graph can tell."""
 
-    def __init__(self, operation: str) -> None:
+    def __init__(self, operation: str, layer: str = "") -> None:
+        where = f"{layer}, whose forward needs more: {operation}" if layer else operation
         super().__init__("Expected a ShardedGraph to be used by fused layers only; 'join' gives whole results and the "
-                         f"Graph it was made from has all edges (got {operation})")
+                         f"Graph it was made from has all edges (got {where})")
+        self.operation, self.layer = operation, layer
 
 
 class NotFusable(PygFullgraphError):
@@ -173,7 +175,7 @@ class UnknownDatasetError(InputError):
 
 
 class UnwritableFolderError(PygFullgraphError, OSError):
-    """Results could not be written where they were asked for; raised before any training."""
+    """Results could not be written where they were asked for; raised before any training if it can be seen then."""
 
     def __init__(self, folder: object, reason: object) -> None:
         super().__init__(f"Expected output folder '{folder}' to be writable (got {reason})")

@@ -219,7 +219,7 @@ def train_seed(
         initial_state: weights to start from instead of those that `seed` draws.
         on_epoch: called after every epoch, when the state is consistent; an exception from it ends the run.
     Returns: dict with test_accuracy, losses (one per epoch), epoch_ms, peak_bytes and more (`History.metrics`).
-    Raises: OutOfMemoryError, DivergedError, CheckpointError (resume), KeyboardInterrupt after the state was saved.
+    Raises: OutOfMemoryError, DivergedError, CheckpointError (resume), Stopped (KeyboardInterrupt) with the state saved.
     """
     with _explained_out_of_memory(config, provider):
         run = _Run(config, dataset, seed, provider, initial_state)
@@ -279,19 +279,20 @@ class _Run:
 
     def finish(self, on_epoch: Callable[[EpochReport], None] | None) -> None:
         """Runs the epochs that are left; saves at the end, now and then, and when interrupted between two epochs."""
+        stop = _Stop()
         try:
-            with _stop_after_epoch() as stop:
+            with _stop_after_epoch(stop):
                 while not self.is_finished:
                     self.run_epoch()
                     if on_epoch is not None:
                         on_epoch(EpochReport(self.provider, self.seed, len(self.history.losses) - 1, self.history))
-                    if self.group.any(stop.is_set(), torch.device(self.config.device)):
+                    if self.group.any(stop.is_asked, torch.device(self.config.device)):
                         raise KeyboardInterrupt
                     self.save(is_due=False)
         except KeyboardInterrupt:
             if self.is_consistent:
                 self.save()
-            raise KeyboardInterrupt(self.describe_stop()) from None
+            raise Stopped(self.describe_stop(), stop.signum) from None
         self.save()
 
     def run_epoch(self) -> None:
@@ -347,10 +348,7 @@ class _Run:
         data = self.dataset
         scores = self._scores()
         val_accuracy, test_accuracy = (
-            self._mean(multiclass_accuracy(
-                scores[mask], data.y[mask], data.num_classes, average="micro", validate_args=False
-            ), mask).item()
-            for mask in (data.val_mask, data.test_mask)
+            self._mean(_accuracy(scores[mask], data.y[mask]), mask).item() for mask in (data.val_mask, data.test_mask)
         )
         val_loss = self._mean(_loss(scores, data.y, data.val_mask), data.val_mask)
         return val_loss.item(), val_accuracy, test_accuracy
@@ -389,6 +387,8 @@ class _Run:
             had = ", ".join(f"{name}={state['job'].get(name)}" for name in changed)
             wanted = ", ".join(f"{name}={job[name]}" for name in changed)
             raise CheckpointError(path, f"to be of a job with {wanted}", had)
+        if state["epoch"] > self.config.epochs:
+            raise CheckpointError(path, f"to be of no more than {self.config.epochs} epochs", state["epoch"])
         self.model.load_state_dict(state["model"])
         self.optimization.load_state_dict(state["optimizer"])
         self.history = History(**state["history"])
@@ -412,6 +412,13 @@ def _loss(scores: Tensor, y: Tensor, rows: Tensor) -> Tensor:
     return F.cross_entropy(selected if selected.dtype == torch.float64 else selected.float(), y[rows])
 
 
+def _accuracy(scores: Tensor, y: Tensor) -> Tensor:
+    """The share of rows whose largest score is that of their class; NaN without rows, which torchmetrics refuses."""
+    if not y.numel():
+        return scores.new_full((), torch.nan)
+    return multiclass_accuracy(scores, y, scores.size(1), average="micro", validate_args=False)
+
+
 def _job(config: TrainConfig, provider: str, seed: int) -> dict[str, Any]:
     """What a checkpoint must agree on; the rest of the configuration may change between start and resume."""
     free = {"epochs", "patience", "seeds", "device", "compare", "out", "resume", "timeline", "capture"}
@@ -419,24 +426,40 @@ def _job(config: TrainConfig, provider: str, seed: int) -> dict[str, Any]:
     return dict(provider=provider, seed=seed, **job)
 
 
+class Stopped(KeyboardInterrupt):
+    """A run was ended by Ctrl-C or SIGTERM; `signum` is the signal."""
+
+    def __init__(self, message: str, signum: int) -> None:
+        super().__init__(message)
+        self.signum = signum
+
+
+@dataclass
+class _Stop:
+    """Whether a signal asked to stop, and which one."""
+
+    is_asked: bool = False
+    signum: int = signal.SIGINT
+
+
 @contextmanager
-def _stop_after_epoch() -> Iterator[threading.Event]:
-    """Turns the first Ctrl-C into a request to stop after the epoch; the second one interrupts at once."""
-    stop = threading.Event()
+def _stop_after_epoch(stop: _Stop) -> Iterator[None]:
+    """Turns the first Ctrl-C or SIGTERM into a request to stop after the epoch; the second one interrupts at once."""
     if threading.current_thread() is not threading.main_thread():
-        yield stop
+        yield
         return
 
     def request(signum: int, frame: object) -> None:
-        if stop.is_set():
+        if stop.is_asked:
             raise KeyboardInterrupt
-        stop.set()
+        stop.is_asked, stop.signum = True, signum
 
-    previous = signal.signal(signal.SIGINT, request)
+    previous = {signum: signal.signal(signum, request) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield stop
+        yield
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
 
 
 @contextmanager
@@ -469,6 +492,19 @@ def _suggestions(config: TrainConfig, provider: str) -> list[str]:
     return suggestions
 
 
+def prepare_folders(config: TrainConfig) -> None:
+    """Makes the folders that a job writes to.
+
+    Raises: UnwritableFolderError.
+    """
+    if config.out is not None:
+        providers = ("fused", *([config.compare] if config.compare else []))
+        checkpoints = [checkpoint_path("", p, seed).name for p in providers for seed in range(config.seeds)]
+        prepare_folder(config.out, ("metrics.json", "curves.png", *checkpoints))
+    if config.timeline is not None:
+        prepare_folder(config.timeline)
+
+
 def train(
     config: TrainConfig,
     dataset: Dataset | None = None,
@@ -490,9 +526,8 @@ def train(
         raise InputError("compare", "to be left out with several processes: PyG has no sharded graphs", config.compare)
     if config.capture and group.size > 1:
         raise InputError("capture", "to be left out with several processes", f"{group.size} processes")
-    folder = None if config.out is None else prepare_folder(config.out)
-    if config.timeline is not None:
-        prepare_folder(config.timeline)
+    prepare_folders(config)
+    folder = None if config.out is None else Path(config.out)
     dataset = config.load_dataset() if dataset is None else dataset.validate()
     if config.resume and folder is not None:
         paths = [checkpoint_path(folder, "fused", seed) for seed in range(config.seeds)]

@@ -384,6 +384,16 @@ def check_accumulation(rank: int, size: int) -> None:
         backward(1.0)
     backward(2.0)
     close(weight.grad, 6 * once, 1e-12, "after sums and no_sync")
+    with model.no_sync():
+        out = model(x, part)
+    close(weight.grad, 6 * once, 1e-12, "after no_sync without a backward")
+    out.square().sum().backward()
+    close(weight.grad, 7 * once, 1e-12, "after a forward in no_sync")
+    out = model(x, part)
+    with model.no_sync():
+        out.square().sum().backward()
+    backward(2.0)
+    close(weight.grad, 10 * once, 1e-12, "after a backward in no_sync")
     model.zero_grad(set_to_none=False)
     backward(1.0)
     close(weight.grad, once, 1e-12, "after zero_grad")
@@ -402,6 +412,11 @@ def check_accumulation(rank: int, size: int) -> None:
         close(weight.grad, earlier, 0, "after a backward that failed")
         backward(2.0)
         close(weight.grad, 3 * once, 1e-12, "after the backward that followed")
+    hook = x.register_hook(fail)
+    with model.no_sync():
+        refused(MemoryError, "of a hook", backward, 5.0)
+    hook.remove()
+    close(weight.grad, 3 * once, 1e-12, "after a backward in no_sync that failed")
     half, missing = (torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)) for _ in range(2))
     if rank == 1:
         half.grad = torch.ones_like(half)
@@ -608,6 +623,8 @@ def check_refused_layers(rank: int, size: int) -> None:
         layer = LAYERS[name]
         extra = {"edge_type": torch.zeros(part.num_edges, dtype=torch.int64)} if "rgat" in name else {"y": x}
         refused(errors.PygFullgraphError, reason, call, layer.build(fused_nn), layer, x, part, extra)
+    sampling = LAYERS["supergat_mx"].build(fused_nn).train()
+    refused(errors.ShardedGraphError, "(got SuperGATConv, whose forward needs more: aten.", sampling, x, part)
     layer = LAYERS["gat_pair_loops"]
     rows = torch.zeros(between.num_src, 6).double(), torch.zeros(between.num_dst, 4).double()
     refused(errors.ShardedGraphError, "self-loops on a graph with different sources", call, layer.build(fused_nn),

@@ -1,21 +1,29 @@
-"""What ranks check in the tests of sharded graphs, of code that reads or draws by row: tables, dropout, modules."""
+"""What ranks check in tests of sharded graphs, of code that reads or draws by row: tables, dropout, masks, modules."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn as pyg_nn
 from sharded import LAYERS, alone, close, make_case, refused, sharded
 from torch import Tensor
+from torch_geometric.data import Data, HeteroData
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
+from torch_geometric.utils import add_remaining_self_loops, add_self_loops
 
 import pyg_fullgraph.nn as fused_nn
 from pyg_fullgraph import activation_dropout, errors
+from pyg_fullgraph.config import TrainConfig
+from pyg_fullgraph.data import generate
 from pyg_fullgraph.distributed import DistributedModel, shard
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.partition import Partition
+from pyg_fullgraph.training import train_seed
 
 
 class Tables(fused_nn.MessagePassing):
@@ -91,6 +99,32 @@ class Weighted(fused_nn.MessagePassing):
         return x_j * weight
 
 
+class OfData(torch.nn.Module):
+    """Dropout of vertices in ``forward`` of a model of PyG's data."""
+
+    def forward(self, data: Data | HeteroData) -> Tensor:
+        return F.dropout(data.node_stores[0].x, 0.5)
+
+
+def check_dropout_in_data(rank: int, size: int) -> None:
+    """Masks are those of the vertices, also where the graph is in an object of PyG's."""
+    case = make_case("prime")
+    graph, x = Graph.from_edge_index(case.edge_index, case.size), torch.ones(case.num_src, 8)
+
+    def hetero(graph: Graph, x: Tensor) -> HeteroData:
+        data = HeteroData()
+        data["a"].x, data["a", "to", "a"].edge_index = x, graph
+        return data
+
+    part = sharded(case, "halo", size)
+    for make in (lambda graph, x: Data(x=x, edge_index=graph), hetero):
+        torch.manual_seed(7)
+        with alone():
+            whole = DistributedModel(OfData())(make(graph, x))
+        torch.manual_seed(7 + rank)
+        close(part.join(DistributedModel(OfData())(make(part, part.take(x)))), whole, 0, "masks")
+
+
 def check_dropout(rank: int, size: int) -> None:
     """Masks of edge values are those of the edges, also where the first rank has as many edges as vertices, and where
     all others have none.
@@ -120,6 +154,63 @@ def check_dropout(rank: int, size: int) -> None:
         torch.manual_seed(7 + rank)
         out = DistributedModel(Weighted())(part.take(x), part, part.take(weight, "edge"))
         close(part.join(out), whole, 1e-5, "masks of no edges")
+
+
+def check_single_row(rank: int, size: int) -> None:
+    """A batch norm of one row is refused on every rank, as by torch, and writes no NaN; one of two is not."""
+    for count in (1, 2):
+        part = shard(Graph.from_edge_index(torch.zeros(2, 1, dtype=torch.int64), count), "halo", "ranges")
+        model = DistributedModel(torch.nn.BatchNorm1d(3))
+        x = part.take(torch.arange(3.0 * count).view(count, 3))
+        if count == 1:
+            refused(errors.InputError, "to have more than one row on all ranks together when training", model, x)
+        else:
+            model(x)
+        assert all(b.isfinite().all() for b in model.module.buffers())
+
+
+def check_masks(rank: int, size: int) -> None:
+    """The curve of one process, where every mask selects rows of one rank only."""
+    dataset = generate(nodes=60, degree=4, features=4)
+    masks = {f"{name}_mask": torch.arange(60) == node for node, name in enumerate(("train", "val", "test"))}
+    dataset = dataclasses.replace(dataset, **masks)
+    config = TrainConfig.preset(model="gcn", epochs=3, dtype="float64", device="cpu")
+    with alone():
+        whole = train_seed(config, dataset, 0)
+    part = train_seed(config, dataset, 0)
+    for name in ("losses", "val_losses", "val_accuracies", "test_accuracy"):
+        assert part[name] == pytest.approx(whole[name], rel=1e-9), name
+
+
+class Looped(fused_nn.MessagePassing):
+    """Sums over normalized edges with self-loops: by `num_nodes` at all vertices or, without, up to the last edge's."""
+
+    def __init__(self) -> None:
+        super().__init__(aggr="sum")
+
+    def forward(self, x: Tensor, edge_index: Any, weight: Tensor, num_nodes: int | None) -> Tensor:
+        full, filled = add_self_loops(edge_index, weight, "mean", num_nodes)
+        remaining, _ = add_remaining_self_loops(edge_index, None, 1.0, num_nodes)
+        normal, norm = gcn_norm(edge_index, None, num_nodes, dtype=x.dtype)
+        return self.propagate(full, x=x, weight=filled) + self.propagate(remaining, x=x, weight=None) + \
+            self.propagate(normal, x=x, weight=norm)
+
+    def message(self, x_j: Tensor, weight: Tensor | None) -> Tensor:
+        return x_j if weight is None else x_j * weight.view(-1, 1)
+
+
+def check_loops(rank: int, size: int) -> None:
+    """With and without `num_nodes`, where all vertices without a loop are of one rank: the other has as many loops."""
+    count, generator = 20, torch.Generator().manual_seed(0)
+    edge_index = torch.randint(count - 2, (2, 80), generator=generator)
+    x, weight = torch.randn(count, 3, generator=generator).double(), torch.rand(80, generator=generator).double()
+    part, layer = shard(Graph.from_edge_index(edge_index, count), "halo", "ranges"), Looped()
+    for num_nodes in (None, count, None, count):
+        whole = layer(x, edge_index, weight, num_nodes)
+        own = None if num_nodes is None else part.num_dst
+        close(layer(part.take(x), part, part.take(weight, "edge"), own), part.take(whole), 1e-10, f"{num_nodes} nodes")
+    refused(errors.InputError, f"'num_nodes' to be {part.num_dst}, the vertices of this rank (got 3)", layer,
+            part.take(x), part, part.take(weight, "edge"), 3)
 
 
 def check_refused_modules(rank: int, size: int) -> None:

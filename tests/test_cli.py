@@ -107,10 +107,13 @@ def test_resume_continues(tmp_path):
     assert len(json.loads((tmp_path / "metrics.json").read_text())["seeds"][0]["losses"]) == 5
 
 
-def test_ctrl_c_saves_and_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(cli._EpochLines, "__call__", lambda self, report: os.kill(os.getpid(), signal.SIGINT))
+@pytest.mark.parametrize("signum, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_and_says_so(tmp_path, monkeypatch, signum, status):
+    monkeypatch.setattr(cli._EpochLines, "__call__", lambda self, report: os.kill(os.getpid(), signum))
+    before = signal.getsignal(signum)
     done = run("train", "--dataset", TINY, *QUICK, "--out", tmp_path)
-    assert done.exit_code == 130
+    assert done.exit_code == status
+    assert signal.getsignal(signum) is before
     path = tmp_path / "checkpoint-fused-seed0.pt"
     assert f"Stopped after 1 of 3 epochs; saved to {path}, continue with --resume" in done.output.replace("\n", "")
     assert path.is_file()
@@ -131,6 +134,13 @@ def test_refusal_is_one_line_without_a_traceback(arguments, message, monkeypatch
     error = capsys.readouterr().err
     assert error.startswith(message)
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", ["--out", "--timeline"])
+def test_folders_are_tried_before_a_dataset_is_loaded(option, monkeypatch, tmp_path):
+    monkeypatch.setattr(cli.TrainConfig, "load_dataset", lambda self: pytest.fail("loaded"))
+    done = run("train", *QUICK, "--out", tmp_path, option, "/dev/null/out")
+    assert str(done.exception).startswith("Expected output folder '/dev/null/out' to be writable")
 
 
 def test_package_runs_as_a_module():

@@ -1,5 +1,6 @@
 """Datasets: the generated graph, the .npz layout, names, and every refusal."""
 
+import dataclasses
 import pickle
 import sys
 import types
@@ -11,7 +12,7 @@ import torch
 
 from pyg_fullgraph.config import TrainConfig
 from pyg_fullgraph.data import Dataset, generate, load_dataset, load_npz, save_npz
-from pyg_fullgraph.errors import DatasetError, UnknownDatasetError
+from pyg_fullgraph.errors import DatasetError, UnknownDatasetError, UnwritableFolderError
 
 
 def tiny_arrays() -> dict[str, np.ndarray]:
@@ -92,6 +93,7 @@ def test_generated_options_are_read_from_the_name():
         ("generated:nodes", "'nodes' .* a number of type int \\(got ''\\)"),
         ("generated:nodes=5", "'nodes' .* at least 10 \\(got 5\\)"),
         ("generated:exponent=1.5", "'exponent' .* above 2 \\(got 1.5\\)"),
+        ("generated:seed=-1", "'seed' .* at least 0 \\(got -1\\)"),
         ("generated:homophily=nan", "'homophily' .* between 0 and 1 \\(got nan\\)"),
     ],
 )
@@ -157,6 +159,15 @@ def test_save_then_load(path):
     assert list(path.parent.iterdir()) == [path]
 
 
+def test_save_takes_features_with_gradients_and_names_a_folder_that_takes_no_files(path):
+    data = generate(nodes=40, degree=3)
+    save_npz(dataclasses.replace(data, x=data.x.clone().requires_grad_()), path)
+    assert torch.equal(load_npz(path).x, data.x)
+    for folder in ("/dev/null", path):
+        with pytest.raises(UnwritableFolderError, match=f"Expected output folder '{folder}' to be writable"):
+            save_npz(data, f"{folder}/data.npz")
+
+
 def test_unlabelled_nodes_outside_the_masks_are_fine(path):
     arrays = tiny_arrays()
     test_mask = np.array([0, 0, 0, 1, 0], dtype=bool)
@@ -181,7 +192,15 @@ BAD_ARRAYS = [
     ({"val_mask": NONE}, "'val_mask' .* selects nothing"),
     ({"test_mask": NONE}, "'test_mask' .* selects nothing"),
     ({"test_mask": None}, "'test_mask' .* 'gen_test_mask' in the file"),
-    ({"train_mask": np.zeros(5)}, r"'train_mask' .* bool of shape \[5\] \(got torch.float64"),
+    ({"train_mask": np.zeros(5)}, r"'train_mask' .* to be bool \(got float64\)"),
+    ({"train_mask": np.zeros(5, "U1")}, r"'train_mask' .* to be bool \(got <U1\)"),
+    ({"val_mask": np.zeros(5, "M8[s]")}, r"'val_mask' .* to be bool \(got datetime64\[s\]\)"),
+    ({"test_mask": np.zeros(5, [("a", "i4")])}, r"'test_mask' .* to be bool \(got \[\('a', '<i4'\)\]\)"),
+    ({"test_mask": np.ones(5, ">i4")}, r"'test_mask' .* to be bool \(got >i4\)"),
+    ({"y": np.array(1)}, r"'y' .* shape \[N\], one class per node \(got \[\]\)"),
+    ({"y": np.zeros(5, "m8[s]")}, r"'y' .* whole numbers as classes \(got timedelta64\[s\]\)"),
+    ({"x": np.zeros((5, 3), "m8[s]")}, r"'x' .* real numbers \(got timedelta64\[s\]\)"),
+    ({"edge_index": np.zeros((2, 2), "m8[s]")}, r"'edge_index' .* integer node ids \(got timedelta64\[s\]\)"),
     ({"train_mask": np.ones(4, dtype=bool)}, r"'train_mask' .* bool of shape \[5\] .*\[4\]"),
     ({"x": np.zeros((4, 3))}, r"'x' .* 5 rows, one per label in 'y' \(got \[4, 3\]\)"),
     ({"x": np.zeros(5)}, r"'x' .* 5 rows"),
@@ -203,7 +222,7 @@ def test_bad_array_is_named_with_what_was_expected_and_what_came(path, changes, 
         load_dataset(write(path, **changes))
 
 
-@pytest.mark.parametrize("change", ["indptr", "indices", "negative", "data", "shape"])
+@pytest.mark.parametrize("change", ["indptr", "indices", "negative", "fraction", "time", "data", "shape"])
 def test_compressed_rows_that_do_not_fit(path, change):
     csr = {
         "x_data": np.ones(2),
@@ -215,6 +234,8 @@ def test_compressed_rows_that_do_not_fit(path, change):
         "indptr": {"x_indptr": np.array([0, 2, 1, 1, 1, 2])},
         "indices": {"x_indices": np.array([0, 3])},
         "negative": {"x_indices": np.array([0, -1])},
+        "fraction": {"x_indices": np.array([0, 1.7])},
+        "time": {"x_data": np.ones(2, "m8[s]")},
         "data": {"x_data": np.ones(3)},
         "shape": {"x_shape": np.array([4, 3])},
     }[change]

@@ -188,6 +188,10 @@ def test_dropout_of_edge_values():
     ranks(3).run(sharded_rows.check_dropout)
 
 
+def test_dropout_with_a_graph_in_data():
+    ranks(2).run(sharded_rows.check_dropout_in_data)
+
+
 def test_gradients_of_several_backwards():
     ranks(3).run(sharded.check_accumulation)
 
@@ -233,15 +237,29 @@ def train(size, out, *options):
     return json.loads((out / "metrics.json").read_text())
 
 
+def test_loops_with_and_without_a_number_of_nodes():
+    ranks(2).run(sharded_rows.check_loops)
+
+
+def test_batch_norm_of_one_row_is_refused():
+    ranks(2).run(sharded_rows.check_single_row)
+
+
+def test_training_with_masks_that_select_nothing_on_some_ranks():
+    ranks(3).run(sharded_rows.check_masks)
+
+
 def test_the_command_under_torchrun(tmp_path):
-    """The same curve on any number of processes, also continued on another number."""
+    """The same curve on any number of processes, also continued on another number, whose parts of the small graph that
+    the command warms up on have no row of some masks.
+    """
     alone = train(1, tmp_path / "one", "--epochs", "6")
     both = train(2, tmp_path / "two", "--epochs", "3", "--timeline", str(tmp_path / "timeline"))
     assert (alone["num_processes"], both["num_processes"]) == (1, 2)
     assert both["seeds"][0]["timeline"].startswith("convs.0: softmax_sum")
     trace = json.loads((tmp_path / "timeline" / "timeline.json").read_text())["traceEvents"]
     assert {row["pid"] for row in trace} == {0, 1} and (tmp_path / "timeline" / "timeline.png").stat().st_size > 0
-    rest = train(3, tmp_path / "two", "--epochs", "6", "--resume")
+    rest = train(4, tmp_path / "two", "--epochs", "6", "--resume")
     for name in ("losses", "val_losses", "val_accuracies", "test_accuracy"):
         assert rest["seeds"][0][name] == pytest.approx(alone["seeds"][0][name], rel=1e-9)
 

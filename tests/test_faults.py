@@ -96,8 +96,9 @@ def test_the_rank_is_named(fault, culprit, tmp_path):
         assert kind == "RankError" and named[fault] in message
 
 
-def test_timeout_is_positive(monkeypatch):
+@pytest.mark.parametrize("timeout", [0, float("nan"), float("inf"), 1e15])
+def test_timeout_is_positive(monkeypatch, timeout):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
     with pytest.raises(errors.InputError, match="Expected 'timeout' to be a positive number of seconds"), \
-            under_torchrun("cpu", 0):
+            under_torchrun("cpu", timeout):
         pass

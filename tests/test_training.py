@@ -82,7 +82,9 @@ def test_presets_are_the_papers_setups():
         ("dropout", 1.0),
         ("lr", 0.0),
         ("lr", float("nan")),
+        ("lr", float("inf")),
         ("weight_decay", -1.0),
+        ("weight_decay", float("inf")),
         ("resume", True),
         ("capture", True),
     ],
@@ -261,6 +263,14 @@ def test_unwritable_folder_is_refused_before_training(tiny, tmp_path, monkeypatc
         train(tiny_config(out=folder), tiny, on_epoch=lambda report: pytest.fail("trained"))
 
 
+@pytest.mark.parametrize("name", ["metrics.json", "curves.png", "checkpoint-pyg-seed1.pt"])
+def test_file_that_cannot_be_replaced_is_refused_before_training(tiny, tmp_path, name):
+    (tmp_path / name).mkdir()
+    config = tiny_config(out=str(tmp_path), compare="pyg", seeds=2)
+    with pytest.raises(UnwritableFolderError, match=rf"to be writable \(got a folder of the name {name}\)"):
+        train(config, tiny, on_epoch=lambda report: pytest.fail("trained"))
+
+
 def test_folder_that_takes_no_files_is_refused(tmp_path, monkeypatch):
     def refuse(**options):
         raise PermissionError(13, "Permission denied")
@@ -284,7 +294,7 @@ def test_failed_write_leaves_the_old_file(tmp_path):
         file.write(b"ne")
         raise OSError("disk full")
 
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(UnwritableFolderError, match=r"to be writable \(got disk full\)"):
         write_atomically(path, half)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
@@ -387,6 +397,13 @@ def test_checkpoint_of_another_job(tiny, saved):
     config, _ = saved
     with pytest.raises(CheckpointError, match=r"to be of a job with lr=0\.5 \(got lr=0\.01\)"):
         train(dataclasses.replace(config, lr=0.5), tiny)
+
+
+def test_checkpoint_of_more_epochs(tiny, saved):
+    config, _ = saved
+    with pytest.raises(CheckpointError, match=r"to be of no more than 1 epochs \(got 2\)"):
+        train(dataclasses.replace(config, epochs=1), tiny)
+    assert len(train(dataclasses.replace(config, epochs=2), tiny)["seeds"][0]["losses"]) == 2
 
 
 def test_resume_without_a_checkpoint(tiny, tmp_path):

@@ -237,8 +237,8 @@ class ShardedGraph(Graph):
         Ids of the kept edges and of the loops are those that they have in the whole graph made that way.
         """
         shard, group = self.shard, self.group
-        last = self.nodes_with_edges()
-        loops = self._loops(num_loops, last) if num_loops else shard.dst_ids[:0]
+        end = self._end()
+        loops = self._loops(num_loops, end) if num_loops else shard.dst_ids[:0]
         lost = shard.dst_ids[:0]
         if kept is not None:
             is_lost = torch.ones(shard.num_edges, dtype=torch.bool, device=self.device).index_fill_(0, kept, False)
@@ -259,16 +259,14 @@ class ShardedGraph(Graph):
                            shard.rank, shard.src_ids, shard.dst_ids, (*shard.sizes[:2], num_kept + int(counts)))
         return self._with(made, self.is_reversed)
 
-    def _loops(self, num_loops: int, last: int) -> Tensor:
-        """Rows of the vertices that get a loop: all, or those whose ids are not beyond that of any edge."""
+    def _loops(self, num_loops: int, end: int) -> Tensor:
+        """Rows of the vertices that get a loop: all, or those whose ids are below ``end``."""
         ids = self.shard.dst_ids
         if not self.shard.is_square:
             raise ShardedGraphError("self-loops on a graph with different sources and destinations")
         if num_loops == ids.numel():
             return torch.arange(num_loops, device=self.device)
-        if num_loops != last:
-            raise InputError("num_nodes", f"to be {ids.numel()}, the vertices of this rank", num_loops)
-        return (ids < self._end()).nonzero().view(-1)
+        return (ids < end).nonzero().view(-1)
 
     def _end(self) -> int:
         """One more than the largest id of a vertex with an edge."""
@@ -282,6 +280,10 @@ class ShardedGraph(Graph):
 
     def nodes_with_edges(self) -> int:
         return int((self.dst_ids < self._end()).sum())
+
+    def ends_with_edge(self) -> bool:
+        """Whether the last vertex of the whole graph has an edge."""
+        return self._end() == self.whole_sizes[self.own_side]
 
     def holds_anywhere(self, fact: bool) -> bool:
         return self.group.any(fact, self.device)

@@ -31,6 +31,9 @@ __all__ = ["TRANSPORTS", "Group", "Shared", "Transfer", "under_torchrun"]
 #: What carries rows between ranks: all-to-alls and broadcasts of the backend, or copies that GPUs' copy engines make.
 TRANSPORTS = ("collectives", "copy_engines")
 
+#: Seconds that a transfer may be given; torch counts them in nanoseconds, of 64 bits.
+MAX_TIMEOUT_S = 1e9
+
 T = TypeVar("T")
 
 
@@ -293,10 +296,10 @@ def under_torchrun(device: str, timeout: float = 60.0) -> Iterator[Group]:
 
     A rank that fails, dies or hangs ends the others; by gloo with a :class:`errors.RankError` that names it, within
     seconds if it fails or dies, and after ``timeout`` if it hangs. torchrun ends those that are left.
-    Raises: InputError if ``timeout`` is not positive.
+    Raises: InputError if ``timeout`` is not positive, or beyond what torch takes.
     """
-    if timeout <= 0:
-        raise InputError("timeout", "to be a positive number of seconds", timeout)
+    if not 0 < timeout <= MAX_TIMEOUT_S:
+        raise InputError("timeout", f"to be a positive number of seconds, at most {MAX_TIMEOUT_S:g}", timeout)
     if "TORCHELASTIC_RUN_ID" not in os.environ or dist.is_initialized():
         yield Group()
         return

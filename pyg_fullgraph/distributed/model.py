@@ -13,11 +13,13 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
+from torch_geometric.data.data import BaseData
 
 from pyg_fullgraph._version import __version__
 from pyg_fullgraph.activation import activation_dropout, apply
 from pyg_fullgraph.distributed.group import Group
 from pyg_fullgraph.distributed.refusals import check_modules
+from pyg_fullgraph.errors import InputError
 from pyg_fullgraph.functions import applying
 from pyg_fullgraph.graph import Graph
 from triton_kernels.reference import Activation
@@ -75,13 +77,9 @@ class DistributedModel(Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's result on this rank's rows."""
-        given: Sequence[Any] = *args, *kwargs.values()
-        if not all(isinstance(v, Tensor) for v in given):
-            given = pytree.tree_leaves(given)
-        graph = next((v for v in given if isinstance(v, Graph)), None)
-        with _WholeGraph(self.group, graph):
+        with _WholeGraph(self.group, _graph_in((*args, *kwargs.values()))):
             out = self.module(*args, **kwargs)
-        if self.group.size == 1 or not (torch.is_grad_enabled() and self._is_synced):
+        if self.group.size == 1 or not torch.is_grad_enabled():
             return out
         return self._leaving(out) if isinstance(out, Tensor) else pytree.tree_map_only(Tensor, self._leaving, out)
 
@@ -105,20 +103,15 @@ class DistributedModel(Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Leave gradients as this rank's part within the block; the next ``backward`` outside sums them as well.
+        """Leave what a ``backward`` within the block adds as this rank's part; the next one outside sums it as well.
 
-        Of gradients that are sums already each rank keeps an equal share.
+        Of gradients that are sums already each rank then keeps an equal share. Where forward ran makes no difference.
         """
         before, self._is_synced = self._is_synced, False
-        if before and not self._has_parts:
-            for p in self.module.parameters():
-                if p.grad is not None:
-                    p.grad.div_(self.group.size)
         try:
             yield
         finally:
             self._is_synced = before
-            self._has_parts = self.group.size > 1
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.state_dict(*args, **kwargs)
@@ -129,22 +122,33 @@ class DistributedModel(Module):
     # Gradients
 
     def _start_backward(self) -> None:
-        """Called when the gradient of a result arrives: sum what this backward adds, once it is done."""
+        """Called when the gradient of a result arrives: sum what this backward adds, once it is done, or note that it
+        adds parts.
+        """
         if self._earlier is not None:
             return
         parts = [p for p in self.module.parameters() if p.requires_grad]
-        earlier = self._earlier = [p.grad for p in parts]
+        earlier, end_backward = [p.grad for p in parts], self._end_synced if self._is_synced else self._end_apart
+        self._earlier = earlier
         for p in parts:
             p.grad = None
 
         def end() -> None:
-            self._end_backward(parts, earlier)
+            end_backward(parts, earlier)
 
         # The engine drops `end` when backward is over, also where it fails and never calls it.
         weakref.finalize(end, self._put_back, parts, earlier).atexit = False
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
-    def _end_backward(self, parts: list[Parameter], earlier: list[Tensor | None]) -> None:
+    def _end_apart(self, parts: list[Parameter], earlier: list[Tensor | None]) -> None:
+        if not self._has_parts:
+            for grad in earlier:
+                if grad is not None:
+                    grad.div_(self.group.size)
+        _add(parts, earlier)
+        self._has_parts, self._earlier = True, None
+
+    def _end_synced(self, parts: list[Parameter], earlier: list[Tensor | None]) -> None:
         try:
             if self._has_parts:
                 _add(parts, earlier)
@@ -162,6 +166,18 @@ class DistributedModel(Module):
             self._earlier = None
             for p, grad in zip(parts, earlier, strict=True):
                 p.grad = grad
+
+
+def _graph_in(given: Sequence[Any]) -> Graph | None:
+    """The first graph among arguments, in containers and PyG's data as well."""
+    if not all(isinstance(v, Tensor) for v in given):
+        given = pytree.tree_leaves(given)
+    for value in given:
+        if isinstance(value, BaseData):
+            value = _graph_in([list(store.values()) for store in value.stores])
+        if isinstance(value, Graph):
+            return value
+    return None
 
 
 def _add(parameters: list[Parameter], earlier: list[Tensor | None]) -> None:
@@ -289,7 +305,11 @@ class _WholeGraph(TorchFunctionMode):
         dims = [d for d in range(input.dim()) if d != 1]
         shape = [-1 if d == 1 else 1 for d in range(input.dim())]
         x = input if input.dtype == torch.float64 else input.float()
-        count = self.group.reduce(x.new_tensor(input.numel() / max(input.shape[1], 1)))
+        num_own = input.numel() // max(input.shape[1], 1)
+        count = self.group.reduce(x.new_tensor(num_own))
+        # Only ranks that might have the one row ask; a step is run before it is captured.
+        if num_own < 2 and not (x.is_cuda and torch.cuda.is_current_stream_capturing()) and count == 1:
+            raise InputError("input", "to have more than one row on all ranks together when training", "1 row")
         mean = _Sum.apply(x.sum(dims), self.group) / count
         centred = x - mean.view(shape)
         var = _Sum.apply(centred.square().sum(dims), self.group) / count

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from pyg_fullgraph import dense, functions
-from pyg_fullgraph.errors import LayerInputError, NotFusedError, PygFullgraphError, RowCountError
+from pyg_fullgraph.errors import LayerInputError, NotFusedError, PygFullgraphError, RowCountError, ShardedGraphError
 from pyg_fullgraph.graph import is_part
 from pyg_fullgraph.nn import compiled, derived, dots, forwards, order, sums, tape
 from pyg_fullgraph.nn.lazy import LazyTensor, as_plain
@@ -221,6 +221,8 @@ def _explain(layer: Any, forward: Any, args: tuple[Any, ...], kwargs: dict[str, 
         name = next((k for k, t in _tensors(given) if t.dim() > 0 and t.size(0) == error.got), None)
         if error.name not in given and name is not None:
             raise RowCountError(name, error.num_rows, error.per, error.got) from error
+    if isinstance(error, ShardedGraphError) and not error.layer:
+        raise ShardedGraphError(error.operation, type(layer).__name__) from error
     if isinstance(error, PygFullgraphError):
         return
     for name, side, value in _sides(given):

@@ -26,7 +26,7 @@ from torch_geometric import EdgeIndex
 from torch_geometric.utils.loop import compute_loop_attr
 from torch_geometric.utils.num_nodes import maybe_num_nodes
 
-from pyg_fullgraph.errors import DeviceError, DtypeError, IndexRangeError, RowCountError
+from pyg_fullgraph.errors import DeviceError, DtypeError, IndexRangeError, InputError, RowCountError
 from pyg_fullgraph.functions import is_recorded, unseen
 from pyg_fullgraph.graph import Graph, graph_of, is_part, remembered
 from pyg_fullgraph.memo import Memo, is_constant, is_unchanged, keep, state_of, taken
@@ -288,7 +288,8 @@ def add_self_loops(edge_index: Tensor, edge_attr: Tensor | None = None, fill_val
     num_loops = min(num_nodes) if isinstance(num_nodes, (tuple, list)) else _num_nodes(edge_index, num_nodes)
     removed = isinstance(edge_index, WithoutLoops)
     origin = edge_index.origin if removed else edge_index
-    full = _with_loops(origin, num_loops, removed)
+    key = _key_of_loops(origin, num_nodes, num_loops)
+    full = _with_loops(origin, num_loops, removed, key)
     if edge_attr is None:
         return full, None
 
@@ -297,7 +298,7 @@ def add_self_loops(edge_index: Tensor, edge_attr: Tensor | None = None, fill_val
 
     if isinstance(fill_value, Tensor):
         return full, fill()
-    return full, _of_values(_memo(origin), ("filled", removed, num_loops, fill_value), edge_attr, fill)
+    return full, _of_values(_memo(origin), ("filled", removed, key, fill_value), edge_attr, fill)
 
 
 def add_remaining_self_loops(edge_index: Tensor, edge_attr: Tensor | None = None, fill_value: Fill = None,
@@ -307,9 +308,9 @@ def add_remaining_self_loops(edge_index: Tensor, edge_attr: Tensor | None = None
         return pyg_utils.add_remaining_self_loops(edge_index, edge_attr, fill_value, num_nodes)
     if edge_attr is not None:
         check_edge_rows("edge_attr", edge_attr, edge_index)
-    num_nodes = _num_nodes(edge_index, num_nodes)
+    given, num_nodes = num_nodes, _num_nodes(edge_index, num_nodes)
     memo = _memo(edge_index)
-    full = _with_loops(edge_index, num_nodes, True)
+    full = _with_loops(edge_index, num_nodes, True, _key_of_loops(edge_index, given, num_nodes))
     if edge_attr is None:
         return full, None
     found = memo["loops"] if "loops" in memo else _Loops(edge_index)
@@ -337,7 +338,20 @@ def add_remaining_self_loops(edge_index: Tensor, edge_attr: Tensor | None = None
     return full, _of_values(memo, ("remaining", num_nodes, fill_value), edge_attr, fill)
 
 
-def _with_loops(origin: Tensor, num_loops: int, removed: bool) -> Tensor:
+def _key_of_loops(origin: Tensor, given: Any, num_loops: int) -> Any:
+    """What ``origin`` with loops at ``num_loops`` nodes is known by, if ``given`` was the argument.
+
+    Of a part also whether all vertices of the whole graph have one, so that ranks find it alike: those that own none of
+    the vertices left out have as many loops either way.
+    """
+    if not is_part(origin):
+        return num_loops
+    if given is not None and num_loops != min(origin.num_src, origin.num_dst):
+        raise InputError("num_nodes", f"to be {origin.num_dst}, the vertices of this rank", num_loops)
+    return num_loops, given is not None or origin.ends_with_edge()
+
+
+def _with_loops(origin: Tensor, num_loops: int, removed: bool, key: Any) -> Tensor:
     """``origin``, without its self-loops if ``removed``, and one loop at each of the first ``num_loops`` nodes."""
     memo = _memo(origin)
 
@@ -358,7 +372,7 @@ def _with_loops(origin: Tensor, num_loops: int, removed: bool) -> Tensor:
         graph.memo[_DERIVED] = True
         return graph
 
-    return _once(memo, ("with_loops", removed, num_loops), build)
+    return _once(memo, ("with_loops", removed, key), build)
 
 
 def _loop_attr(full: Tensor, edge_index: Tensor, edge_attr: Tensor, num_loops: int, fill_value: Fill) -> Tensor:
@@ -501,9 +515,10 @@ def gcn_norm(edge_index: Tensor, edge_weight: Tensor | None = None, num_nodes: i
         check_edge_rows("edge_weight", edge_weight, edge_index)
     if isinstance(edge_index, Graph) and num_nodes is not None and num_nodes != edge_index.num_dst:
         raise RowCountError("x", edge_index.num_dst, "node", num_nodes)
-    num_nodes = _num_nodes(edge_index, num_nodes)
+    given, num_nodes = num_nodes, _num_nodes(edge_index, num_nodes)
     if add_self_loops:
-        edge_index, edge_weight = add_remaining_self_loops(edge_index, edge_weight, 2.0 if improved else 1.0, num_nodes)
+        edge_index, edge_weight = add_remaining_self_loops(edge_index, edge_weight, 2.0 if improved else 1.0, given)
+    num_nodes = given if isinstance(edge_index, Graph) else num_nodes  # which has vertices after the last edge's, too
     graph = prepared_graph(edge_index, (num_nodes, num_nodes))
     # Degrees are counted where messages arrive.
     work = graph if flow == "source_to_target" else graph.reverse()

@@ -174,7 +174,7 @@ class FusedMixin(_Layer):
             bound.leave_behind(self)
             return out
         if isinstance(self, _OVER_ALL_NODES) and is_part(edge_index):
-            raise ShardedGraphError(f"{type(self).__name__}, which averages over all nodes")
+            raise ShardedGraphError("it averages over all nodes", type(self).__name__)
         reasons = [*_own_refusals(self), *_momentary_refusals(self, "propagate")]
         if reasons:
             return _run_plain(self, "propagate", edge_index, size, kwargs, reasons)
