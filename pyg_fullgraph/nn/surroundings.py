@@ -10,9 +10,11 @@ from __future__ import annotations
 import argparse
 import builtins
 import collections
+import contextvars
 import enum
 import functools
 import hashlib
+import logging
 import operator
 import sys
 import types
@@ -33,15 +35,23 @@ from pyg_fullgraph.saga.trace import ArgSpec
 __all__ = ["Key", "Numbers", "Reached", "Watch", "cells_of", "code_names", "definitions", "has_hooks_of_all",
            "initialized", "is_lazy", "is_library", "reached", "submodules"]
 
-Numbers = tuple[tuple[str, float], ...]
+Numbers = tuple[tuple[str, str], ...]  # in hexadecimal, where 0.0 and -0.0 are two
 
 _SIMPLE = (int, float, complex, str, bytes, bool, range, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
+# Objects of libraries that hold nothing else that a message reads than numbers and the like, or never another thing.
+_BY_IDENTITY = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type(...), np.ufunc, logging.Logger,
+                operator.attrgetter, operator.itemgetter, operator.methodcaller, torch.memory_format, torch.layout,
+                torch.finfo, torch.iinfo, torch._ops.OperatorBase)
+_BY_IDENTITY_OF = ("torch._C", "_thread", "_abc")
+# What is around a function on a class, and where that has it.
+_AROUND = ((property, "fget"), (classmethod, "__func__"), (staticmethod, "__func__"), (types.MethodType, "__func__"),
+           (functools.cached_property, "func"), (functools.partialmethod, "func"))
 
 # Attributes that PyG keeps for itself; none can change what the methods compute on the fused path.
 _INTERNAL = frozenset({
     "inspector", "fuse", "_user_args", "_fused_user_args", "_edge_user_args", "_explain", "_edge_mask", "_loop_mask",
     "_apply_sigmoid", "_decomposed_layers", "_cached_edge_index", "_cached_adj_t", "propagate", "edge_updater",
-    "_fullgraph_strict", "_fullgraph_handle",
+    "_fullgraph_strict", "_fullgraph_handle", "_fullgraph_installed", "_fullgraph_base",
     *(f"_{m}_forward_{h}" for m in ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
       for h in ("pre_hooks", "hooks")),
     *vars(Module()),
@@ -49,8 +59,14 @@ _INTERNAL = frozenset({
 
 # Names in a method that may tell a number from a tensor, and those that may reach any attribute.
 _ASKS_FOR_TYPES = frozenset({"isinstance", "type", "is_tensor", "callable", "float", "int", "bool"})
-_DYNAMIC = frozenset({"getattr", "attrgetter", "methodcaller", "vars", "__dict__", "eval", "__getattr__", "super",
-                      "_parameters", "_buffers", "_modules"})
+_DYNAMIC = frozenset({"getattr", "hasattr", "attrgetter", "methodcaller", "vars", "dir", "locals", "__dict__",
+                      "__getattr__", "__getattribute__", "super", "_parameters", "_buffers", "_modules"})
+# Those that may reach anything.
+_BEYOND = frozenset({"globals", "eval", "exec", "__globals__"})
+# Methods by other names than these that Python calls by itself may be called in a message: len(self), self[0].
+_CALLED_BY_OTHERS = frozenset({"__init__", "__new__", "__del__", "__init_subclass__", "__class_getitem__", "__call__",
+                               "__repr__", "__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__copy__",
+                               "__deepcopy__"})
 _LIBRARIES = frozenset({"torch", "torch_geometric", "torch_sparse", "torch_scatter", "pyg_fullgraph", "triton_kernels",
                         "numpy", "scipy"}) | sys.stdlib_module_names
 _ABSENT = object()
@@ -66,9 +82,11 @@ class Reached:
         mentions: All names that these mention.
         links: ``(i, name, j)``: the global ``name`` of function i was function j.
         reads: ``(i, name)``: globals of function i that hold something that may change.
-        attributes: Names that the class has something for that may change.
+        attributes: Names that the class has something for that may change; if ``names`` is None, all such.
         code: ``(i, name, object)``: globals of function i that were code of a library.
-        members: ``(name, reference)``: what the class had for those names that stood for code.
+        members: ``(path, reference)``: what the class had for those names that stood for code.
+        layout: All names that the user's classes have, if ``names`` is None.
+        is_opaque: Whether they may read what cannot be told.
     """
 
     functions: tuple[weakref.ref[types.FunctionType], ...]
@@ -79,6 +97,8 @@ class Reached:
     attributes: tuple[str, ...]
     code: tuple[tuple[int, str, Any], ...]
     members: tuple[tuple[str, Callable[[], Any]], ...]
+    layout: tuple[str, ...]
+    is_opaque: bool
 
     def is_current(self, kind: type) -> bool:
         """Whether no function among them, and no code that they name, was replaced."""
@@ -92,7 +112,11 @@ class Reached:
         for i, name, value in self.code:
             if spaces[i].get(name) is not value:
                 return False
-        return all(getattr(kind, name, None) is ref() for name, ref in self.members)
+        try:
+            is_same = all(operator.attrgetter(path)(kind) is ref() for path, ref in self.members)
+        except AttributeError:
+            return False
+        return is_same and (self.names is not None or self.layout == _layout(kind))
 
 
 _reached_by: weakref.WeakKeyDictionary[type, dict[tuple[Any, ...], Reached]] = weakref.WeakKeyDictionary()
@@ -120,21 +144,25 @@ class _Walk:
 
     def over(self, methods: tuple[str, ...]) -> Reached:
         """See :func:`reached`."""
-        for method in methods:
+        names = {n for n in _layout(self.kind) if _is_special(n) and n not in _CALLED_BY_OTHERS and
+                 definitions(self.kind, n)}
+        for method in (*methods, *sorted(names)):
             self._add_all(definitions(self.kind, method))
-        names: set[str] = set()
         done = 0
         while done < len(self.functions):
             function = list(self.functions)[done]
             names |= self._enter(function, done)
             done += 1
-        attributes = tuple(n for n in sorted(names - _INTERNAL) if not _is_code(getattr(self.kind, n, _ABSENT)))
-        members = [(n, _reference(v)) for n in sorted(names - _INTERNAL)
-                   if _is_code(v := getattr(self.kind, n, None)) and isinstance(v, (types.FunctionType,
-                                                                                   types.BuiltinFunctionType, type))]
-        return Reached(tuple(map(weakref.ref, self.functions)), None if names & _DYNAMIC else frozenset(names),
-                       frozenset(names), tuple(self.links), tuple(self.reads), attributes, tuple(self.code),
-                       tuple(members))
+        held = {n: v for n in sorted(names - _INTERNAL) if (v := _on_class(self.kind, n)) is not _ABSENT}
+        is_dynamic = bool(names & _DYNAMIC) or any(map(_is_descriptor, held.values()))
+        layout = _layout(self.kind) if is_dynamic else ()
+        held.update({n: _on_class(self.kind, n) for n in layout if n not in _INTERNAL and not _is_special(n)})
+        members = [(n + _path_in(v), _reference(f)) for n, v in held.items() if n in names and _is_code(v) and
+                   isinstance(f := _inside_of(v), (types.FunctionType, types.BuiltinFunctionType, type))]
+        return Reached(tuple(map(weakref.ref, self.functions)), None if is_dynamic else frozenset(names),
+                       frozenset(names), tuple(self.links), tuple(self.reads),
+                       tuple(n for n, v in held.items() if not _is_code(v)), tuple(self.code), tuple(members), layout,
+                       bool(names & _BEYOND) or any(isinstance(v, _CACHED) for v in held.values()))
 
     def _add_all(self, functions: list[types.FunctionType]) -> None:
         for function in functions:
@@ -175,9 +203,40 @@ def definitions(kind: type, name: str, in_bases: bool = False) -> list[types.Fun
     """The functions that ``name`` stands for on an instance of ``kind``, as they were written; with ``in_bases`` those
     it hides as well. Our functions around the methods of a layer are none.
     """
-    found = [vars(c).get(name) for c in kind.__mro__] if in_bases else [getattr(kind, name, None)]
-    found = [f.fget if isinstance(f, property) else getattr(f, "__func__", f) for f in found]
-    return [f for f in map(written, found) if isinstance(f, types.FunctionType)]
+    found = [vars(c).get(name) for c in kind.__mro__] if in_bases else [_on_class(kind, name)]
+    return [f for f in map(written, map(_inside_of, found)) if isinstance(f, types.FunctionType)]
+
+
+def _on_class(kind: type, name: str) -> Any:
+    """What a class has under ``name``, as it was put there: no descriptor is asked for what it gives."""
+    for c in kind.__mro__:
+        if name in vars(c):
+            return vars(c)[name]
+    return _ABSENT
+
+
+def _inside_of(value: Any) -> Any:
+    """The function that something on a class is around, or itself."""
+    return next((getattr(value, name) for kind, name in _AROUND if isinstance(value, kind)), value)
+
+
+def _path_in(value: Any) -> str:
+    """Where that is in what a class gives for ``value``."""
+    return ".fget" if isinstance(value, property) else ".__func__" if isinstance(value, classmethod) else ""
+
+
+def _is_descriptor(value: Any) -> bool:
+    """Whether what a layer has under that name is up to ``value``, which may ask all of the layer."""
+    return not _is_code(value) and hasattr(type(value), "__get__")
+
+
+def _is_special(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
+
+
+def _layout(kind: type) -> tuple[str, ...]:
+    """Names that the user's classes among those of a layer have something for."""
+    return tuple(n for c in kind.__mro__ if not is_library(c) for n in vars(c))
 
 
 def cells_of(function: types.FunctionType) -> list[Any]:
@@ -191,12 +250,26 @@ def cells_of(function: types.FunctionType) -> list[Any]:
     return found
 
 
+def _held_by(function: types.FunctionType) -> list[Any]:
+    """Attributes that somebody gave a function of the user's, with their names; without those of decorators."""
+    return [] if not vars(function) or is_library(function) else [
+        (n, v) for n, v in vars(function).items()
+        if not _is_special(n) and not n.startswith("_torch") and not (_is_code(v) and is_library(v))]
+
+
 def _is_code(value: Any) -> bool:
     """Whether ``value`` is code of a library, a function, or nothing: what is told by its name."""
-    if isinstance(value, (types.ModuleType, type)):
+    if isinstance(value, (types.ModuleType, type, _CACHED)):
         return is_library(value)
-    return value is _ABSENT or isinstance(value, (types.FunctionType, types.BuiltinFunctionType, property, classmethod,
-                                                  staticmethod, types.MethodType))
+    if isinstance(value, types.BuiltinFunctionType):  # those of an object read it
+        return value.__self__ is None or isinstance(value.__self__, (types.ModuleType, type))
+    return value is _ABSENT or (isinstance(value, _CODE) and is_library(type(value)))
+
+
+_CACHED = type(functools.lru_cache(lambda: None))
+_CODE = (types.FunctionType, property, classmethod, staticmethod, types.GetSetDescriptorType,
+         types.MemberDescriptorType, types.WrapperDescriptorType, types.MethodDescriptorType,
+         types.ClassMethodDescriptorType)
 
 
 def is_library(value: Any) -> bool:
@@ -254,46 +327,42 @@ class Key:
     """
 
     def __init__(self, conv: Module, methods: tuple[str, ...]) -> None:
-        self.refs: list[weakref.ref] = []
-        self.is_opaque = False
-        self._inside: list[int] = []  # objects that are being described, which may contain themselves
-        self._calls_functions = False  # whether a function of the user's is among the values
         kind, found = type(conv), reached(type(conv), methods)
+        self.refs: list[weakref.ref] = []
+        self.is_opaque = found.is_opaque
+        self._mentions = found.mentions
+        self._seen: dict[int, tuple[int, Any]] = {}  # objects that were described, kept alive, and their places
+        self._calls_functions = False  # whether a function of the user's is among the values
         names = found.names
         self.numbers: Numbers = ()
         if names is not None and not names & _ASKS_FOR_TYPES:
-            self.numbers = tuple((k, v) for k, v in vars(conv).items() if k in names and type(v) is float)
+            self.numbers = tuple((k, v.hex()) for k, v in vars(conv).items() if k in names and type(v) is float)
         lifted = {k for k, _ in self.numbers}
+        functions = [f for ref in found.functions if (f := ref()) is not None]
+        around = (
+            tuple((n, self.value(v)) for n in found.attributes for v in (_on_class(kind, n),)
+                  if n not in vars(conv) or hasattr(type(v), "__set__")),
+            tuple((i, n, self.value(globals_of(functions[i]).get(n))) for i, n in found.reads),
+            tuple(self._bound(f) for f in functions),
+        )
         own = self._attributes(conv, names, lifted)
         if self._calls_functions and names is not None:  # which may read anything if they are handed the layer
-            names, own = None, self._attributes(conv, None, lifted)
-        functions = [ref() for ref in found.functions]
+            names, own = None, (*own, *self._attributes(conv, None, lifted))
         self.structure = (
-            tuple(f.__code__ for f in functions if f is not None),
+            tuple(f.__code__ for f in functions),
             conv.training,
             tuple((k, tuple(v.shape), v.is_floating_point()) for k, v in initialized(conv, names)),
             own,
-            tuple((n, self.value(getattr(kind, n))) for n in found.attributes if n not in vars(conv)),
-            tuple((i, n, self._outside(functions[i], n, found.mentions)) for i, n in found.reads),
-            tuple(self._bound(f) for f in functions if f is not None),
+            around,
             found.code,
             tuple((n, v) for n, ref in found.members if is_library(v := ref())),
         )
 
-    def _outside(self, function: types.FunctionType | None, name: str, mentions: frozenset[str]) -> Any:
-        """What a global stands for; of a module of the user's what is mentioned in it."""
-        value = globals_of(function).get(name) if function is not None else None
-        if isinstance(value, types.ModuleType):
-            inside = {n: vars(value)[n] for n in sorted(mentions & vars(value).keys())}
-            return tuple((n, v.__code__ if isinstance(v, types.FunctionType) else self.value(v))
-                         for n, v in inside.items() if isinstance(v, types.FunctionType) or not _is_code(v))
-        return self.value(value)
-
     def _bound(self, function: types.FunctionType) -> tuple[Any, ...]:
-        """What a function holds: its closure, without functions that were followed, and its defaults."""
+        """What a function holds: its closure, without functions that were followed, its defaults and attributes."""
         cells = [v for v in cells_of(function) if not isinstance(v, (types.FunctionType, type))]
         defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-        return tuple(self.value(v) for v in (*cells, *defaults))
+        return tuple(self.value(v) for v in (*cells, *defaults, *_held_by(function)))
 
     def _attributes(self, module: Module, names: frozenset[str] | None, without: set[str]) -> tuple[Any, ...]:
         own = {k: v for k, v in vars(module).items() if k not in _INTERNAL and k not in without}
@@ -303,76 +372,110 @@ class Key:
     def value(self, value: Any) -> Any:
         """A hashable stand-in that is equal only where a trace would be."""
         if isinstance(value, _SIMPLE):
-            return type(value), value
+            return type(value), repr(value) if isinstance(value, (float, complex)) else value  # 0.0 and -0.0 are equal
         if isinstance(value, ArgSpec):
             return value
-        if isinstance(value, type):
-            return weakref.ref(value), None if is_library(value) else self._fields(vars(value))
         if isinstance(value, Tensor):
             return Tensor, tuple(value.shape)  # a trace never takes values from a tensor
-        if id(value) in self._inside:
-            return "itself", len(self._inside) - self._inside.index(id(value))
-        self._inside.append(id(value))
-        try:
-            return self._whole(value)
-        finally:
-            self._inside.pop()
+        if type(value) is tuple:
+            return tuple, tuple(map(self.value, value))
+        if id(value) in self._seen:
+            return "again", self._seen[id(value)][0]
+        self._seen[id(value)] = len(self._seen), value
+        return self._whole(value)
 
     def _whole(self, value: Any) -> Any:
+        if isinstance(value, type):
+            return self._class(value)
         if isinstance(value, Module):
-            return self._class(type(value)), value.training, self._attributes(value, None, set())
+            return self.value(type(value)), value.training, self._attributes(value, None, set())
+        if isinstance(value, types.ModuleType) and not is_library(value):
+            return tuple((n, self.value(v)) for n in sorted(self._mentions & vars(value).keys())
+                         if not _is_code(v := vars(value)[n]) or
+                         (isinstance(v, types.FunctionType) and not is_library(v)))
         if isinstance(value, (tuple, list, collections.deque)):
             return type(value), tuple(self.value(v) for v in value)
         if isinstance(value, dict):
             return dict, tuple((self.value(k), self.value(v)) for k, v in value.items())
         if isinstance(value, (set, frozenset)):
             return set, frozenset(self.value(v) for v in value)
+        if isinstance(value, slice):
+            return slice, self.value(value.start), self.value(value.stop), self.value(value.step)
         if isinstance(value, (np.generic, np.ndarray)) and not value.dtype.hasobject:
             return type(value), value.dtype.str, value.shape, hashlib.blake2b(value.tobytes()).digest()
         if isinstance(value, functools.partial):
             return functools.partial, self.value(value.func), self.value(value.args), self.value(value.keywords)
         if isinstance(value, types.MethodType):
             return types.MethodType, self.value(value.__func__), self.value(value.__self__)
+        if isinstance(value, (types.BuiltinFunctionType, types.MethodWrapperType)) and not _is_code(value):
+            return type(value), value.__name__, self.value(value.__self__)
+        if isinstance(value, weakref.ref):
+            return weakref.ref, self.value(value())
         if isinstance(value, types.FunctionType) and not is_library(value):
             return self._function(value)
+        if isinstance(value, _CACHED) and not is_library(value):
+            made = self._function(value.__wrapped__)  # type: ignore[arg-type]
+            self.is_opaque |= any(made[1:3])  # results may be older than what it reads now
+            return made
         return self._object(value)
 
     def _function(self, function: types.FunctionType) -> tuple[Any, ...]:
         """A function of the user's that is not a method of the layer: its code, and what that reads."""
         self._calls_functions = True
         space = globals_of(function)
-        names = set(code_names(function.__code__)) & space.keys()
-        outside = {n: v for n in sorted(names) if not _is_code(v := space[n]) or
-                   (isinstance(v, types.FunctionType) and not is_library(v))}
-        cells = [v for v in cells_of(function) if not isinstance(v, type)]
-        defaults = (function.__defaults__ or (), function.__kwdefaults__ or {})
-        return function.__code__, self.value([*outside.items()]), self.value([*cells, *defaults])
+        names = set(code_names(function.__code__))
+        self.is_opaque |= not names.isdisjoint(_BEYOND)
+        outside = tuple((n, self.value(v)) for n in sorted(names & space.keys()) if not _is_code(v := space[n]) or
+                        (isinstance(v, types.FunctionType) and not is_library(v)))
+        cells = tuple(self.value(v) for v in cells_of(function) if not isinstance(v, type))
+        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        return function.__code__, outside, cells, tuple(self.value(v) for v in (*defaults, *_held_by(function)))
 
     def _class(self, kind: type) -> tuple[Any, ...]:
-        """The class of an object that the methods may call: what its functions read, of those that are the user's."""
-        own = [c for c in kind.__mro__ if not is_library(c)]
-        functions = [f for c in own for f in vars(c).values() if isinstance(f, types.FunctionType)]
-        return kind, tuple(self.value(f) for f in functions if f.__name__ != "__init__")
+        """A class that the methods may call: what it holds and what its functions read, as far as it is the user's."""
+        if is_library(kind):
+            return (weakref.ref(kind),)
+        held = [(n, v) for c in kind.__mro__ if not is_library(c) for n, v in vars(c).items()]
+        functions = [(n, f) for n, v in held if isinstance(f := written(_inside_of(v)), types.FunctionType)
+                     and n not in ("__init__", "__new__") and not is_library(f)]
+        self.is_opaque |= any(isinstance(v, _CACHED) for _, v in held)
+        return weakref.ref(kind), tuple((n, self.value(f)) for n, f in functions), self._fields(held)
 
     def _object(self, value: Any) -> tuple[Any, ...]:
         """Anything else: the object itself with what it holds now."""
         kind, fields = type(value), dict(getattr(value, "__dict__", ()))
         if isinstance(value, (types.SimpleNamespace, argparse.Namespace)):
-            return kind, self._fields(fields)
+            return kind, self._fields(fields.items())
         slots = [n for c in kind.__mro__ for n in vars(c).get("__slots__", ()) if n != "__weakref__"]
         fields.update({n: getattr(value, n) for n in slots if hasattr(value, n)})
+        is_own = not is_library(kind)
+        if not is_own and not fields and _is_fixed(value):
+            return kind, value
         try:
             self.refs.append(weakref.ref(value))
         except TypeError:
-            self.is_opaque |= is_library(kind) or not slots
-        if is_library(kind):
+            self.is_opaque |= not is_own or not slots
+        if isinstance(value, _BY_IDENTITY):
             return kind, id(value), tuple((k, v) for k, v in fields.items() if isinstance(v, _SIMPLE))
-        return self._class(kind), id(value), self._fields(fields)
+        self.is_opaque |= not is_own and not slots and not hasattr(value, "__dict__") and \
+            not kind.__module__.startswith(_BY_IDENTITY_OF)
+        return self.value(kind), id(value), self._fields(fields.items())
 
-    def _fields(self, fields: Mapping[str, Any]) -> tuple[Any, ...]:
-        """What an object or a class holds; of a class what it inherits is not asked for."""
-        return tuple((k, self.value(v)) for k, v in list(fields.items())
-                     if not (k.startswith("__") and k.endswith("__")) and not _is_code(v))
+    def _fields(self, fields: Iterable[tuple[str, Any]]) -> tuple[Any, ...]:
+        """What an object or a class holds."""
+        return tuple((k, self.value(v)) for k, v in list(fields) if not _is_special(k) and not _is_code(v))
+
+
+def _is_fixed(value: Any) -> bool:
+    """Whether an object of a library is equal to others of its kind as long as it is there, as dates and paths are."""
+    by_hash: Any = type(value).__hash__
+    if by_hash is object.__hash__ or isinstance(value, contextvars.ContextVar):
+        return False
+    try:
+        hash(value)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -405,14 +508,16 @@ class Watch:
         found = reached(self.kind, methods)
         functions = [f for ref in found.functions if (f := ref()) is not None]
         names = found.names if beside is None else None
-        if len(functions) < len(found.functions):
+        if len(functions) < len(found.functions) or found.is_opaque:
             raise _UnwatchedError()
         on_class = [n for n in found.attributes if n not in fields]
         spaces: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
         for i, name in (*((i, name) for i, name, _ in (*found.links, *found.code)), *found.reads):
             space = globals_of(functions[i])
             spaces.setdefault(id(space), (space, {}))[1][name] = None
-        _check(*(getattr(self.kind, n) for n in on_class),
+        of_class = [_on_class(self.kind, n) for n in on_class]
+        self._contents = [(v, _description(v)) for v in of_class if isinstance(v, (list, dict, set))]
+        _check(*(v for v in of_class if not isinstance(v, (list, dict, set))),
                *(globals_of(functions[i]).get(n) for i, n in found.reads))
         self._facts = [_fact(operator.attrgetter, self.kind, (*methods, "update", *(beside or ()), *on_class,
                                                                *dict(found.members))),
@@ -420,13 +525,17 @@ class Watch:
         self._code = [(f, f.__code__, f.__defaults__, f.__kwdefaults__) for f in functions if not is_library(f)]
         self._facts += [_fact(operator.attrgetter, module, (name,)) for module, name in dict.fromkeys(reads or ())]
         # What would come to lie over what they read.
-        self._classes = [(c, [*vars(c)]) for c in self.kind.__mro__ if not is_library(c)] if reads is not None else []
+        self._classes = [(c, [*vars(c)]) for c in self.kind.__mro__
+                         if not is_library(c)] if reads is not None or found.names is None else []
         self._builtins = [(globals_of(f), found_in) for f in functions if not is_library(f) and (
             found_in := {*code_names(f.__code__)} & vars(builtins).keys() - globals_of(f).keys())]
         self._cells = [(f, cells_of(f)) for f in functions if f.__closure__]
         for f in functions:
             _check(*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values(),
-                   *(c for c in cells_of(f) if not isinstance(c, (type, types.FunctionType))))  # which are followed
+                   *(c for c in cells_of(f) if not isinstance(c, (type, types.FunctionType))),  # which are followed
+                   *_held_by(f))
+        self._held = [(f, held) for f in functions
+                      if (held := _held_by(f)) or (found.names is None and not is_library(f))]
         # Hooks of methods, which calls of them run; the layer itself must not be kept alive.
         hooks = tuple(n for n in fields if n.endswith("_hooks") and n not in _MODULE_FIELDS)
         self._views = [_View(conv, fields, names, hooks)]
@@ -478,7 +587,10 @@ class Watch:
             for view in self._views:
                 if not view.holds(conv):
                     return False
-        except (AttributeError, KeyError):  # what there was is gone
+            for content, described in self._contents:
+                if _description(content) != described:
+                    return False
+        except (AttributeError, KeyError, _UnwatchedError):  # what there was is gone
             return False
         for c, known_names in self._classes:
             if [*vars(c)] != known_names:
@@ -488,6 +600,9 @@ class Watch:
                 return False
         for f, code, defaults, named in self._code:
             if f.__code__ is not code or f.__defaults__ is not defaults or f.__kwdefaults__ is not named:
+                return False
+        for f, held in self._held:
+            if _held_by(f) != held:
                 return False
         for ref, look in self._looks:
             t = ref()
@@ -580,8 +695,7 @@ def _check(*values: Any) -> None:
     for value in values:
         if isinstance(value, (tuple, frozenset)):
             _check(*value)
-        elif isinstance(value, types.MethodType) or \
-                not (isinstance(value, _SIMPLE) or (_is_code(value) and is_library(value))):
+        elif not (isinstance(value, _SIMPLE) or (_is_code(value) and is_library(value))):
             raise _UnwatchedError()
 
 

@@ -48,10 +48,13 @@ _TRACERS: Mapping[str, Callable[..., Traced]] = {"propagate": trace_propagate, "
 # The least recently used are dropped: structures per class, and values of the numbers per structure.
 _MAX_PER_CLASS, _MAX_PER_STRUCTURE = 256, 32
 
-# A trace is made with gradients and without autocast, and is for every call.
+# A trace is made with gradients and without autocast, and is for every call, whatever torch's flags are then.
 _ASKS_FOR_MODES = frozenset({"is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled",
                              "get_autocast_dtype", "get_autocast_gpu_dtype", "get_autocast_cpu_dtype",
-                             "is_autocast_cpu_enabled"})
+                             "is_autocast_cpu_enabled", "are_deterministic_algorithms_enabled",
+                             "is_deterministic_algorithms_warn_only_enabled", "get_deterministic_debug_mode",
+                             "get_float32_matmul_precision", "get_num_threads", "get_num_interop_threads", "backends",
+                             "initial_seed"})
 
 
 class _Kept:
