@@ -372,7 +372,7 @@ class Key:
     def value(self, value: Any) -> Any:
         """A hashable stand-in that is equal only where a trace would be."""
         if isinstance(value, _SIMPLE):
-            return type(value), repr(value) if isinstance(value, (float, complex)) else value  # 0.0 and -0.0 are equal
+            return _simple(value)
         if isinstance(value, ArgSpec):
             return value
         if isinstance(value, Tensor):
@@ -710,4 +710,9 @@ def _description(value: Any) -> Any:
     if isinstance(value, (set, frozenset)):
         return set, frozenset(map(_description, value))
     _check(value)
-    return type(value), value
+    return _simple(value)
+
+
+def _simple(value: Any) -> tuple[type, Any]:
+    """What a number, a string or the like is equal to; 0.0 and -0.0 are two."""
+    return type(value), repr(value) if isinstance(value, (float, complex)) else value

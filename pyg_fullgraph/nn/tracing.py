@@ -29,6 +29,7 @@ from pyg_fullgraph.saga.trace import (
     SIZE_I,
     SIZE_J,
     ArgSpec,
+    Number,
     Traced,
     trace_edge_update,
     trace_propagate,
@@ -217,7 +218,7 @@ def _with_inputs(module: Module, names: frozenset[str]) -> Module:
     if not names:
         return module
     stand_in = _copy(module)
-    numbers = {k: torch.tensor(vars(stand_in)[k]) for k in sorted(names)}
+    numbers = {k: torch.tensor(vars(stand_in)[k]).as_subclass(Number) for k in sorted(names)}
     vars(stand_in).update(numbers)  # where they are found before what the class has under these names
     vars(stand_in)["_buffers"] = {**module._buffers, **numbers}
     return stand_in
