@@ -230,7 +230,7 @@ def test_a_number_that_python_reads_stays_a_constant():
 BY_VALUE = {
     "key": lambda number: {1.0: 2.0, 3.0: 5.0, 2.0: 7.0}.get(number, 9.0),
     "key-made-of-it": lambda number: {1.5: 2.0, 3.5: 5.0}.get(number + 0.5, 9.0),
-    "text": lambda number: float(f"{number:.1f}"),
+    "text": lambda number: 2.0 if f"{number:.1f}" == "1.0" else 3.0,
     "str": lambda number: len(str(number)) + 1.0,
     "hash": lambda number: hash(number) % 7 + 1.0,
     "complex-power": lambda number: abs(number ** 0.5),
