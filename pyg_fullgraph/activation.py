@@ -7,7 +7,6 @@ result, or drawn again. The gradient of the bias before it comes from the same p
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from pyg_fullgraph import columns
 from pyg_fullgraph.errors import InputError
-from pyg_fullgraph.functions import PLAIN, applying, is_recorded
+from pyg_fullgraph.functions import PLAIN, applying, is_batched, is_recorded
 from triton_kernels import activation as kernels
 from triton_kernels import reference
 from triton_kernels.reference import Activation
@@ -111,8 +110,6 @@ def _by_kernels(x: Tensor, activation: Activation, seed: Tensor | None, ids: Ten
     return made.view(x.shape)
 
 
-#: Whether a tensor is many gradients, as ``is_grads_batched`` makes them.
-_is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 
 
 def _check(activation: str, p: float, negative_slope: float, alpha: float) -> None:
@@ -153,7 +150,7 @@ class _Activate(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         kept, seed, ids = ctx.saved_tensors
         # Gradients may be differentiated themselves, by torch, or come many at a time.
-        is_last = not torch.is_grad_enabled() and not (columns.has_transform((g,)) or _is_batched(g))
+        is_last = not torch.is_grad_enabled() and not (columns.has_transform((g,)) or is_batched(g))
         module = kernels if is_last else reference
         made, total = module.activate_backward(g.resolve_neg(), kept, ctx.activation, seed, ids, ctx.is_input,
                                                ctx.needs_sum and is_last)

@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 from pyg_fullgraph import ahead, dense, dots, reuse
 from pyg_fullgraph.chunks import as_dtype, compute_dtype, scalar_of
 from pyg_fullgraph.errors import DoubleBackwardError, ForwardModeError, FunctionTransformError, InputError
-from pyg_fullgraph.functions import PLAIN, applying, is_of_transform, unseen
+from pyg_fullgraph.functions import PLAIN, applying, is_batched, is_of_transform, unseen
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.memo import taken
 from pyg_fullgraph.operators import call_operator
@@ -78,6 +78,9 @@ class _EdgePhaseFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *given: Any) -> tuple[Tensor | None, ...]:
+        for g in given:
+            if g is not None and (is_batched(g) or is_of_transform(g)):
+                raise FunctionTransformError()
         grads, more = (given, None) if ctx.back < 0 else (given[:-1], given[-1])
         if grads[0] is None:  # what is saved may be gone
             return (*[None] * _IN_FRONT, *[more if k == ctx.back else None for k in range(len(ctx.meta))])
@@ -211,6 +214,7 @@ def run(program: EdgeProgram, graph: Graph, tensors: Mapping[str, Tensor]) -> tu
     Raises:
         InputError: An input is missing, or its shape does not fit the graph.
         DoubleBackwardError: When a gradient is differentiated.
+        FunctionTransformError: For a tensor of a transform of ``torch.func``; in backward for a batch of gradients.
 
     Numerics: float16 and bfloat16 are storage only, sums are in float32, and so are results of products, of which wide
         ones round what they multiply; bit-identical from run to run.

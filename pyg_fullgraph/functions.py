@@ -16,13 +16,15 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
-    "PLAIN", "apart", "applying", "has_autocast", "has_modes_of_others", "has_transforms", "is_exported",
+    "PLAIN", "apart", "applying", "has_autocast", "has_modes_of_others", "has_transforms", "is_batched", "is_exported",
     "is_of_transform", "is_recorded", "num_dispatch_modes", "unrecorded", "unseen"]
 
 #: Types of tensors that are torch's own.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 #: Whether a tensor is one of a transform of ``torch.func``.
 is_of_transform: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+#: Whether a tensor is many gradients, as ``is_grads_batched`` makes them.
+is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 #: Whether a transform of ``torch.func`` is at work.
 has_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 #: Whether autocast is on for CPUs or GPUs of any maker but Apple's; in half of the time that it takes for one type.

@@ -1,6 +1,7 @@
 """The tables of what is fused, and the layers that need more than one edge_index to be tested."""
 
 import inspect
+import math
 import pickle
 from typing import Optional
 
@@ -224,6 +225,33 @@ def test_a_number_that_python_reads_stays_a_constant():
         layer.temperature = power / 10
         assert_same([layer(x, CASE.edge_index)], [torch.zeros_like(x).index_add(0, dst, x[src].abs() ** power)])
     assert_fused(3)
+
+
+BY_VALUE = {
+    "key": lambda number: {1.0: 2.0, 3.0: 5.0, 2.0: 7.0}.get(number, 9.0),
+    "key-made-of-it": lambda number: {1.5: 2.0, 3.5: 5.0}.get(number + 0.5, 9.0),
+    "text": lambda number: 2.0 if f"{number:.1f}" == "1.0" else 3.0,
+    "str": lambda number: len(str(number)) + 1.0,
+    "hash": lambda number: hash(number) % 7 + 1.0,
+    "complex-power": lambda number: abs(number ** 0.5),
+    "power-of-a-negative": lambda number: abs((-2.0) ** number),
+    "sign-of-zero": lambda number: math.copysign(2.0, number),
+}
+
+
+@pytest.mark.parametrize("what", BY_VALUE)
+def test_a_number_that_goes_by_its_value_stays_a_constant(what):
+    class ByValue(Annealed):
+        def message(self, x_j):
+            return x_j * BY_VALUE[what](self.temperature)
+
+    layer, x = ByValue(1.0), torch.randn(17, 6, dtype=torch.float64)
+    src, dst = CASE.edge_index
+    for number in (1.0, 3.0, 2.0, 0.5, -0.5, -9.0, 0.0, -0.0, 0.0):
+        layer.temperature = number
+        factor = BY_VALUE[what](number)
+        assert_same([layer(x, CASE.edge_index)], [torch.zeros_like(x).index_add(0, dst, factor * x[src])])
+    assert_fused(9)
 
 
 def test_an_activation_module_that_is_exchanged_is_seen():

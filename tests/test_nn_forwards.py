@@ -20,7 +20,7 @@ from pyg_fullgraph import debug
 from pyg_fullgraph.errors import InputError
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn import forwards, tape
-from pyg_fullgraph.nn.surroundings import Watch
+from pyg_fullgraph.nn.watch import Watch
 
 LAYERS = [layer for layer in (*SQUARE, *PAIRS, *MORE, *MORE_PAIRS) if not layer.lacks_dst]
 BY_NAME = {layer.name: layer for layer in LAYERS}

@@ -1,6 +1,9 @@
 """What a message reads besides its arguments: a trace is kept as long as all of that is the same, and no longer."""
 
+import array
+import collections
 import functools
+import math
 import random
 import types
 
@@ -9,6 +12,7 @@ import pytest
 import torch
 import torch_geometric.nn as pyg_nn
 from layers import reasons
+from torch_geometric.data import Data
 
 import pyg_fullgraph.nn as fused_nn
 from pyg_fullgraph import debug
@@ -229,6 +233,11 @@ REFUSED = {
     "requires-grad": (lambda self, x_j: x_j * (2.0 if x_j.requires_grad else 1.0), "asks whether a tensor has a grad"),
     "grad-mode": (lambda self, x_j: x_j * (2.0 if torch.is_grad_enabled() else 1.0), "calls is_grad_enabled"),
     "autocast": (lambda self, x_j: x_j * (2.0 if torch.is_autocast_enabled("cpu") else 1.0), "is_autocast_enabled"),
+    "deterministic": (lambda self, x_j: x_j * (2.0 if torch.are_deterministic_algorithms_enabled() else 1.0),
+                      "calls are_deterministic_algorithms_enabled"),
+    "threads": (lambda self, x_j: x_j * torch.get_num_threads(), "calls get_num_threads"),
+    "backends": (lambda self, x_j: x_j * (2.0 if torch.backends.cudnn.benchmark else 1.0), "calls backends"),
+    "seed": (lambda self, x_j: x_j * (torch.initial_seed() % 7), "calls initial_seed"),
 }
 
 
@@ -266,3 +275,182 @@ def test_classes_are_not_kept_alive():
     assert found() is None
 
 
+
+
+class Tempered:
+    """A descriptor of a user's, which finds its value anywhere on the layer, and may not be asked by the class."""
+
+    def __get__(self, layer, owner):
+        if layer is None:
+            raise TypeError("of instances only")
+        return vars(layer)["hidden"]["tau"]
+
+    def __set__(self, layer, value):
+        vars(layer)["hidden"]["tau"] = value
+
+
+class Above:
+    rate = 1.0
+
+
+class Below(Above):
+    @property
+    def from_global(self):
+        return TABLE["slope"]
+
+    @classmethod
+    def of_class(cls):
+        return TABLE["slope"]
+
+    @staticmethod
+    def static():
+        return TABLE["slope"]
+
+
+class Part(torch.nn.Module):
+    rate = 1.0
+
+    @property
+    def from_global(self):
+        return TABLE["slope"]
+
+
+def scaled(value):
+    return value * scaled.factor
+
+
+@functools.lru_cache
+def remembered():
+    return TABLE["slope"]
+
+
+class Odd:
+    """What layers may be that read themselves in ways of their own."""
+
+    tau = Tempered()
+    shared = 1.0
+
+    def __init__(self):
+        vars(self)["hidden"] = {"tau": 1.0, "magic": 1.0, "zero": -0.0}
+        super().__init__(aggr="sum")
+        self.size, self.items, self.is_set, self.number = 1, [1.0], True, 1.0
+        self.below, self.part, self.user_dict, self.chain = Below(), Part(), collections.UserDict(a=1.0), \
+            collections.ChainMap({"a": 1.0})
+        self.data = Data(scale=1.0)
+        self.optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+        self.get = self.hidden.get
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, place):
+        return self.items[place]
+
+    def __bool__(self):
+        return self.is_set
+
+    def __contains__(self, name):
+        return name in self.hidden
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x)
+
+
+class Magic(Odd):
+    def __getattr__(self, name):
+        return self.hidden["magic"] if name == "magic" else super().__getattr__(name)
+
+
+ARRAY = array.array("d", [1.0])
+
+
+def set_table(layer):
+    TABLE["slope"] = 3.0
+
+
+ODD = {
+    "hasattr": (lambda self: 3.0 if hasattr(self, "more") else 1.0, lambda layer: setattr(layer, "more", 1)),
+    "dir": (lambda self: 3.0 if "more" in dir(self) else 1.0, lambda layer: setattr(layer, "more", 1)),
+    "getattr-of-class": (lambda self: getattr(self, "sha" + "red"), lambda layer: setattr(type(layer), "shared", 3.0)),
+    "hasattr-of-class": (lambda self: 3.0 if hasattr(self, "mo" + "re") else 1.0,
+                         lambda layer: setattr(type(layer), "more", 3.0)),
+    "globals": (lambda self: globals()["TABLE"]["slope"], set_table),
+    "function-attribute": (lambda self: scaled.factor, lambda layer: setattr(scaled, "factor", 3.0)),
+    "function-attribute-inside": (lambda self: scaled(1.0), lambda layer: setattr(scaled, "factor", 3.0)),
+    "inherited-by-class": (lambda self: Below.rate, lambda layer: setattr(Above, "rate", 3.0)),
+    "class-of-object": (lambda self: self.below.rate, lambda layer: setattr(Above, "rate", 3.0)),
+    "class-of-module": (lambda self: self.part.rate, lambda layer: setattr(Part, "rate", 3.0)),
+    "property-of-object": (lambda self: self.below.from_global, set_table),
+    "property-of-module": (lambda self: self.part.from_global, set_table),
+    "classmethod": (lambda self: Below.of_class(), set_table),
+    "staticmethod": (lambda self: Below.static(), set_table),
+    "classmethod-of-object": (lambda self: self.below.of_class(), set_table),
+    "descriptor": (lambda self: self.tau, lambda layer: setattr(layer, "tau", 3.0)),
+    "len": (lambda self: len(self), lambda layer: setattr(layer, "size", 3)),
+    "item": (lambda self: self[0], lambda layer: layer.items.__setitem__(0, 3.0)),
+    "bool": (lambda self: 1.0 if self else 3.0, lambda layer: setattr(layer, "is_set", False)),
+    "contains": (lambda self: 3.0 if "more" in self else 1.0, lambda layer: layer.hidden.update(more=1)),
+    "getattr-of-user": (lambda self: self.magic, lambda layer: layer.hidden.update(magic=3.0)),
+    "method-of-dict": (lambda self: self.get("magic"), lambda layer: layer.hidden.update(magic=3.0)),
+    "user-dict": (lambda self: self.user_dict["a"], lambda layer: layer.user_dict.update(a=3.0)),
+    "chain-map": (lambda self: self.chain["a"], lambda layer: layer.chain.update(a=3.0)),
+    "data": (lambda self: self.data.scale, lambda layer: setattr(layer.data, "scale", 3.0)),
+    "typed-array": (lambda self: ARRAY[0], lambda layer: ARRAY.__setitem__(0, 3.0)),
+    "optimizer": (lambda self: self.optimizer.param_groups[0]["lr"],
+                  lambda layer: layer.optimizer.param_groups[0].update(lr=3.0)),
+    "lru-cache": (lambda self: remembered(), lambda layer: (set_table(layer), remembered.cache_clear())),
+    "minus-zero": (lambda self: math.copysign(2.0, self.hidden["zero"]) + 1.0,
+                   lambda layer: layer.hidden.update(zero=0.0)),
+}
+
+
+def odd(base, what):
+    """A class of layers that scale their sources by what `what` reads."""
+    read = ODD[what][0]
+
+    class Layer(Magic if what == "getattr-of-user" else Odd, base):
+        def message(self, x_j):
+            return x_j * read(self)
+
+    return Layer
+
+
+@pytest.fixture
+def reset(monkeypatch):
+    """Numbers that outlive a layer, as they were, and so again afterwards."""
+    monkeypatch.setitem(TABLE, "slope", 1.0)
+    for holder in (Above, Part):
+        monkeypatch.setattr(holder, "rate", 1.0)
+    monkeypatch.setattr(scaled, "factor", 1.0, raising=False)
+    remembered.cache_clear()
+    ARRAY[0] = 1.0
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_what_changes_in_ways_of_its_own(what, reset):
+    ours, pygs = (odd(base, what)() for base in (fused_nn.MessagePassing, pyg_nn.MessagePassing))
+    before = [[layer(X, EDGES) for _ in range(4)][-1] for layer in (ours, pygs)]
+    torch.testing.assert_close(*before)
+    for layer in (ours, pygs):
+        ODD[what][1](layer)
+    after = [layer(X, EDGES) for layer in (ours, pygs)]
+    torch.testing.assert_close(*after)
+    assert not torch.equal(after[0], before[0])
+    assert debug.counters() == {"fused": 5, "plain": 0}
+
+
+@pytest.mark.parametrize("what", ["descriptor", "len", "hasattr", "bool", "getattr-of-user"])
+def test_instances_that_differ_in_ways_of_their_own(what, reset):
+    layer = odd(fused_nn.MessagePassing, what)
+    one, other = layer(), layer()
+    ODD[what][1](other)
+    torch.testing.assert_close(other(X, EDGES), 3 * one(X, EDGES))
+
+
+def test_objects_that_stay_the_same_are_traced_once(reset, traces):
+    for what in ("hasattr", "data", "user-dict", "optimizer", "classmethod", "len", "descriptor"):
+        layer = odd(fused_nn.MessagePassing, what)()
+        traces.clear()
+        for _ in range(3):
+            layer(X, EDGES)
+        assert len(traces) == 1, what

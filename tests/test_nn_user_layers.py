@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import sys
 import types
@@ -422,6 +423,23 @@ def test_function_transforms_are_refused(layer, transform):
     module = layer(3, 2)
     with pytest.raises(FunctionTransformError, match="none of vmap, grad"):
         transform(lambda v: module(v, CASE.edge_index), torch.randn(CASE.num_src, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("layer", [fused_nn.SAGEConv, fused_nn.TransformerConv, fused_nn.GCNConv])
+def test_batches_of_gradients_are_refused(layer, dtype):
+    """Which torch makes with a ``vmap`` of its own; also where it could be done, so that it is known everywhere."""
+    module, x = layer(3, 2).to(dtype), torch.randn(CASE.num_src, 3, dtype=dtype, requires_grad=True)
+    out = module(x, CASE.edge_index).sum(dim=0)
+    wanted = torch.stack([torch.autograd.grad(out[k], x, retain_graph=True)[0] for k in range(2)])
+    with pytest.raises(FunctionTransformError, match="one gradient at a time"):
+        torch.autograd.grad(out, x, torch.eye(2, dtype=dtype), is_grads_batched=True, retain_graph=True)
+    with pytest.raises(FunctionTransformError, match="one gradient at a time"):
+        torch.vmap(lambda g: torch.autograd.grad(out, x, g, retain_graph=True)[0])(torch.eye(2, dtype=dtype))
+    jacobian = functools.partial(torch.autograd.functional.jacobian, lambda v: module(v, CASE.edge_index).sum(dim=0), x)
+    with pytest.raises(FunctionTransformError, match="one gradient at a time"):
+        jacobian(vectorize=True)
+    torch.testing.assert_close(jacobian(), wanted)
 
 
 def test_function_transforms_of_parameters_are_refused():

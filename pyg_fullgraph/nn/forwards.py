@@ -2,7 +2,7 @@
 
 What a forward does follows from the shapes, dtypes and devices of its arguments, from which edges they are of, from the
 modes that torch is in, and from the layer. Where a layer is PyG's, or is somebody's and does nothing but to compute
-(:mod:`purity`), and is watched (:class:`surroundings.Watch`), a call that looks like earlier ones takes the steps that
+(:mod:`purity`), and is watched (:class:`watch.Watch`), a call that looks like earlier ones takes the steps that
 were noted in one of those (:mod:`tape`). Calls that anybody looks into take the long way: with hooks, under autocast,
 transforms of ``torch.func`` or checkpoints, and of somebody's layer in a debugger.
 """
@@ -28,9 +28,10 @@ from pyg_fullgraph.nn import order
 from pyg_fullgraph.nn.known import MAX_CALLS, MAX_CHANGES
 from pyg_fullgraph.nn.lazy import EdgeExpr
 from pyg_fullgraph.nn.purity import is_debugged, reads_of
-from pyg_fullgraph.nn.surroundings import Watch, is_library
+from pyg_fullgraph.nn.surroundings import is_library
 from pyg_fullgraph.nn.tape import ChangedError, Multiplies, Recorder, Tape, running
 from pyg_fullgraph.nn.tracing import METHODS
+from pyg_fullgraph.nn.watch import Watch
 
 __all__ = ["Calls", "run_like"]
 

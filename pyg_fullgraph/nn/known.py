@@ -1,7 +1,7 @@
 """Edge phases of layers that came before: their program and inputs, without sorting out the arguments again.
 
 What :class:`arguments.Call` finds follows from the shapes, dtypes and devices of the arguments and from what the
-methods of the layer can read. Where the latter is watched (:class:`surroundings.Watch`), a call that looks like an
+methods of the layer can read. Where the latter is watched (:class:`watch.Watch`), a call that looks like an
 earlier one is that one with other tensors. Everything unusual takes the long way: sparse matrices, autocast, inputs
 that are not the tensors given, or what lazy ones are made of, as they are. That one holder of a part of a graph knows a
 call does not mean that all do. So calls for which they asked each other take the long way, too, and what they have to
@@ -27,8 +27,9 @@ from pyg_fullgraph.nn.arguments import Call, draw_seed, is_same, phase_graph
 from pyg_fullgraph.nn.lazy import DeferredTensor, EdgeExpr
 from pyg_fullgraph.nn.order import LinearExpr, has_update
 from pyg_fullgraph.nn.preparation import is_derived, prepared_graph
-from pyg_fullgraph.nn.surroundings import Watch, has_hooks_of_all
+from pyg_fullgraph.nn.surroundings import has_hooks_of_all
 from pyg_fullgraph.nn.tape import asked
+from pyg_fullgraph.nn.watch import Watch
 from pyg_fullgraph.saga.ir import EdgeProgram, Node
 
 __all__ = ["MAX_CALLS", "MAX_CHANGES", "find", "look_of", "remember"]

@@ -10,14 +10,16 @@ from __future__ import annotations
 import argparse
 import builtins
 import collections
+import contextvars
 import enum
 import functools
 import hashlib
+import logging
 import operator
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,18 +32,27 @@ from torch.nn.modules import module as modules
 from pyg_fullgraph.nn.rebinding import codes_in, globals_of, written
 from pyg_fullgraph.saga.trace import ArgSpec
 
-__all__ = ["Key", "Numbers", "Reached", "Watch", "cells_of", "code_names", "definitions", "has_hooks_of_all",
-           "initialized", "is_lazy", "is_library", "reached", "submodules"]
+__all__ = ["INTERNAL", "SIMPLE", "Key", "Numbers", "Reached", "cells_of", "code_names", "definitions",
+           "has_hooks_of_all", "held_by", "initialized", "is_code", "is_lazy", "is_library", "on_class", "reached",
+           "simple", "submodules"]
 
-Numbers = tuple[tuple[str, float], ...]
+Numbers = tuple[tuple[str, str], ...]  # in hexadecimal, where 0.0 and -0.0 are two
 
-_SIMPLE = (int, float, complex, str, bytes, bool, range, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
+SIMPLE = (int, float, complex, str, bytes, bool, range, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
+# Objects of libraries that hold nothing else that a message reads than numbers and the like, or never another thing.
+_BY_IDENTITY = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type(...), np.ufunc, logging.Logger,
+                operator.attrgetter, operator.itemgetter, operator.methodcaller, torch.memory_format, torch.layout,
+                torch.finfo, torch.iinfo, torch._ops.OperatorBase)
+_BY_IDENTITY_OF = ("torch._C", "_thread", "_abc")
+# What is around a function on a class, and where that has it.
+_AROUND = ((property, "fget"), (classmethod, "__func__"), (staticmethod, "__func__"), (types.MethodType, "__func__"),
+           (functools.cached_property, "func"), (functools.partialmethod, "func"))
 
 # Attributes that PyG keeps for itself; none can change what the methods compute on the fused path.
-_INTERNAL = frozenset({
+INTERNAL = frozenset({
     "inspector", "fuse", "_user_args", "_fused_user_args", "_edge_user_args", "_explain", "_edge_mask", "_loop_mask",
     "_apply_sigmoid", "_decomposed_layers", "_cached_edge_index", "_cached_adj_t", "propagate", "edge_updater",
-    "_fullgraph_strict", "_fullgraph_handle",
+    "_fullgraph_strict", "_fullgraph_handle", "_fullgraph_installed", "_fullgraph_base",
     *(f"_{m}_forward_{h}" for m in ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
       for h in ("pre_hooks", "hooks")),
     *vars(Module()),
@@ -49,8 +60,14 @@ _INTERNAL = frozenset({
 
 # Names in a method that may tell a number from a tensor, and those that may reach any attribute.
 _ASKS_FOR_TYPES = frozenset({"isinstance", "type", "is_tensor", "callable", "float", "int", "bool"})
-_DYNAMIC = frozenset({"getattr", "attrgetter", "methodcaller", "vars", "__dict__", "eval", "__getattr__", "super",
-                      "_parameters", "_buffers", "_modules"})
+_DYNAMIC = frozenset({"getattr", "hasattr", "attrgetter", "methodcaller", "vars", "dir", "locals", "__dict__",
+                      "__getattr__", "__getattribute__", "super", "_parameters", "_buffers", "_modules"})
+# Those that may reach anything.
+_BEYOND = frozenset({"globals", "eval", "exec", "__globals__"})
+# Methods by other names than these that Python calls by itself may be called in a message: len(self), self[0].
+_CALLED_BY_OTHERS = frozenset({"__init__", "__new__", "__del__", "__init_subclass__", "__class_getitem__", "__call__",
+                               "__repr__", "__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__copy__",
+                               "__deepcopy__"})
 _LIBRARIES = frozenset({"torch", "torch_geometric", "torch_sparse", "torch_scatter", "pyg_fullgraph", "triton_kernels",
                         "numpy", "scipy"}) | sys.stdlib_module_names
 _ABSENT = object()
@@ -66,9 +83,11 @@ class Reached:
         mentions: All names that these mention.
         links: ``(i, name, j)``: the global ``name`` of function i was function j.
         reads: ``(i, name)``: globals of function i that hold something that may change.
-        attributes: Names that the class has something for that may change.
+        attributes: Names that the class has something for that may change; if ``names`` is None, all such.
         code: ``(i, name, object)``: globals of function i that were code of a library.
-        members: ``(name, reference)``: what the class had for those names that stood for code.
+        members: ``(path, reference)``: what the class had for those names that stood for code.
+        layout: All names that the user's classes have, if ``names`` is None.
+        is_opaque: Whether they may read what cannot be told.
     """
 
     functions: tuple[weakref.ref[types.FunctionType], ...]
@@ -79,6 +98,8 @@ class Reached:
     attributes: tuple[str, ...]
     code: tuple[tuple[int, str, Any], ...]
     members: tuple[tuple[str, Callable[[], Any]], ...]
+    layout: tuple[str, ...]
+    is_opaque: bool
 
     def is_current(self, kind: type) -> bool:
         """Whether no function among them, and no code that they name, was replaced."""
@@ -92,7 +113,11 @@ class Reached:
         for i, name, value in self.code:
             if spaces[i].get(name) is not value:
                 return False
-        return all(getattr(kind, name, None) is ref() for name, ref in self.members)
+        try:
+            is_same = all(operator.attrgetter(path)(kind) is ref() for path, ref in self.members)
+        except AttributeError:
+            return False
+        return is_same and (self.names is not None or self.layout == _layout(kind))
 
 
 _reached_by: weakref.WeakKeyDictionary[type, dict[tuple[Any, ...], Reached]] = weakref.WeakKeyDictionary()
@@ -120,21 +145,25 @@ class _Walk:
 
     def over(self, methods: tuple[str, ...]) -> Reached:
         """See :func:`reached`."""
-        for method in methods:
+        names = {n for n in _layout(self.kind) if _is_special(n) and n not in _CALLED_BY_OTHERS and
+                 definitions(self.kind, n)}
+        for method in (*methods, *sorted(names)):
             self._add_all(definitions(self.kind, method))
-        names: set[str] = set()
         done = 0
         while done < len(self.functions):
             function = list(self.functions)[done]
             names |= self._enter(function, done)
             done += 1
-        attributes = tuple(n for n in sorted(names - _INTERNAL) if not _is_code(getattr(self.kind, n, _ABSENT)))
-        members = [(n, _reference(v)) for n in sorted(names - _INTERNAL)
-                   if _is_code(v := getattr(self.kind, n, None)) and isinstance(v, (types.FunctionType,
-                                                                                   types.BuiltinFunctionType, type))]
-        return Reached(tuple(map(weakref.ref, self.functions)), None if names & _DYNAMIC else frozenset(names),
-                       frozenset(names), tuple(self.links), tuple(self.reads), attributes, tuple(self.code),
-                       tuple(members))
+        held = {n: v for n in sorted(names - INTERNAL) if (v := on_class(self.kind, n)) is not _ABSENT}
+        is_dynamic = bool(names & _DYNAMIC) or any(map(_is_descriptor, held.values()))
+        layout = _layout(self.kind) if is_dynamic else ()
+        held.update({n: on_class(self.kind, n) for n in layout if n not in INTERNAL and not _is_special(n)})
+        members = [(n + _path_in(v), _reference(f)) for n, v in held.items() if n in names and is_code(v) and
+                   isinstance(f := _inside_of(v), (types.FunctionType, types.BuiltinFunctionType, type))]
+        return Reached(tuple(map(weakref.ref, self.functions)), None if is_dynamic else frozenset(names),
+                       frozenset(names), tuple(self.links), tuple(self.reads),
+                       tuple(n for n, v in held.items() if not is_code(v)), tuple(self.code), tuple(members), layout,
+                       bool(names & _BEYOND) or any(isinstance(v, _CACHED) for v in held.values()))
 
     def _add_all(self, functions: list[types.FunctionType]) -> None:
         for function in functions:
@@ -158,9 +187,9 @@ class _Walk:
                 inside = [f for n in names if isinstance(f := vars(value).get(n), types.FunctionType)]
                 self._add_all([f for f in inside if not is_library(f)])
                 self.reads.append((place, name))
-            elif not _is_code(value):
+            elif not is_code(value):
                 self.reads.append((place, name))
-            if name not in vars(builtins) and _is_code(value) and not (
+            if name not in vars(builtins) and is_code(value) and not (
                     isinstance(value, types.FunctionType) and not is_library(value)):
                 self.code.append((place, name, value))
         return names
@@ -175,9 +204,40 @@ def definitions(kind: type, name: str, in_bases: bool = False) -> list[types.Fun
     """The functions that ``name`` stands for on an instance of ``kind``, as they were written; with ``in_bases`` those
     it hides as well. Our functions around the methods of a layer are none.
     """
-    found = [vars(c).get(name) for c in kind.__mro__] if in_bases else [getattr(kind, name, None)]
-    found = [f.fget if isinstance(f, property) else getattr(f, "__func__", f) for f in found]
-    return [f for f in map(written, found) if isinstance(f, types.FunctionType)]
+    found = [vars(c).get(name) for c in kind.__mro__] if in_bases else [on_class(kind, name)]
+    return [f for f in map(written, map(_inside_of, found)) if isinstance(f, types.FunctionType)]
+
+
+def on_class(kind: type, name: str) -> Any:
+    """What a class has under ``name``, as it was put there: no descriptor is asked for what it gives."""
+    for c in kind.__mro__:
+        if name in vars(c):
+            return vars(c)[name]
+    return _ABSENT
+
+
+def _inside_of(value: Any) -> Any:
+    """The function that something on a class is around, or itself."""
+    return next((getattr(value, name) for kind, name in _AROUND if isinstance(value, kind)), value)
+
+
+def _path_in(value: Any) -> str:
+    """Where that is in what a class gives for ``value``."""
+    return ".fget" if isinstance(value, property) else ".__func__" if isinstance(value, classmethod) else ""
+
+
+def _is_descriptor(value: Any) -> bool:
+    """Whether what a layer has under that name is up to ``value``, which may ask all of the layer."""
+    return not is_code(value) and hasattr(type(value), "__get__")
+
+
+def _is_special(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
+
+
+def _layout(kind: type) -> tuple[str, ...]:
+    """Names that the user's classes among those of a layer have something for."""
+    return tuple(n for c in kind.__mro__ if not is_library(c) for n in vars(c))
 
 
 def cells_of(function: types.FunctionType) -> list[Any]:
@@ -191,12 +251,26 @@ def cells_of(function: types.FunctionType) -> list[Any]:
     return found
 
 
-def _is_code(value: Any) -> bool:
+def held_by(function: types.FunctionType) -> list[Any]:
+    """Attributes that somebody gave a function of the user's, with their names; without those of decorators."""
+    return [] if not vars(function) or is_library(function) else [
+        (n, v) for n, v in vars(function).items()
+        if not _is_special(n) and not n.startswith("_torch") and not (is_code(v) and is_library(v))]
+
+
+def is_code(value: Any) -> bool:
     """Whether ``value`` is code of a library, a function, or nothing: what is told by its name."""
-    if isinstance(value, (types.ModuleType, type)):
+    if isinstance(value, (types.ModuleType, type, _CACHED)):
         return is_library(value)
-    return value is _ABSENT or isinstance(value, (types.FunctionType, types.BuiltinFunctionType, property, classmethod,
-                                                  staticmethod, types.MethodType))
+    if isinstance(value, types.BuiltinFunctionType):  # those of an object read it
+        return value.__self__ is None or isinstance(value.__self__, (types.ModuleType, type))
+    return value is _ABSENT or (isinstance(value, _CODE) and is_library(type(value)))
+
+
+_CACHED = type(functools.lru_cache(lambda: None))
+_CODE = (types.FunctionType, property, classmethod, staticmethod, types.GetSetDescriptorType,
+         types.MemberDescriptorType, types.WrapperDescriptorType, types.MethodDescriptorType,
+         types.ClassMethodDescriptorType)
 
 
 def is_library(value: Any) -> bool:
@@ -243,6 +317,11 @@ def is_lazy(value: Tensor | None) -> bool:
     return value is not None and torch.nn.parameter.is_lazy(value)
 
 
+def simple(value: Any) -> tuple[type, Any]:
+    """What a number, a string or the like is equal to; 0.0 and -0.0 are two."""
+    return type(value), repr(value) if isinstance(value, (float, complex)) else value
+
+
 class Key:
     """What a trace depends on besides its arguments.
 
@@ -254,128 +333,157 @@ class Key:
     """
 
     def __init__(self, conv: Module, methods: tuple[str, ...]) -> None:
-        self.refs: list[weakref.ref] = []
-        self.is_opaque = False
-        self._inside: list[int] = []  # objects that are being described, which may contain themselves
-        self._calls_functions = False  # whether a function of the user's is among the values
         kind, found = type(conv), reached(type(conv), methods)
+        self.refs: list[weakref.ref] = []
+        self.is_opaque = found.is_opaque
+        self._mentions = found.mentions
+        self._seen: dict[int, tuple[int, Any]] = {}  # objects that were described, kept alive, and their places
+        self._calls_functions = False  # whether a function of the user's is among the values
         names = found.names
         self.numbers: Numbers = ()
         if names is not None and not names & _ASKS_FOR_TYPES:
-            self.numbers = tuple((k, v) for k, v in vars(conv).items() if k in names and type(v) is float)
+            self.numbers = tuple((k, v.hex()) for k, v in vars(conv).items() if k in names and type(v) is float)
         lifted = {k for k, _ in self.numbers}
+        functions = [f for ref in found.functions if (f := ref()) is not None]
+        around = (
+            tuple((n, self.value(v)) for n in found.attributes for v in (on_class(kind, n),)
+                  if n not in vars(conv) or hasattr(type(v), "__set__")),
+            tuple((i, n, self.value(globals_of(functions[i]).get(n))) for i, n in found.reads),
+            tuple(self._bound(f) for f in functions),
+        )
         own = self._attributes(conv, names, lifted)
         if self._calls_functions and names is not None:  # which may read anything if they are handed the layer
-            names, own = None, self._attributes(conv, None, lifted)
-        functions = [ref() for ref in found.functions]
+            names, own = None, (*own, *self._attributes(conv, None, lifted))
         self.structure = (
-            tuple(f.__code__ for f in functions if f is not None),
+            tuple(f.__code__ for f in functions),
             conv.training,
             tuple((k, tuple(v.shape), v.is_floating_point()) for k, v in initialized(conv, names)),
             own,
-            tuple((n, self.value(getattr(kind, n))) for n in found.attributes if n not in vars(conv)),
-            tuple((i, n, self._outside(functions[i], n, found.mentions)) for i, n in found.reads),
-            tuple(self._bound(f) for f in functions if f is not None),
+            around,
             found.code,
             tuple((n, v) for n, ref in found.members if is_library(v := ref())),
         )
 
-    def _outside(self, function: types.FunctionType | None, name: str, mentions: frozenset[str]) -> Any:
-        """What a global stands for; of a module of the user's what is mentioned in it."""
-        value = globals_of(function).get(name) if function is not None else None
-        if isinstance(value, types.ModuleType):
-            inside = {n: vars(value)[n] for n in sorted(mentions & vars(value).keys())}
-            return tuple((n, v.__code__ if isinstance(v, types.FunctionType) else self.value(v))
-                         for n, v in inside.items() if isinstance(v, types.FunctionType) or not _is_code(v))
-        return self.value(value)
-
     def _bound(self, function: types.FunctionType) -> tuple[Any, ...]:
-        """What a function holds: its closure, without functions that were followed, and its defaults."""
+        """What a function holds: its closure, without functions that were followed, its defaults and attributes."""
         cells = [v for v in cells_of(function) if not isinstance(v, (types.FunctionType, type))]
         defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-        return tuple(self.value(v) for v in (*cells, *defaults))
+        return tuple(self.value(v) for v in (*cells, *defaults, *held_by(function)))
 
     def _attributes(self, module: Module, names: frozenset[str] | None, without: set[str]) -> tuple[Any, ...]:
-        own = {k: v for k, v in vars(module).items() if k not in _INTERNAL and k not in without}
+        own = {k: v for k, v in vars(module).items() if k not in INTERNAL and k not in without}
         own.update(module._modules)
         return tuple((k, self.value(v)) for k, v in own.items() if names is None or k in names)
 
     def value(self, value: Any) -> Any:
         """A hashable stand-in that is equal only where a trace would be."""
-        if isinstance(value, _SIMPLE):
-            return type(value), value
+        if isinstance(value, SIMPLE):
+            return simple(value)
         if isinstance(value, ArgSpec):
             return value
-        if isinstance(value, type):
-            return weakref.ref(value), None if is_library(value) else self._fields(vars(value))
         if isinstance(value, Tensor):
             return Tensor, tuple(value.shape)  # a trace never takes values from a tensor
-        if id(value) in self._inside:
-            return "itself", len(self._inside) - self._inside.index(id(value))
-        self._inside.append(id(value))
-        try:
-            return self._whole(value)
-        finally:
-            self._inside.pop()
+        if type(value) is tuple:
+            return tuple, tuple(map(self.value, value))
+        if id(value) in self._seen:
+            return "again", self._seen[id(value)][0]
+        self._seen[id(value)] = len(self._seen), value
+        return self._whole(value)
 
     def _whole(self, value: Any) -> Any:
+        if isinstance(value, type):
+            return self._class(value)
         if isinstance(value, Module):
-            return self._class(type(value)), value.training, self._attributes(value, None, set())
+            return self.value(type(value)), value.training, self._attributes(value, None, set())
+        if isinstance(value, types.ModuleType) and not is_library(value):
+            return tuple((n, self.value(v)) for n in sorted(self._mentions & vars(value).keys())
+                         if not is_code(v := vars(value)[n]) or
+                         (isinstance(v, types.FunctionType) and not is_library(v)))
         if isinstance(value, (tuple, list, collections.deque)):
             return type(value), tuple(self.value(v) for v in value)
         if isinstance(value, dict):
             return dict, tuple((self.value(k), self.value(v)) for k, v in value.items())
         if isinstance(value, (set, frozenset)):
             return set, frozenset(self.value(v) for v in value)
+        if isinstance(value, slice):
+            return slice, self.value(value.start), self.value(value.stop), self.value(value.step)
         if isinstance(value, (np.generic, np.ndarray)) and not value.dtype.hasobject:
             return type(value), value.dtype.str, value.shape, hashlib.blake2b(value.tobytes()).digest()
         if isinstance(value, functools.partial):
             return functools.partial, self.value(value.func), self.value(value.args), self.value(value.keywords)
         if isinstance(value, types.MethodType):
             return types.MethodType, self.value(value.__func__), self.value(value.__self__)
+        if isinstance(value, (types.BuiltinFunctionType, types.MethodWrapperType)) and not is_code(value):
+            return type(value), value.__name__, self.value(value.__self__)
+        if isinstance(value, weakref.ref):
+            return weakref.ref, self.value(value())
         if isinstance(value, types.FunctionType) and not is_library(value):
             return self._function(value)
+        if isinstance(value, _CACHED) and not is_library(value):
+            made = self._function(value.__wrapped__)  # type: ignore[arg-type]
+            self.is_opaque |= any(made[1:3])  # results may be older than what it reads now
+            return made
         return self._object(value)
 
     def _function(self, function: types.FunctionType) -> tuple[Any, ...]:
         """A function of the user's that is not a method of the layer: its code, and what that reads."""
         self._calls_functions = True
         space = globals_of(function)
-        names = set(code_names(function.__code__)) & space.keys()
-        outside = {n: v for n in sorted(names) if not _is_code(v := space[n]) or
-                   (isinstance(v, types.FunctionType) and not is_library(v))}
-        cells = [v for v in cells_of(function) if not isinstance(v, type)]
-        defaults = (function.__defaults__ or (), function.__kwdefaults__ or {})
-        return function.__code__, self.value([*outside.items()]), self.value([*cells, *defaults])
+        names = set(code_names(function.__code__))
+        self.is_opaque |= not names.isdisjoint(_BEYOND)
+        outside = tuple((n, self.value(v)) for n in sorted(names & space.keys()) if not is_code(v := space[n]) or
+                        (isinstance(v, types.FunctionType) and not is_library(v)))
+        cells = tuple(self.value(v) for v in cells_of(function) if not isinstance(v, type))
+        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        return function.__code__, outside, cells, tuple(self.value(v) for v in (*defaults, *held_by(function)))
 
     def _class(self, kind: type) -> tuple[Any, ...]:
-        """The class of an object that the methods may call: what its functions read, of those that are the user's."""
-        own = [c for c in kind.__mro__ if not is_library(c)]
-        functions = [f for c in own for f in vars(c).values() if isinstance(f, types.FunctionType)]
-        return kind, tuple(self.value(f) for f in functions if f.__name__ != "__init__")
+        """A class that the methods may call: what it holds and what its functions read, as far as it is the user's."""
+        if is_library(kind):
+            return (weakref.ref(kind),)
+        held = [(n, v) for c in kind.__mro__ if not is_library(c) for n, v in vars(c).items()]
+        functions = [(n, f) for n, v in held if isinstance(f := written(_inside_of(v)), types.FunctionType)
+                     and n not in ("__init__", "__new__") and not is_library(f)]
+        self.is_opaque |= any(isinstance(v, _CACHED) for _, v in held)
+        return weakref.ref(kind), tuple((n, self.value(f)) for n, f in functions), self._fields(held)
 
     def _object(self, value: Any) -> tuple[Any, ...]:
         """Anything else: the object itself with what it holds now."""
         kind, fields = type(value), dict(getattr(value, "__dict__", ()))
         if isinstance(value, (types.SimpleNamespace, argparse.Namespace)):
-            return kind, self._fields(fields)
+            return kind, self._fields(fields.items())
         slots = [n for c in kind.__mro__ for n in vars(c).get("__slots__", ()) if n != "__weakref__"]
         fields.update({n: getattr(value, n) for n in slots if hasattr(value, n)})
+        is_own = not is_library(kind)
+        if not is_own and not fields and _is_fixed(value):
+            return kind, value
         try:
             self.refs.append(weakref.ref(value))
         except TypeError:
-            self.is_opaque |= is_library(kind) or not slots
-        if is_library(kind):
-            return kind, id(value), tuple((k, v) for k, v in fields.items() if isinstance(v, _SIMPLE))
-        return self._class(kind), id(value), self._fields(fields)
+            self.is_opaque |= not is_own or not slots
+        if isinstance(value, _BY_IDENTITY):
+            return kind, id(value), tuple((k, v) for k, v in fields.items() if isinstance(v, SIMPLE))
+        self.is_opaque |= not is_own and not slots and not hasattr(value, "__dict__") and \
+            not kind.__module__.startswith(_BY_IDENTITY_OF)
+        return self.value(kind), id(value), self._fields(fields.items())
 
-    def _fields(self, fields: Mapping[str, Any]) -> tuple[Any, ...]:
-        """What an object or a class holds; of a class what it inherits is not asked for."""
-        return tuple((k, self.value(v)) for k, v in list(fields.items())
-                     if not (k.startswith("__") and k.endswith("__")) and not _is_code(v))
+    def _fields(self, fields: Iterable[tuple[str, Any]]) -> tuple[Any, ...]:
+        """What an object or a class holds."""
+        return tuple((k, self.value(v)) for k, v in list(fields) if not _is_special(k) and not is_code(v))
 
 
-_MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+def _is_fixed(value: Any) -> bool:
+    """Whether an object of a library is equal to others of its kind as long as it is there, as dates and paths are."""
+    by_hash: Any = type(value).__hash__
+    if by_hash is object.__hash__ or isinstance(value, contextvars.ContextVar):
+        return False
+    try:
+        hash(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
 #: Hooks that every module calls.
 _HOOKS_OF_ALL = (modules._global_forward_hooks, modules._global_forward_pre_hooks, modules._global_backward_hooks,
                  modules._global_backward_pre_hooks)
@@ -389,211 +497,3 @@ def has_hooks_of_all() -> bool:
 def _is_ours(hook: Any) -> bool:
     """Whether a hook is that of a timeline, which only looks at the time."""
     return (getattr(hook, "__module__", None) or "").startswith("pyg_fullgraph.")
-
-
-class Watch:
-    """Sees in a moment whether anything changed that a :class:`Key` of a layer was made of, and that it has no hooks.
-
-    Most is compared by identity, so there is a watch only where that is enough: where the methods read numbers,
-    strings, tensors, modules and containers of such, and code.
-    """
-
-    def __init__(self, conv: Module, methods: tuple[str, ...], fields: Mapping[str, Any],
-                 beside: tuple[str, ...] | None, reads: Sequence[tuple[types.ModuleType, str]] | None) -> None:
-        """See :meth:`of`."""
-        self.kind = type(conv)
-        found = reached(self.kind, methods)
-        functions = [f for ref in found.functions if (f := ref()) is not None]
-        names = found.names if beside is None else None
-        if len(functions) < len(found.functions):
-            raise _UnwatchedError()
-        on_class = [n for n in found.attributes if n not in fields]
-        spaces: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
-        for i, name in (*((i, name) for i, name, _ in (*found.links, *found.code)), *found.reads):
-            space = globals_of(functions[i])
-            spaces.setdefault(id(space), (space, {}))[1][name] = None
-        _check(*(getattr(self.kind, n) for n in on_class),
-               *(globals_of(functions[i]).get(n) for i, n in found.reads))
-        self._facts = [_fact(operator.attrgetter, self.kind, (*methods, "update", *(beside or ()), *on_class,
-                                                               *dict(found.members))),
-                       *(_fact(operator.itemgetter, space, inside) for space, inside in spaces.values())]
-        self._code = [(f, f.__code__, f.__defaults__, f.__kwdefaults__) for f in functions if not is_library(f)]
-        self._facts += [_fact(operator.attrgetter, module, (name,)) for module, name in dict.fromkeys(reads or ())]
-        # What would come to lie over what they read.
-        self._classes = [(c, [*vars(c)]) for c in self.kind.__mro__ if not is_library(c)] if reads is not None else []
-        self._builtins = [(globals_of(f), found_in) for f in functions if not is_library(f) and (
-            found_in := {*code_names(f.__code__)} & vars(builtins).keys() - globals_of(f).keys())]
-        self._cells = [(f, cells_of(f)) for f in functions if f.__closure__]
-        for f in functions:
-            _check(*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values(),
-                   *(c for c in cells_of(f) if not isinstance(c, (type, types.FunctionType))))  # which are followed
-        # Hooks of methods, which calls of them run; the layer itself must not be kept alive.
-        hooks = tuple(n for n in fields if n.endswith("_hooks") and n not in _MODULE_FIELDS)
-        self._views = [_View(conv, fields, names, hooks)]
-        self._views[0].module = None
-        for name, child in conv._modules.items():
-            if child is not None and (names is None or name in names):
-                modules = [m for _, m in submodules(child)]
-                _check(*map(type, modules))  # what other code reads is not followed here
-                self._views += [_View(m, vars(m), None, _MODULE_HOOKS) for m in modules]
-        # Nothing that a layer lets go of is kept alive here.
-        self._looks = [(weakref.ref(t), _look_of(t)) for _, t in initialized(conv, names)]
-        if any(is_lazy(t) for _, m in submodules(conv) for t in (*m._parameters.values(), *m._buffers.values())):
-            raise _UnwatchedError()
-
-    @classmethod
-    def of(cls, conv: Module, methods: tuple[str, ...], fields: Mapping[str, Any],
-           beside: tuple[str, ...] | None = None,
-           reads: Sequence[tuple[types.ModuleType, str]] | None = None) -> Watch | None:
-        """A watch over what ``methods`` of ``conv`` read; None where that may change without being seen.
-
-        Args:
-            conv, methods: as for a :class:`Key`.
-            fields: what ``vars(conv)`` was before the methods ran, which may set attributes.
-            beside: methods that are called beside them, and may read all of the layer; None for none.
-            reads: what they take from modules of libraries, where they run in each call and not when they are traced.
-        """
-        try:
-            return cls(conv, methods, fields, beside, reads)
-        except _UnwatchedError:
-            return None
-
-    def has(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is a parameter or buffer that is watched."""
-        return any(ref() is tensor for ref, _ in self._looks)
-
-    def needs(self) -> list[bool]:
-        """Which of the parameters and buffers require a gradient now."""
-        return [t.requires_grad for ref, _ in self._looks if (t := ref()) is not None]
-
-    def holds(self, conv: Module) -> bool:
-        """Whether everything is as it was."""
-        if type(conv) is not self.kind:
-            return False
-        # Loops, as this is asked in every call of a layer, and generators take twice the time.
-        try:
-            for get, of, values in self._facts:
-                if not all(map(operator.is_, get(of), values)):
-                    return False
-            for view in self._views:
-                if not view.holds(conv):
-                    return False
-        except (AttributeError, KeyError):  # what there was is gone
-            return False
-        for c, known_names in self._classes:
-            if [*vars(c)] != known_names:
-                return False
-        for known_space, hidden in self._builtins:
-            if not known_space.keys().isdisjoint(hidden):
-                return False
-        for f, code, defaults, named in self._code:
-            if f.__code__ is not code or f.__defaults__ is not defaults or f.__kwdefaults__ is not named:
-                return False
-        for ref, look in self._looks:
-            t = ref()
-            if t is None or _look_of(t) != look:
-                return False
-        for function, cells in self._cells:
-            known = cells_of(function)
-            if len(known) != len(cells) or not all(map(operator.is_, known, cells)):
-                return False
-        return True
-
-
-_look_of: Callable[[Tensor], tuple[Any, ...]] = operator.attrgetter("shape", "dtype", "device")
-#: How to get some things of an object, the object, and what they were.
-_Fact = tuple[Callable[[Any], tuple[Any, ...]], Any, tuple[Any, ...]]
-
-
-def _fact(getter: Any, of: Any, names: Iterable[str]) -> _Fact:
-    """What ``getter`` gets of ``of`` by ``names``, the first of which comes twice, for one alone would be no tuple."""
-    first, *rest = names
-    get = getter(first, first, *rest)
-    try:
-        return get, of, get(of)
-    except (AttributeError, KeyError) as error:
-        raise _UnwatchedError() from error
-
-
-class _View:
-    """What methods see of one module: attributes, parameters, buffers, modules in it; and its hooks.
-
-    Args:
-        module: what is looked at.
-        fields: its attributes.
-        names: those that are read, None for all.
-        hooks: attributes that hold hooks of which there may be none.
-
-    Attributes:
-        empty: picks hooks, and those of parameters, buffers and modules of which there are none.
-        pick: picks what is to be the same, and then all there was.
-    """
-
-    def __init__(self, module: Module, fields: Mapping[str, Any], names: frozenset[str] | None,
-                 hooks: Sequence[str]) -> None:
-        self.module: weakref.ref[Module] | None = weakref.ref(module)
-        self.kind, self.forward, self.count = type(module), type(module).forward, len(fields)
-        read = {n: v for n, v in fields.items() if n not in _INTERNAL and (names is None or n in names)}
-        self.changing = [(n, _description(v)) for n, v in read.items() if isinstance(v, (Tensor, list, dict, set))]
-        same = [n for n in read if n not in dict(self.changing)]
-        _check(*(read[n] for n in same))
-        same += [n for n in _READ_BY_US if n in fields]
-        self.pick, self.values = operator.itemgetter(*same, *fields), [fields[n] for n in same]
-        empty = (*hooks, *(n for n in _CONTENTS if not fields[n]))
-        self.empty = operator.itemgetter(empty[0], *empty)
-        if any(self.empty(fields)):
-            raise _UnwatchedError()
-        self.contents = [(n, tuple(fields[n]), [_nothing if v is None else weakref.ref(v) for v in fields[n].values()])
-                         for n in _CONTENTS if fields[n]]
-
-    def holds(self, layer: Module) -> bool:
-        module = layer if self.module is None else self.module()
-        if module is None:
-            return False
-        fields, kind = vars(module), self.kind
-        if type(module) is not kind or kind.forward is not self.forward or len(fields) != self.count or \
-                any(self.empty(fields)) or not all(map(operator.is_, self.pick(fields), self.values)):
-            return False
-        for name, keys, refs in self.contents:
-            known = fields[name]
-            if tuple(known) != keys or not all(map(operator.is_, known.values(), [ref() for ref in refs])):
-                return False
-        return not self.changing or all(_description(fields[n]) == was for n, was in self.changing)
-
-
-_CONTENTS = ("_parameters", "_buffers", "_modules")
-#: What a call of a layer depends on besides what its methods read.
-_READ_BY_US = ("training", "flow", "node_dim", "_explain", "_decomposed_layers", "fuse")
-_MODULE_FIELDS = frozenset(vars(Module()))
-
-
-def _nothing() -> None:
-    """In the place of a weak reference to nothing."""
-
-
-class _UnwatchedError(Exception):
-    """A value may change without being seen."""
-
-
-def _check(*values: Any) -> None:
-    """Raise unless what a trace sees of each value cannot change while it is the same object."""
-    for value in values:
-        if isinstance(value, (tuple, frozenset)):
-            _check(*value)
-        elif isinstance(value, types.MethodType) or \
-                not (isinstance(value, _SIMPLE) or (_is_code(value) and is_library(value))):
-            raise _UnwatchedError()
-
-
-def _description(value: Any) -> Any:
-    """What a trace sees of a tensor or of a container of numbers, strings and such; raises for others."""
-    if isinstance(value, Tensor):
-        return Tensor, tuple(value.shape)
-    if isinstance(value, dict):
-        return dict, tuple((k, _description(v)) for k, v in value.items())
-    if isinstance(value, (list, tuple)):
-        return type(value), tuple(map(_description, value))
-    if isinstance(value, (set, frozenset)):
-        return set, frozenset(map(_description, value))
-    _check(value)
-    return type(value), value

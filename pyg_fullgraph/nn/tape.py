@@ -26,7 +26,7 @@ from pyg_fullgraph.autograd import Ways
 from pyg_fullgraph.functions import PLAIN, unseen
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.memo import taken
-from pyg_fullgraph.nn.surroundings import Watch
+from pyg_fullgraph.nn.watch import Watch
 from pyg_fullgraph.saga.ir import EdgeProgram, Node
 
 __all__ = ["FUNCTIONS", "QUESTIONS", "ChangedError", "Recorder", "Tape", "asked", "running", "step"]

@@ -29,6 +29,7 @@ from pyg_fullgraph.saga.trace import (
     SIZE_I,
     SIZE_J,
     ArgSpec,
+    Number,
     Traced,
     trace_edge_update,
     trace_propagate,
@@ -48,10 +49,13 @@ _TRACERS: Mapping[str, Callable[..., Traced]] = {"propagate": trace_propagate, "
 # The least recently used are dropped: structures per class, and values of the numbers per structure.
 _MAX_PER_CLASS, _MAX_PER_STRUCTURE = 256, 32
 
-# A trace is made with gradients and without autocast, and is for every call.
+# A trace is made with gradients and without autocast, and is for every call, whatever torch's flags are then.
 _ASKS_FOR_MODES = frozenset({"is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled",
                              "get_autocast_dtype", "get_autocast_gpu_dtype", "get_autocast_cpu_dtype",
-                             "is_autocast_cpu_enabled"})
+                             "is_autocast_cpu_enabled", "are_deterministic_algorithms_enabled",
+                             "is_deterministic_algorithms_warn_only_enabled", "get_deterministic_debug_mode",
+                             "get_float32_matmul_precision", "get_num_threads", "get_num_interop_threads", "backends",
+                             "initial_seed"})
 
 
 class _Kept:
@@ -214,7 +218,7 @@ def _with_inputs(module: Module, names: frozenset[str]) -> Module:
     if not names:
         return module
     stand_in = _copy(module)
-    numbers = {k: torch.tensor(vars(stand_in)[k]) for k in sorted(names)}
+    numbers = {k: torch.tensor(vars(stand_in)[k]).as_subclass(Number) for k in sorted(names)}
     vars(stand_in).update(numbers)  # where they are found before what the class has under these names
     vars(stand_in)["_buffers"] = {**module._buffers, **numbers}
     return stand_in

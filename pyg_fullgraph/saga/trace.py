@@ -243,6 +243,41 @@ class _Result:
         self.reads_dtype = self.casts = False
 
 
+class Number(Tensor):
+    """A buffer that stands for a number of Python's on a layer."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+class _Unknown(Tensor):
+    """A number in a trace, or what is made of such alone: it goes by no value, and as Python's numbers do, or not at
+    all.
+    """
+
+    @classmethod
+    def __torch_function__(cls, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            out = function(*args, **(kwargs or {}))
+        if type(out) is Tensor and all(isinstance(a, (_Unknown, int, float)) for a in args):
+            out.__class__ = cls
+        return out
+
+    def _refuse(self, *args: Any) -> Any:
+        raise NotFusable(["asks for the value of a number that changes"])
+
+    __hash__ = __str__ = __repr__ = __format__ = _refuse  # type: ignore[assignment]
+
+    def __pow__(self, exponent: Any) -> Any:
+        if isinstance(exponent, _Unknown) or not (isinstance(exponent, Tensor) or exponent == exponent // 1):
+            self._refuse()  # complex where this is negative
+        return super().__pow__(exponent)
+
+    def __rpow__(self, base: Any) -> Any:
+        if not isinstance(base, Tensor) and base < 0:
+            self._refuse()
+        return super().__rpow__(base)
+
+
 class _MakeFx:
     """One call under ``make_fx``, on fake tensors; see :class:`Recorder`, which is used as this is."""
 
@@ -355,6 +390,9 @@ class _Trace:
             args.update({k: v.shape[0] for k, v in t.items() if self.args[k] in (SIZE_I, SIZE_J)})
             args.update({k: t[k].movedim(0, s.dim) for k, s in self.args.items() if isinstance(s, ArgSpec) and s.dim})
             indices = [v for k, v in t.items() if self.args[k] == INDEX]
+            for name, tensor in p.items():
+                if isinstance(state[name], Number):
+                    tensor.__class__ = _Unknown
             with _with_parameters(conv, p), torch.enable_grad():
                 before = {m: dict(m.__dict__) for m in conv.modules()}
                 buffers = {m: dict(m._buffers.items()) for m in conv.modules()}
