@@ -110,8 +110,6 @@ def _by_kernels(x: Tensor, activation: Activation, seed: Tensor | None, ids: Ten
     return made.view(x.shape)
 
 
-
-
 def _check(activation: str, p: float, negative_slope: float, alpha: float) -> None:
     if activation not in reference.ACTIVATIONS:
         raise InputError("activation", f"to be one of {', '.join(reference.ACTIVATIONS)}", repr(activation))
