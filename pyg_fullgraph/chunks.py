@@ -106,8 +106,7 @@ def run_sweep(sweep: Sweep, order: EdgeOrder, leaf: Leaf, like: Tensor,
 
     Returns:
         Result input -> tensor. Statistics of a softmax are float32 (float64 for float64), ``argmax`` holds edge ids, -1
-        for empty rows.
-        What is handed to another sweep may be a :class:`Handed`, which the input of that sweep then is.
+        for empty rows. What is handed to another sweep may be a :class:`Handed`, which the input of that sweep then is.
     """
     return run_tiles(sweep, order, [(order, leaf)], like, exact)
 

@@ -113,8 +113,7 @@ def plan_work(plan: Plan, sizes: Sizes, dtypes: Mapping[Node, torch.dtype],
     for sweep in plan.sweeps:
         kinds = {r: g.attr("kind") for r, g in sweep.gathers}
         for result in sweep.results:
-            is_exact = kinds.get(result) in ir.STATISTICS or result.domain == Domain.PARAM or \
-                result in plan.exact
+            is_exact = kinds.get(result) in ir.STATISTICS or result.domain == Domain.PARAM or result in plan.exact
             made[result] = sizes.id if result.is_integer else sizes.exact if is_exact else sizes.value
     steps = [step[0] for step in plan.steps if not isinstance(step, Sweep)]
     made.update((result, sizes.value if is_scaled(result) else sizes.exact) for result in steps)
