@@ -16,7 +16,7 @@ from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.phases import EdgePhase, stores_half
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Node
-from pyg_fullgraph.saga.pipeline import Outer, Pipeline, Product
+from pyg_fullgraph.saga.pipeline import Outer, Pipeline, Product, Total
 from pyg_fullgraph.saga.plans import Batch, Plan, Sweep, Target, is_local, is_scaled, is_staged, read_by
 
 #: How inputs are called whose product with a weight was kept open (see :mod:`pyg_fullgraph.nn.order`).
@@ -169,6 +169,8 @@ def _pipeline_work(pipeline: Pipeline, sizes: Sizes, width: Callable[[Node], int
         elif isinstance(step, Outer):
             total += Work(edges * (width(step.a) + width(step.b)), width(step.result),
                           2 * step.a.numel * step.b.numel * edges)
+        elif isinstance(step, Total):
+            total += Work(edges * width(step.x), width(step.result), step.x.numel * edges)
     return total
 
 

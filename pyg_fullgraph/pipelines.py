@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from pyg_fullgraph import chunks, dense, launches
+from pyg_fullgraph import chunks, columns, dense, launches
 from pyg_fullgraph.edge_order import EdgeOrder, Span
 from pyg_fullgraph.saga import interpret
 from pyg_fullgraph.saga.ir import Node
 from pyg_fullgraph.saga.kernel_source import KernelSource
-from pyg_fullgraph.saga.pipeline import Outer, Pipeline, Product, Values
+from pyg_fullgraph.saga.pipeline import Outer, Pipeline, Product, Total, Values
 from pyg_fullgraph.saga.plans import Sweep, is_local
 from triton_kernels import tune
 
@@ -51,7 +51,7 @@ class PreparedPipeline:
     def __init__(self, pipeline: Pipeline, order: EdgeOrder, size: int,
                  kernels: Mapping[Sweep, tuple[KernelSource, tune.Shape]], like: Tensor,
                  exact: frozenset[Node], others: EdgeOrder | None = None) -> None:
-        self.pipeline, self.dtype, self.device = pipeline, like.dtype, like.device
+        self.pipeline, self.exact, self.dtype, self.device = pipeline, exact, like.dtype, like.device
         last, max_piece = pipeline.last, None
         if last is not None:
             kernel, shape = kernels[last]
@@ -95,14 +95,24 @@ class PreparedPipeline:
                 elif isinstance(step, Product):
                     held[step.result] = products[step.weight](held[step.x])
                 else:
-                    _add_outer(totals, step, held, span)
+                    self._add_total(totals, step, held, span)
                 for node in done:
                     del held[node]
             for end in ends:
                 self._take(end, k, read)
         made = {node: value for end in ends for node, value in end.finish().items()}
-        made.update({r: chunks.as_dtype(totals[r], self.dtype) for r in self.pipeline.outers})
+        made.update({r: totals[r] if r in self.exact else chunks.as_dtype(totals[r], self.dtype)
+                     for r in self.pipeline.totals})
         return made
+
+    def _add_total(self, totals: dict[Node, Tensor], step: Outer | Total, held: Mapping[Node, Tensor],
+                   span: Span) -> None:
+        """Add what the edges of ``span`` say of a sum over all, but for those that are in the next one as well."""
+        count = span.stop - span.first
+        values = [held[n][:count] for n in step.reads]
+        part = dense.outer(*values) if isinstance(step, Outer) else \
+            columns.total(values[0], chunks.compute_dtype(self.dtype))
+        totals[step.result] = totals[step.result].add_(part) if step.result in totals else part
 
     def _take(self, run: launches.Run, k: int, leaf: chunks.Leaf) -> None:
         self.running = run.prepared.sites[k].kernel
@@ -118,9 +128,3 @@ class PreparedPipeline:
         made = interpret.evaluate(self.pipeline.weights, read, chunks.scalar_of(exact, self.device))
         return [chunks.as_dtype(weight, self.dtype) for weight in made]
 
-
-def _add_outer(totals: dict[Node, Tensor], step: Outer, held: Mapping[Node, Tensor], span: Span) -> None:
-    """Add what the edges of ``span`` say of a sum of products, but for those that are in the next one as well."""
-    count = span.stop - span.first
-    part = dense.outer(held[step.a][:count], held[step.b][:count])
-    totals[step.result] = totals[step.result].add_(part) if step.result in totals else part

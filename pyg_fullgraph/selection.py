@@ -41,13 +41,19 @@ SLICES = ((256, 128), (32, 256))
 #: forward and backward, 12.3 and 12.5 ms, by heads 11.7 and 11.5; of 2 x 128 14.8 and 14.0, 11.8 and 11.5. Heads of 128
 #: bytes take longer for it backward; on products (50 edges per row) 4 x 64 takes longer both ways.
 HEAD_BYTES, HEAD_DEGREE = (256, 512), 256
-#: Products of edge values are taken out of kernels with matrices whose harmonic mean of rows and columns is at least
-#: the first, where, but in float64, one is at least as large as the second or all of a sweep add up to the third, and
-#: where there are so many multiplications that it is worth more launches. Measured on an H100, in kernels and in
-#: spans of 128 MiB per value: steps of an MLP of two layers per edge, arxiv size, 7.0 and 7.2 ms for 64 features, 20.8
-#: and 10.4 for 96, 93.9 and 25.2 for 256; of three layers 15.8 and 12.9 for 64, 5.1 and 7.6 for 32; of two and 128
-#: features for 32 thousand edges 2.5 and 2.3; in float64 9.3 and 3.5 for 64 and 328 thousand.
-MIN_PIPELINE_WIDTH, MIN_PIPELINE_BREADTH, MIN_PIPELINE = 64, (96, 192), 1 << 29
+#: Products of edge values are taken out of kernels, from this harmonic mean of rows and columns on, where one matrix
+#: that kernels take in blocks of edges has this at least, or all of a sweep add up to the second, and where there are
+#: so many multiplications that it is worth more launches. That is how it is on rows of 14 edges (arxiv size); on others
+#: it goes by how full blocks of 16 edges of a row are. Kernels are good at square products with nothing beside them
+#: only: of all others the first is the third. Measured on an H200 (2026-11-29), ms of kernels of a step, in kernels and
+#: in spans: MLP of two layers per edge, arxiv size, 1.4 and 2.2 for 16 features, 2.9 and 3.5 for 32, 6.0 and 5.4 for
+#: 64, 31 and 10 for 100; with 2.6 edges per row 5.8 and 4.1, 11 and 5.3, 22 and 7.6, 118 and 14; of three layers, arxiv
+#: size, 1.8 and 3.2, 4.7 and 5.1, 15 and 8.6. SchNet's filters, of 8 edge features, 5.7 and 2.8 for 16, 8.3 and 4.2 for
+#: 32, 17 and 6.9 for 64; by 16 hidden features 4.6 and 3.5 for 32, 37 and 7.9 for 100; with 12 thousand edges 0.40 and
+#: 0.15.
+MIN_PIPELINE_WIDTH, MIN_PIPELINE_BREADTH, MIN_PIPELINE = 12, (40, 120, 10), 1 << 26
+#: Edges that are taken at a time then, and of how many such places one was filled there.
+BLOCK_EDGES, MEASURED_PLACES = tiles.MIN_DOT_SIZE, 1.6
 #: Most edges whose sums by source come from the spans of those by destination: the order for that takes 28 bytes each.
 MAX_ACROSS = 1 << 25
 #: Programs are launched at about two per nanosecond: rows with at most so many features of all their edges, on average,
@@ -173,14 +179,14 @@ def pipeline_on(sweep: Sweep, lanes: int, num_rows: int, num_edges: int, across:
     """
     kernels = [_fitting(s, lanes) for s in (sweep, across) if s is not None]
     has_kernel = all(isinstance(k, KernelSource) and k.source not in refused for k in kernels)
-    pipeline = pipeline_of(sweep, MIN_PIPELINE_WIDTH if has_kernel else 1, across)
+    pipeline = pipeline_of(sweep, MIN_PIPELINE_WIDTH if has_kernel else 1, across, lanes < 8 or not has_kernel)
     if pipeline is None:
         return None
-    one, all_of_them = MIN_PIPELINE_BREADTH
-    is_broad = lanes == 2 or max(pipeline.breadths) >= one or sum(pipeline.breadths) >= all_of_them
     # Kernels round half precision less: scores have to be computed again as they were, whatever goes with them.
-    is_always = lanes == 8 and any(map(_has_softmax, (sweep, *([] if across is None else [across]))))
-    if has_kernel and not is_always and not (is_broad and num_edges * pipeline.work >= MIN_PIPELINE):
+    is_half = lanes == 8 and any(map(_has_softmax, (sweep, *([] if across is None else [across]))))
+    is_always = pipeline.has_spread or (is_half and pipeline.has_forward)
+    is_large = num_edges * pipeline.work >= MIN_PIPELINE
+    if has_kernel and not is_always and not (is_large and _is_broad(pipeline, lanes, num_edges / max(num_rows, 1))):
         return None
     known = {s: kernel_on(s, lanes, num_rows, num_edges) for s in pipeline.sweeps if s is not pipeline.across}
     if pipeline.across is not None:
@@ -192,6 +198,15 @@ def pipeline_on(sweep: Sweep, lanes: int, num_rows: int, num_edges: int, across:
     fitting = {s: k for s, k in known.items() if isinstance(k, KernelSource) and k.source not in refused
                and (s in pipeline.ends or k.takes_blocks)}
     return Piped(pipeline, fitting) if len(fitting) == len(known) else None
+
+
+def _is_broad(pipeline: Pipeline, lanes: int, degree: float) -> bool:
+    """Whether kernels with its products in them would take longer, on rows of ``degree`` edges."""
+    one, all_of_them, mixed = MIN_PIPELINE_BREADTH
+    is_square = all(max(shape) < 2 * min(shape) for shape in pipeline.blocks)
+    least = one if is_square and not pipeline.is_mixed and lanes > 2 else mixed
+    places = max(BLOCK_EDGES, degree + BLOCK_EDGES / 2) / max(degree, 1) / MEASURED_PLACES
+    return max(pipeline.breadths, default=0) * places >= least or sum(pipeline.breadths) * places >= all_of_them
 
 
 @lru_cache(maxsize=4096)

@@ -134,6 +134,29 @@ def attention(heads: int, features: int, has_edges: bool = False) -> EdgeProgram
     return EdgeProgram((Output("sum", ir.pointwise("mul", weight, value)),))
 
 
+def _silu(x: Node) -> Node:
+    return ir.pointwise("mul", x, ir.pointwise("sigmoid", x))
+
+
+def _linear(x: Node, name: str, columns: int) -> Node:
+    weight, bias = (ir.input(f"{name}.{n}", Domain.PARAM, s) for n, s in (("weight", (x.numel, columns)),
+                                                                          ("bias", (columns,))))
+    return ir.pointwise("add", ir.mm(x, weight), bias)
+
+
+def filters(width: int, hidden: int, num_data: int) -> EdgeProgram:
+    """Features times what a network makes of the data of an edge, as in SchNet."""
+    made = _linear(_silu(_linear(ir.input("data", EDGE, (num_data,)), "first", hidden)), "second", width)
+    return EdgeProgram((Output("sum", ir.pointwise("mul", made, ir.input("x", SRC, (width,)))),))
+
+
+def scored(hidden: int, heads: int, features: int) -> EdgeProgram:
+    """Attention whose scores a network makes of both ends."""
+    ends = ir.pointwise("add", ir.input("x", DST, (hidden,)), ir.input("y", SRC, (hidden,)))
+    weight = ir.view(ir.softmax(_linear(_silu(ends), "score", heads)), (heads, 1))
+    return EdgeProgram((Output("sum", ir.pointwise("mul", weight, ir.input("value", SRC, (heads, features)))),))
+
+
 def largest_of_attention(heads: int, features: int) -> EdgeProgram:
     """Maxima of weighted rows, whose scores are made of two dot products: weights beside nothing that sums them up."""
     shape = (heads, features)
@@ -342,6 +365,8 @@ MORE_CASES: dict[str, Callable[[], EdgeProgram]] = {
     "products": products,
     "joined": joined,
     "series": series,
+    "filters": lambda: filters(12, 20, 3),
+    "scored": lambda: scored(33, 3, 5),
     "pointwise": pointwise_table,
     "integers": integer_data,
     "large-integers": large_integers,
@@ -368,6 +393,9 @@ WIDE_CASES: dict[str, Callable[[], EdgeProgram]] = {
        for k in (64, 256)},
     "cg-64": Layer(lambda: pyg.CGConv(64, 64), "sum", {"x_i": spec(DST, 64), "x_j": spec(SRC, 64),
                                                        "edge_attr": spec(EDGE, 64)}),
+    "filters-64": lambda: filters(64, 64, 8),
+    "filters-100": lambda: filters(100, 16, 8),
+    "scored-100": lambda: scored(100, 4, 25),
     "gatv2-edge-128": gatv2(128, 2, edge_dim=3),
     "transformer-edge-32": weighted_edges,
     "transformer-edge-64": transformer(64, 4, edge_dim=8),

@@ -88,7 +88,7 @@ def check_layers(rank: int, size: int, names: list[str], case_name: str, *kinds:
 
 def check_spans(rank: int, size: int, *args: Any) -> None:
     """As :func:`check_layers`, with all products of edge values between kernels, over small spans of edges."""
-    mine = [(selection, "MIN_PIPELINE_WIDTH", 1), (selection, "MIN_PIPELINE_BREADTH", (1, 1)),
+    mine = [(selection, "MIN_PIPELINE_WIDTH", 1), (selection, "MIN_PIPELINE_BREADTH", (0, 0, 0)),
             (selection, "MIN_PIPELINE", 0), (selection, "MAX_PIECE", 8), (pipelines, "SPAN_BYTES", 0),
             (pipelines, "SPAN_STEP", 16)]
     taken: list[int] = []

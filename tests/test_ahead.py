@@ -134,7 +134,7 @@ def test_programs_launch_what_was_foreseen(name, dtype, launches, monkeypatch):
 def test_products_between_kernels_are_foreseen(dtype, launches, monkeypatch):
     """With those of vertices before them, and of gradients."""
     monkeypatch.setattr(selection, "MIN_PIPELINE", 0)
-    monkeypatch.setattr(selection, "MIN_PIPELINE_BREADTH", (64, 64))
+    monkeypatch.setattr(selection, "MIN_PIPELINE_BREADTH", (0, 0, 0))
     monkeypatch.setattr(products, "MIN_PRODUCTS", 0)
     x = torch.randn(11, 64, requires_grad=True)
     mlp = torch.nn.Sequential(torch.nn.Linear(128, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))

@@ -85,7 +85,7 @@ def test_tables_of_larger_graphs_have_what_is_needed(device, monkeypatch):
 
 def in_spans(monkeypatch):
     """Small pieces, and pipelines over several spans for programs that may have them."""
-    for constant, value in (("MIN_PIPELINE_WIDTH", 1), ("MIN_PIPELINE_BREADTH", (1, 1)), ("MIN_PIPELINE", 0)):
+    for constant, value in (("MIN_PIPELINE_WIDTH", 1), ("MIN_PIPELINE_BREADTH", (0, 0, 0)), ("MIN_PIPELINE", 0)):
         monkeypatch.setattr(selection, constant, value)
     monkeypatch.setattr(pipelines, "SPAN_BYTES", 0)
     monkeypatch.setattr(pipelines, "SPAN_STEP", 128)

@@ -16,7 +16,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 import zoo
 from oracle import check, error, program_of, random_case, run_oracle
-from programs import CASES, DST, EDGE, MORE_CASES, SRC, WIDE_CASES, edge_conv, make_tensors
+from programs import CASES, DST, EDGE, MORE_CASES, SRC, WIDE_CASES, edge_conv, filters, make_tensors, scored
 from pyg_fullgraph import chunks, execution, launches, pipelines, selection
 from pyg_fullgraph.autograd import run
 from pyg_fullgraph.edge_order import EdgeOrder
@@ -28,13 +28,14 @@ from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import EdgeProgram, Output
 from pyg_fullgraph.saga.kernel_source import KernelSource
 from pyg_fullgraph.saga.passes import split
-from pyg_fullgraph.saga.pipeline import Outer, Product, Values, pipeline_of
+from pyg_fullgraph.saga.pipeline import Outer, Product, Total, Values, pipeline_of
 from pyg_fullgraph.saga.plans import KERNELS, Sweep, can_join, is_local, joined, made_by, read_by
+from pyg_fullgraph.saga.unrolled import is_spread
 from triton_kernels import launch, segment
 
 #: Products in one layer and in several, of edge data and of both ends, before each kind of reduction, with dropout.
 NAMES = ("gat-edge", "gatv2-edge-dropout", "edge-mlp", "joined", "edge-mlp-deep", "gatv2-edge-wide",
-         "transformer-edge-wide")
+         "transformer-edge-wide", "filters", "scored")
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def spans(monkeypatch):
         return run(self, *args)
 
     monkeypatch.setattr(selection, "MIN_PIPELINE_WIDTH", 1)
-    monkeypatch.setattr(selection, "MIN_PIPELINE_BREADTH", (1, 1))
+    monkeypatch.setattr(selection, "MIN_PIPELINE_BREADTH", (0, 0, 0))
     monkeypatch.setattr(selection, "MIN_PIPELINE", 0)
     monkeypatch.setattr(selection, "MAX_PIECE", 8)
     monkeypatch.setattr(pipelines, "SPAN_BYTES", 0)
@@ -89,8 +90,10 @@ def test_results_and_gradients(name, dtype, device, spans, no_chunks):
     check(program_of(name), case, dtype, device, slack=3)
     # Forward and backward, with a sum before that where there is a softmax, by each side where sums have several
     # widths; a step without data, which compiles ahead on a GPU, is one span.
-    num_runs = 3 if name in ("gat-edge", "joined", "transformer-edge-wide") else 2
-    assert [n for n in spans if n > 1] == [-(-case.num_edges // 16)] * num_runs
+    num_runs = 4 if name == "scored" else 3 if name in ("gat-edge", "joined", "transformer-edge-wide") else 2
+    found = [n for n in spans if n > 1]
+    assert set(found) == {-(-case.num_edges // 16)}
+    assert len(found) == num_runs or (len(found) < num_runs and dtype.itemsize == 2)  # which leaves rows to kernels
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
@@ -203,18 +206,48 @@ def test_values_are_held_as_long_as_they_are_needed():
 
 
 def test_what_is_wide_goes_in_spans_where_there_is_enough_of_it():
-    def kernels(width, num_edges, lanes=4):
+    def kernels(width, num_edges, lanes=4, num_rows=1000):
         program = edge_conv("max", lambda: nn.Linear(2 * width, width), nn.ReLU, lambda: nn.Linear(width, width),
                             width=width)()
-        return [selection.pipeline_on(s, lanes, 1000, num_edges) for s in sweeps_of(program)]
+        return [selection.pipeline_on(s, lanes, num_rows, num_edges) for s in sweeps_of(program)]
 
-    assert None not in kernels(256, 1 << 13) and None not in kernels(128, 1 << 15)
-    assert not any(kernels(256, 1 << 12)) and not any(kernels(64, 1 << 24))
-    deep = edge_conv("max", lambda: nn.Linear(128, 64), *[nn.ReLU, lambda: nn.Linear(64, 64)] * 2, width=64)()
-    assert [bool(selection.pipeline_on(joined(tuple(s for s, _ in g)), 4, 1000, 1 << 24)) for p in plans_of(deep)
-            for g in p.groups if isinstance(g[0][0], Sweep)] == [False, True, True]  # backward has more
+    assert None not in kernels(256, 1 << 13) and None not in kernels(64, 1 << 24)
+    assert not any(kernels(256, 1 << 9)) and not any(kernels(32, 1 << 24))
+    assert None not in kernels(32, 1 << 21, num_rows=1 << 20)  # of blocks of edges of a row one in eight is there
+    deep = edge_conv("max", lambda: nn.Linear(64, 32), *[nn.ReLU, lambda: nn.Linear(32, 32)] * 2, width=32)()
+    assert [bool(selection.pipeline_on(joined(tuple(s for s, _ in g)), 4, 1 << 20, 14 << 20)) for p in plans_of(deep)
+            for g in p.groups if isinstance(g[0][0], Sweep)] == [False, True, False]  # gradients have more
     assert None not in kernels(256, 100, lanes=2)  # no kernel holds these in float64
     assert not any(selection.pipeline_on(s, 4, 1000, 1 << 24) for s in sweeps_of(program_of("gat")))
+
+
+def test_what_kernels_are_not_good_at_goes_in_spans_from_less_on():
+    """Products that are not square, or beside those of edge data; but edge data alone stays in kernels."""
+    def takes(program, lanes=4):
+        return [bool(selection.pipeline_on(s, lanes, 1 << 20, 14 << 20)) for s in sweeps_of(program)]
+
+    square = edge_conv("sum", lambda: nn.Linear(64, 32), nn.ReLU, lambda: nn.Linear(32, 32), nn.Tanh, width=32)()
+    assert not any(takes(square))
+    assert all(takes(filters(32, 32, 8))) and all(takes(filters(100, 16, 8))) and all(takes(filters(100, 16, 8), 8))
+    assert not any(takes(WIDE_CASES["transformer-edge-64"]()))
+    assert not any(takes(WIDE_CASES["gatv2-edge-128"]()))
+
+
+def test_what_spans_hold_is_summed_up_from_there():
+    """Sums over all edges, and narrow gradients: the last kernel has one sum of rows and what it writes per edge."""
+    pipeline = pipeline_of(joined(tuple(plans_of(filters(64, 64, 8))[1].sweeps)))
+    assert pipeline.last is not None and [r.domain for r, _ in pipeline.last.gathers] == [SRC]
+    assert not any(n.op == "mm" for n in ir.walk(*pipeline.last.operands))
+    assert sorted(s.result.shape for s in pipeline.steps if isinstance(s, Total)) == [(64,), (64,)]
+    assert (64, 8) in [s.weight.shape for s in pipeline.steps if isinstance(s, Product)]
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4, 8, 12])
+def test_gradients_of_few_scores_are_not_spread_over_features(heads):
+    """They are handed on between sweeps, each then a number that an edge has; of too many a product between kernels."""
+    for sweep in sweeps_of(scored(100, heads, 10)):
+        products = [n for n in ir.walk(*sweep.operands) if n.op == "mm" and is_spread(n)]
+        assert not products or (heads > 8 and selection.pipeline_on(sweep, 4, 1000, 1000) is not None)
 
 
 @pytest.mark.parametrize("name", [*CASES, *MORE_CASES, *WIDE_CASES])

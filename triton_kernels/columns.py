@@ -56,24 +56,25 @@ def tile_of(num_columns: int) -> Tile:
     return Tile(VALUES // columns, columns)
 
 
-def column_sum(x: Tensor) -> Tensor:
-    """``x.sum(0)``. Twin: :func:`reference.column_sum`.
+def column_sum(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """``x.sum(0, dtype=dtype)``. Twin: :func:`reference.column_sum`.
 
     Args:
         x: ``[N, C]``; rows of ``C`` numbers side by side are read as they are.
+        dtype: Of the result; None for that of ``x``.
 
-    Returns: ``[C]`` in the dtype of ``x``.
+    Returns: ``[C]``.
     Numerics: sums in float32 (float64 for float64) and in a fixed order, rounds once; bit-identical from run to run.
     Cost: reads ``x`` once, writes and reads one row per program.
     """
     num_rows, num_columns = x.shape
     if num_rows == 0 or num_columns == 0:
-        return x.new_zeros(num_columns)
+        return x.new_zeros(num_columns, dtype=dtype)
     x = x if num_columns == 1 or x.stride(1) == 1 else x.contiguous()
     start, num_workers, wide = _start(num_rows, num_columns, x.stride(0), x.dtype, x.device, MAX_WORKERS)
     parts = x.new_empty((num_workers, num_columns), dtype=wide)
     start.run([x, parts], [x])
-    return fold(parts, x.dtype)
+    return fold(parts, dtype or x.dtype)
 
 
 @lru_cache(maxsize=1024)

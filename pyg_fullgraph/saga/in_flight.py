@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.emit import Emitter
 from pyg_fullgraph.saga.ir import Domain, Node
-from pyg_fullgraph.saga.reducers import Reducer, Softmax, Sum
+from pyg_fullgraph.saga.reducers import Outer, Reducer, Softmax, Sum
 from pyg_fullgraph.saga.tiles import MIN_DOT_SIZE, WARP, Edges, Tile
 
 __all__ = ["Flight"]
@@ -33,6 +33,9 @@ PRODUCT_VALUES = 1024
 #: The same where no rows are reduced, and the values per thread that are held with products: fewest instructions and
 #: spills of what compiles for an H200.
 BLOCK_VALUES, MAX_BLOCK_HELD = 8192, 96
+#: Most of these where edges are summed up by three products of tf32: a gradient of 64 x 64 over blocks of 64, by eight
+#: warps, was 1.9e-4 off, as by one product; by four warps, or over blocks of 32, 2.5e-7 (Triton 3.6, H200).
+MAX_EXACT_EDGES = 32
 #: Registers that ptxas is told a thread may take: where edges ask for two rows, or programs sum up slices, which take
 #: more then and ask for more at a time; and, by features per 16 bytes, where gradients of parameters ride along with
 #: sums over features, which take fewer then, for more programs. Measured on an H100 with Triton 3.6 (docs/kernels.md)
@@ -249,4 +252,6 @@ class Flight:
         held = sum(gathered) + sum(tile.padded(tile.axes.axes(c.node)) for r in self.reducers for c in r.carries)
         while most > 2 * fewest and held * most > MAX_BLOCK_HELD * WARP * tile.num_warps(most):
             most //= 2
+        if tile.precision == "tf32x3" and any(isinstance(r, Outer) for r in self.totals):
+            most = min(most, MAX_EXACT_EDGES)
         return most, fewest

@@ -15,6 +15,7 @@ from typing import TypeVar
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, Node
 from pyg_fullgraph.saga.plans import STAGED, Sweep, Target, is_staged
+from pyg_fullgraph.saga.unrolled import is_spread
 
 __all__ = ["Steps", "cheapest", "orders", "price"]
 
@@ -54,8 +55,15 @@ def _price_of(sweep: Sweep, target: Target) -> float:
     work = sum(g.args[-1].numel for _, g in sweep.gathers) * target.operation
     for node in ir.walk(*sweep.operands):
         if node.domain not in (Domain.PARAM, sweep.rows):
-            work += ir.arithmetic(node) * (target.product if node.op == "mm" else target.operation)
+            work += ir.arithmetic(node) * _cost(node, target)
     return moved + work
+
+
+def _cost(node: Node, target: Target) -> float:
+    """Of one operation of ``node``."""
+    if node.op != "mm":
+        return target.operation
+    return target.spread if is_spread(node) else target.product
 
 
 def cheapest(candidates: Iterable[Steps], target: Target) -> Steps:

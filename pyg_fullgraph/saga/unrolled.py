@@ -14,7 +14,7 @@ from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.features import Place, contiguous_strides, cut, place_slices
 from pyg_fullgraph.saga.ir import Domain, Node
 
-__all__ = ["Unrolled", "is_narrow_outer", "matrix_of"]
+__all__ = ["Unrolled", "is_narrow_outer", "is_spread", "is_unrolled", "matrix_of"]
 
 #: Most rows or columns that are taken one by one, with as many numbers each; most rows of what reads rows of vertices,
 #: and most sums over edges: lanes hold four features of each, for which there are registers.
@@ -52,7 +52,7 @@ class Unrolled:
         matrix = matrix_of(weight)
         if matrix is None or max(weight.shape) > MAX_LENGTH:
             return None
-        if rows <= (MAX_UNROLLED if _is_edge_data(x) else MAX_GATHERED) and _is_cheap(x):
+        if _goes_by_rows(node):
             features = [cut(x, 0, k, k + 1) for k in range(rows)]
             if all(map(_is_placed, features)):
                 return _total([ir.pointwise("mul", f, self._line(matrix, 0, k, columns))
@@ -60,7 +60,7 @@ class Unrolled:
         if weight in self._last:
             return self._last_columns(_by_warps(x, warp_features), matrix, columns) \
                 if columns <= min(MAX_UNROLLED, rows) else None
-        if columns > min(MAX_COLUMNS, rows // ROWS_PER_COLUMN):
+        if not _goes_by_columns(node):
             return None
         return ir.cat([ir.reduce_features("sum", ir.pointwise("mul", x, self._line(matrix, 1, k, rows)), (0,), True)
                        for k in range(columns)], 0)
@@ -113,6 +113,30 @@ def matrix_of(weight: Node) -> Place | None:
 def is_narrow_outer(gather: Node) -> bool:
     """Whether ``gather`` is a sum of products of edge values with edge values that is one of few sums over edges."""
     return _narrow_side(gather) is not None
+
+
+def is_unrolled(product: Node) -> bool:
+    """Whether kernels take ``product`` row by row or column by column, for all that its shape and factor say."""
+    return _goes_by_rows(product) or _goes_by_columns(product)
+
+
+def is_spread(product: Node) -> bool:
+    """Whether the few features that ``product`` multiplies are worked out together, as sums over features are, so that
+    a tile holds each of them by each column. Triton may lay that out like the features, with many columns in a lane.
+    """
+    x, weight = product.args
+    rows, columns = weight.shape
+    return rows <= min(MAX_GATHERED, columns // ROWS_PER_COLUMN) and not _is_cheap(x)
+
+
+def _goes_by_rows(product: Node) -> bool:
+    x, weight = product.args
+    return weight.shape[0] <= (MAX_UNROLLED if _is_edge_data(x) else MAX_GATHERED) and _is_cheap(x)
+
+
+def _goes_by_columns(product: Node) -> bool:
+    rows, columns = product.args[1].shape
+    return columns <= min(MAX_COLUMNS, rows // ROWS_PER_COLUMN)
 
 
 def _narrow_side(gather: Node) -> int | None:
