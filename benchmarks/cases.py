@@ -186,6 +186,9 @@ PRODUCT_CONVS: dict[str, Callable[[SimpleNamespace, int, int, int, bool], nn.Mod
     "edge-mlp-deep": lambda ns, i, o, h, last: ns.EdgeConv(nn.Sequential(_mlp(2 * i, o, o, o), nn.ReLU()), aggr="mean"),
     "point-transformer": lambda ns, i, o, h, last: AtPositions(ns.PointTransformerConv(
         i, o, _mlp(3, o, o), _mlp(o, o, o), add_self_loops=False)),
+    "filters": lambda ns, i, o, h, last: ns.Filters(i, EDGE_FEATURES["filters"], o, o),
+    "filters-16": lambda ns, i, o, h, last: ns.Filters(i, EDGE_FEATURES["filters-16"], 16, o),
+    "scored": lambda ns, i, o, h, last: ns.Scored(i, o, h, o),
 }
 LAYERS = {**CONVS, **MORE_CONVS, **KIND_CONVS, **PRODUCT_CONVS, **PHASES}
 #: Kinds of edges of the layers that have some.
@@ -194,9 +197,10 @@ EDGE_KINDS = 4
 _DEGREES = torch.tensor([0, 10, 20, 30, 20, 10])
 #: Features per edge of the layers that take some.
 EDGE_FEATURES = {"gmm": 2, **dict.fromkeys(("gatv2-edges", "res-gated-edges", "gat-edges", "transformer-edges", "gine",
-                                            "cg", "pna-edges", "gen-edges", "pdn", "general"), 8)}
+                                            "cg", "pna-edges", "gen-edges", "pdn", "general", "filters",
+                                            "filters-16"), 8)}
 _ATTENTION = ("gat", "gatv2", "gatv2-edges", "transformer", "gat-edges", "transformer-edges", "feast", "supergat",
-              "general", "rgat")
+              "general", "rgat", "scored")
 #: Rows of the case's width that a step must read per edge: forward and backward, each source row once per pass.
 _GATHERS = {("gcn", "forward"): 1, ("gcn", "step"): 2, ("sage", "forward"): 1, ("sage", "step"): 2,
             ("gin", "forward"): 1, ("gin", "step"): 2, ("gat", "forward"): 1, ("gat", "step"): 2,
@@ -269,6 +273,9 @@ CASES: dict[str, Case] = {c.name: c for c in [
       for graph, width in (("points", 64), ("mesh", 256)) for dtype, end in _DTYPES],
     *[Case(f"point-transformer-{graph}{end}", "point-transformer", graph, num_in=width, width=width, node_data=(3,),
            dtype=dtype) for graph, width in (("points", 64), ("mesh", 256)) for dtype, end in _DTYPES],
+    *[Case(f"{layer}-{graph}-{width}", layer, graph, num_in=width, width=width, heads=4 if layer in _ATTENTION else 1,
+           edge_data=EDGE_FEATURES.get(layer, 0)) for graph in ("road", "filled")
+      for layer, width in (("filters", 64), ("filters-16", 100), ("scored", 100), ("edge-mlp", 64))],
     *[_phase_case("sum", graph + order, width, 1, dtype, "forward") for graph in ("arxiv", *_LARGE)
       for order in _ORDERS for width in (32, 128, 256) for dtype in ("float32", "bfloat16")],
     *[_phase_case("sum", "small", width, 1, direction="forward") for width in (32, 256)],

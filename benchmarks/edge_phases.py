@@ -1,4 +1,5 @@
-"""Edge phases on their own, without the linear maps around them: what kernel libraries offer, and papers measure.
+"""Edge phases on their own, without the linear maps around them: what kernel libraries offer, and papers measure; and
+layers with networks per edge that PyG has none of.
 
 Written once for any ``MessagePassing``, PyG's or ours. Further node tensors follow ``edge_index``; all have one row per
 node, heads and channels of a head side by side.
@@ -26,8 +27,8 @@ def by_torch(x: Tensor, activation: str, p: float, training: bool) -> Tensor:
 
 @lru_cache
 def edge_phases(layers: ModuleType, between: Callable[..., Tensor] = by_torch) -> SimpleNamespace:
-    """What ``layers`` has, and ``Sum, GATAttention, GATv2Attention, DotAttention`` on its ``MessagePassing``; and
-    ``between`` layers of a model an activation and dropout.
+    """What ``layers`` has, and ``Sum, GATAttention, GATv2Attention, DotAttention, Filters, Scored`` on its
+    ``MessagePassing``; and ``between`` layers of a model an activation and dropout.
     """
     base: Any = layers.MessagePassing
 
@@ -90,6 +91,35 @@ def edge_phases(layers: ModuleType, between: Callable[..., Tensor] = by_torch) -
             alpha = softmax((query_i * key_j).sum(-1) / math.sqrt(query_i.shape[-1]), index, ptr, size_i)
             return alpha.unsqueeze(-1) * value_j
 
+    class Filters(base):
+        """Features times what a network makes of the data of an edge, as in SchNet (Schuett et al. 2017)."""
+
+        def __init__(self, num_in: int, num_data: int, hidden: int, num_out: int) -> None:
+            super().__init__(aggr="add")
+            self.linear = nn.Linear(num_in, num_out)
+            self.network = nn.Sequential(nn.Linear(num_data, hidden), nn.SiLU(), nn.Linear(hidden, num_out))
+
+        def forward(self, x: Tensor, edge_index: Any, e: Tensor) -> Tensor:
+            return self.propagate(edge_index, x=self.linear(x), e=e)
+
+        def message(self, x_j: Tensor, e: Tensor) -> Tensor:
+            return x_j * self.network(e)
+
+    class Scored(Attention):
+        """Attention whose scores a network makes of both ends."""
+
+        def __init__(self, num_in: int, hidden: int, heads: int, num_out: int) -> None:
+            super().__init__(heads)
+            self.network = nn.Sequential(nn.Linear(2 * num_in, hidden), nn.SiLU(), nn.Linear(hidden, heads))
+            self.value = nn.Linear(num_in, num_out)
+
+        def forward(self, x: Tensor, edge_index: Any) -> Tensor:
+            return self.propagate(edge_index, x=x).flatten(1)
+
+        def message(self, x_i: Tensor, x_j: Tensor, index: Tensor, ptr: Any, size_i: Any) -> Tensor:
+            alpha = softmax(self.network(torch.cat([x_i, x_j], -1)), index, ptr, size_i)
+            return alpha.unsqueeze(-1) * self.split(self.value(x_j))
+
     found = {k: v for k, v in vars(layers).items() if not k.startswith("_")}
     return SimpleNamespace(**found, between=between, Sum=Sum, GATAttention=GATAttention, GATv2Attention=GATv2Attention,
-                           DotAttention=DotAttention)
+                           DotAttention=DotAttention, Filters=Filters, Scored=Scored)

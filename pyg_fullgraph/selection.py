@@ -50,8 +50,8 @@ HEAD_BYTES, HEAD_DEGREE = (256, 512), 256
 #: 64, 31 and 10 for 100; with 2.6 edges per row 5.8 and 4.1, 11 and 5.3, 22 and 7.6, 118 and 14; of three layers, arxiv
 #: size, 1.8 and 3.2, 4.7 and 5.1, 15 and 8.6. SchNet's filters, of 8 edge features, 5.7 and 2.8 for 16, 8.3 and 4.2 for
 #: 32, 17 and 6.9 for 64; by 16 hidden features 4.6 and 3.5 for 32, 37 and 7.9 for 100; with 12 thousand edges 0.40 and
-#: 0.15.
-MIN_PIPELINE_WIDTH, MIN_PIPELINE_BREADTH, MIN_PIPELINE = 12, (40, 120, 10), 1 << 26
+#: 0.15, which take longer from Python by ten launches more.
+MIN_PIPELINE_WIDTH, MIN_PIPELINE_BREADTH, MIN_PIPELINE = 12, (40, 120, 10), 1 << 28
 #: Edges that are taken at a time then, and of how many such places one was filled there.
 BLOCK_EDGES, MEASURED_PLACES = tiles.MIN_DOT_SIZE, 1.6
 #: Most edges whose sums by source come from the spans of those by destination: the order for that takes 28 bytes each.

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from benchmarks import checks, epochs, first_use, graphs, locality, measure, peaks, table
 from benchmarks import run as bench
-from benchmarks.cases import CASES, EDGE_KINDS, KIND_CONVS, Case, CaseSkipped, Problem, select
+from benchmarks.cases import CASES, EDGE_FEATURES, EDGE_KINDS, KIND_CONVS, Case, CaseSkipped, Problem, select
 from benchmarks.checks import CheckFailed, check, compare, sampled_rows_exactly
 from benchmarks.workloads import Workload
 from pyg_fullgraph import reuse
@@ -291,10 +291,12 @@ def test_layers_with_a_matrix_per_kind_of_edge_equal_pyg(monkeypatch, layer):
     assert check(sampled, Workload(sampled, "ours"))["rows_error"] < 1e-5
 
 
-@pytest.mark.parametrize("layer, node_data", [("edge-mlp", ()), ("edge-mlp-deep", ()), ("point-transformer", (3,))])
+@pytest.mark.parametrize("layer, node_data", [("edge-mlp", ()), ("edge-mlp-deep", ()), ("point-transformer", (3,)),
+                                              ("filters", ()), ("filters-16", ()), ("scored", ())])
 def test_layers_with_products_per_edge_equal_pyg(monkeypatch, layer, node_data):
     monkeypatch.setitem(graphs.SIZES, "small", graphs.SIZES["tiny"])
-    problem = Problem(Case("products", layer, "tiny", "cpu", num_in=8, width=8, node_data=node_data))
+    problem = Problem(Case("products", layer, "tiny", "cpu", num_in=8, width=8, heads=2 if layer == "scored" else 1,
+                           node_data=node_data, edge_data=EDGE_FEATURES.get(layer, 0)))
     assert check(problem, Workload(problem, "ours"))["error"] < 1e-5
 
 
