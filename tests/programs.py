@@ -393,7 +393,6 @@ WIDE_CASES: dict[str, Callable[[], EdgeProgram]] = {
        for k in (64, 256)},
     "cg-64": Layer(lambda: pyg.CGConv(64, 64), "sum", {"x_i": spec(DST, 64), "x_j": spec(SRC, 64),
                                                        "edge_attr": spec(EDGE, 64)}),
-    "filters-64": lambda: filters(64, 64, 8),
     "filters-100": lambda: filters(100, 16, 8),
     "scored-100": lambda: scored(100, 4, 25),
     "gatv2-edge-128": gatv2(128, 2, edge_dim=3),

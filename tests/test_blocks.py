@@ -8,7 +8,7 @@ from triton.runtime.errors import OutOfResources
 
 import zoo
 from oracle import check, program_of, random_case
-from programs import DST, EDGE, SRC
+from programs import DST, EDGE, SRC, filters
 from pyg_fullgraph import selection
 from pyg_fullgraph.autograd import run
 from pyg_fullgraph.saga import ir
@@ -49,6 +49,14 @@ def two_products() -> EdgeProgram:
 def test_several_weights(runner, device, launched):
     """In one pass by blocks, over whole graphs and over tiles, where parts of the sums are added."""
     check(two_products(), graph_for(device), torch.float32, device, runner=runner)
+    assert any("outer" in n and "blocks" in n for n in launched)
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+def test_sums_of_wide_products_have_all_digits(device, launched, monkeypatch):
+    """On tensor cores three products of tf32 were one, over blocks of 64 edges by eight warps."""
+    monkeypatch.setattr(selection, "MIN_PIPELINE", 1 << 60)
+    check(filters(64, 64, 8), case_for(device), torch.float32, device)
     assert any("outer" in n and "blocks" in n for n in launched)
 
 
