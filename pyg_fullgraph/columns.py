@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pyg_fullgraph.functions import PLAIN, applying, is_of_transform
 from triton_kernels import columns as kernels
-from triton_kernels import dense, reference
+from triton_kernels import dense, launch, reference
 
 __all__ = ["DTYPES", "add", "column_sum", "has_kernels", "has_transform", "is_summed", "may_take", "note_sum", "takes",
            "total"]
@@ -94,7 +94,7 @@ def total(x: Tensor, dtype: torch.dtype) -> Tensor:
 
     Numerics: bit-identical from run to run.
     """
-    if x.dtype in DTYPES and has_kernels(x.device) and x.is_contiguous():
+    if x.dtype in DTYPES and has_kernels(launch.meant(x.device)) and x.is_contiguous():
         return kernels.column_sum(x.flatten(1), dtype).view(x.shape[1:])
     return x.sum(0, dtype=dtype)
 
