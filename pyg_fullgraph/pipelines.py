@@ -127,4 +127,3 @@ class PreparedPipeline:
         exact = chunks.compute_dtype(self.dtype)
         made = interpret.evaluate(self.pipeline.weights, read, chunks.scalar_of(exact, self.device))
         return [chunks.as_dtype(weight, self.dtype) for weight in made]
-

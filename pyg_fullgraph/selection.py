@@ -52,6 +52,8 @@ HEAD_BYTES, HEAD_DEGREE = (256, 512), 256
 #: 32, 17 and 6.9 for 64; by 16 hidden features 4.6 and 3.5 for 32, 37 and 7.9 for 100; with 12 thousand edges 0.40 and
 #: 0.15, which take longer from Python by ten launches more.
 MIN_PIPELINE_WIDTH, MIN_PIPELINE_BREADTH, MIN_PIPELINE = 12, (40, 120, 10), 1 << 28
+#: The harmonic mean from which on scores of a softmax in half precision have their products between kernels.
+MIN_SCORE_WIDTH = 64
 #: Edges that are taken at a time then, and of how many such places one was filled there.
 BLOCK_EDGES, MEASURED_PLACES = tiles.MIN_DOT_SIZE, 1.6
 #: Most edges whose sums by source come from the spans of those by destination: the order for that takes 28 bytes each.
@@ -182,11 +184,13 @@ def pipeline_on(sweep: Sweep, lanes: int, num_rows: int, num_edges: int, across:
     pipeline = pipeline_of(sweep, MIN_PIPELINE_WIDTH if has_kernel else 1, across, lanes < 8 or not has_kernel)
     if pipeline is None:
         return None
-    # Kernels round half precision less: scores have to be computed again as they were, whatever goes with them.
-    is_half = lanes == 8 and any(map(_has_softmax, (sweep, *([] if across is None else [across]))))
-    is_always = pipeline.has_spread or (is_half and pipeline.has_forward)
-    is_large = num_edges * pipeline.work >= MIN_PIPELINE
-    if has_kernel and not is_always and not (is_large and _is_broad(pipeline, lanes, num_edges / max(num_rows, 1))):
+    if has_kernel and lanes == 8 and pipeline.score:
+        # Kernels round half precision less: scores have to be computed again as they were, whatever goes with them.
+        is_better = pipeline.score >= MIN_SCORE_WIDTH
+    else:
+        is_better = num_edges * pipeline.work >= MIN_PIPELINE and \
+            _is_broad(pipeline, lanes, num_edges / max(num_rows, 1))
+    if has_kernel and not is_better:
         return None
     known = {s: kernel_on(s, lanes, num_rows, num_edges) for s in pipeline.sweeps if s is not pipeline.across}
     if pipeline.across is not None:
@@ -207,12 +211,6 @@ def _is_broad(pipeline: Pipeline, lanes: int, degree: float) -> bool:
     least = one if is_square and not pipeline.is_mixed and lanes > 2 else mixed
     places = max(BLOCK_EDGES, degree + BLOCK_EDGES / 2) / max(degree, 1) / MEASURED_PLACES
     return max(pipeline.breadths, default=0) * places >= least or sum(pipeline.breadths) * places >= all_of_them
-
-
-@lru_cache(maxsize=4096)
-def _has_softmax(sweep: Sweep) -> bool:
-    """Whether it normalizes scores, or computes them again for what was normalized."""
-    return "lse" in sweep.kinds.values() or any(n.name.startswith("saved.lse") for n in sweep.inputs)
 
 
 @lru_cache(maxsize=4096)

@@ -17,8 +17,8 @@ from functools import cached_property, lru_cache
 
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, Node
-from pyg_fullgraph.saga.plans import LOCAL, Sweep, is_staged
-from pyg_fullgraph.saga.unrolled import is_narrow_outer, is_spread, is_unrolled
+from pyg_fullgraph.saga.plans import LOCAL, Sweep
+from pyg_fullgraph.saga.unrolled import is_narrow_outer, is_unrolled
 
 __all__ = ["Outer", "Pipeline", "Product", "Total", "Values", "pipeline_of"]
 
@@ -87,8 +87,8 @@ class Pipeline:
         blocks: Rows and columns of the matrices, and of those that are sums of products, for which a kernel with all of
             it would take blocks of edges.
         is_mixed: Whether such a kernel would take others row by row or column by column.
-        has_spread: Whether it would spread one over a tile, see :func:`unrolled.is_spread`.
-        has_forward: Whether a product is taken out that forward has as well.
+        score: The largest harmonic mean of rows and columns of products taken out that scores of a softmax are made of;
+            0 without any. Each sweep with the scores has them, forward and backward.
     """
 
     steps: tuple[Values | Product | Outer | Total, ...]
@@ -96,8 +96,7 @@ class Pipeline:
     across: Sweep | None
     blocks: tuple[tuple[int, int], ...]
     is_mixed: bool
-    has_spread: bool
-    has_forward: bool
+    score: float
 
     @cached_property
     def sweeps(self) -> tuple[Sweep, ...]:
@@ -189,6 +188,9 @@ class _Builder:
         is_mixed = len(blocks) < len(products) + len(outers)
         held = {a for _, g in outers for a in g.args}
         products = [n for n in products if self._is_taken(n) or (n.args[0] in held and _is_narrow(n))]
+        in_scores = set(ir.walk(*(a for n in ir.walk(*roots) if n.op in ("exp", "weight") for a in n.args),
+                                *(g.args[0] for _, g in sweep.gathers if g.attr("kind") in ir.STATISTICS)))
+        score = max((_breadth(*_shape(n.args[1])) for n in products if n in in_scores), default=0.0)
         made: dict[Node, Node] = {}
         # Sums over all edges as soon as may be: what they are of need not be held any longer.
         waiting = [(r, g, {n for n in ir.walk(*g.args) if n in products}) for r, g in outers]
@@ -218,13 +220,12 @@ class _Builder:
         across = self.across
         if across is not None:
             across = across.over([ir.substitute(a, made) for a in across.operands])
-        return Pipeline(tuple(self.steps), last, across, tuple(blocks), is_mixed, any(map(is_spread, products)),
-                        not all(map(_is_gradient, products)))
+        return Pipeline(tuple(self.steps), last, across, tuple(blocks), is_mixed, score)
 
     def _is_taken(self, product: Node) -> bool:
         rows, columns = _shape(product.args[1])
         goes_by_rows = rows < columns and is_unrolled(product)
-        return is_spread(product) or (_breadth(rows, columns) >= self.least and (self.takes_rows or not goes_by_rows))
+        return _breadth(rows, columns) >= self.least and (self.takes_rows or not goes_by_rows)
 
     def _is_held(self, value: Node) -> bool:
         return value.name.startswith(LOCAL) or value in self.local
@@ -267,4 +268,4 @@ def _is_narrow(product: Node) -> bool:
 
 
 def _is_gradient(node: Node) -> bool:
-    return any(n.name.startswith("grad.") or is_staged(n) for n in ir.inputs_of(node))
+    return any(n.name.startswith("grad.") for n in ir.inputs_of(node))

@@ -21,6 +21,8 @@ __all__ = ["Unrolled", "is_narrow_outer", "is_spread", "is_unrolled", "matrix_of
 MAX_UNROLLED, MAX_LENGTH, MAX_GATHERED, MAX_SUMS = 32, 1024, 15, 16
 #: Most columns where more is made of them, and how many rows they have for each: layers of wider networks go by blocks.
 MAX_COLUMNS, ROWS_PER_COLUMN = 8, 8
+#: Most rows that are not multiplied in blocks of edges.
+MAX_SPREAD = 8
 
 
 class Unrolled:
@@ -121,12 +123,13 @@ def is_unrolled(product: Node) -> bool:
 
 
 def is_spread(product: Node) -> bool:
-    """Whether the few features that ``product`` multiplies are worked out together, as sums over features are, so that
-    a tile holds each of them by each column. Triton may lay that out like the features, with many columns in a lane.
+    """Whether the few features that ``product`` multiplies, one per head, are each made of many of that head. A tile
+    holds each of them by each column then, which Triton lays out like the heads, with many columns in a lane.
     """
     x, weight = product.args
     rows, columns = weight.shape
-    return rows <= min(MAX_GATHERED, columns // ROWS_PER_COLUMN) and not _is_cheap(x)
+    return 1 < rows <= min(MAX_SPREAD, columns // ROWS_PER_COLUMN) and any(
+        ir.OPS[n.op].kind == "reduce" and n.numel == rows < n.args[0].numel for n in _edge_nodes([x]))
 
 
 def _goes_by_rows(product: Node) -> bool:
