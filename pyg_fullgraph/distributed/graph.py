@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -209,9 +210,9 @@ class ShardedGraph(Graph):
         """
         kinds = ["dst", "edge"] if self.shard.is_square else ["dst", "src", "edge"]
         counts = {"dst": self.num_dst, "src": self.num_src, "edge": self.num_edges}
-        fits = [counts[kind] == count for kind in kinds]
+        fits: Sequence[bool] = [counts[kind] == count for kind in kinds]
         if self._is_ambiguous([counts[kind] for kind in kinds]):
-            fits = self.group.reduce(torch.tensor(fits, dtype=torch.int64, device=self.device), "min").tolist()
+            fits = self.hold_everywhere(fits)
         return next((self._ids(kind)[0] for kind, is_kind in zip(kinds, fits, strict=True) if is_kind), None)
 
     def _is_ambiguous(self, counts: list[int]) -> bool:
@@ -289,7 +290,13 @@ class ShardedGraph(Graph):
         return self.group.any(fact, self.device)
 
     def holds_everywhere(self, fact: bool) -> bool:
-        return not self.group.any(not fact, self.device)
+        return self.hold_everywhere([fact])[0]
+
+    def hold_everywhere(self, facts: Sequence[bool]) -> Sequence[bool]:
+        if self.group.size == 1:
+            return facts
+        held = self.group.reduce(torch.tensor(facts, dtype=torch.int64, device=self.device), "min").tolist()
+        return [bool(fact) for fact in held]
 
     def describe_part(self) -> list[str]:
         return [repr(self), *(f"  {price}" for price in self.reasons)]
