@@ -21,6 +21,7 @@ import torch_geometric.nn as pyg_nn
 from layers import MORE, MORE_PAIRS, PAIRS, SQUARE, Layer
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from torch_geometric.data import Data
 
 import pyg_fullgraph.nn as fused_nn
 import zoo
@@ -424,6 +425,63 @@ def check_accumulation(rank: int, size: int) -> None:
         half.grad = torch.ones_like(half)
     sum_gradients([half, missing], model.group)
     assert half.grad.tolist() == [1.0, 1.0] and half.grad.dtype == torch.bfloat16 and missing.grad is None
+
+
+class Elsewhere(torch.nn.Module):
+    """A model whose results leave ``forward`` in many ways, with parameters that it does not use there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = fused_nn.GCNConv(6, 4), torch.nn.Linear(4, 4)
+        self.scale = torch.nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor, edge_index: Any, kind: str = "") -> Any:
+        out = self.conv(x, edge_index)
+        if kind == "left":
+            self.out = out
+            return None
+        return {"data": Data(out=out), "namespace": types.SimpleNamespace(out=out), "function": lambda: out}.get(
+            kind, out)
+
+    @staticmethod
+    def run(model: Any, own: Any, x: Tensor, edge_index: Any, kind: str) -> Tensor:
+        """The result, of a model or a DistributedModel and what that has, got in a way of its own."""
+        if kind == "encode":
+            return own.conv(x, edge_index)
+        out = model(x, edge_index, kind)
+        if kind in ("data", "namespace"):
+            return out.out
+        known = {"left": lambda: own.out, "function": lambda: out(), "head": lambda: own.head(out),
+                 "scale": lambda: out * own.scale.exp(), "twice": lambda: out * model(x + 1, edge_index)}
+        return known.get(kind, lambda: out)()
+
+
+def check_gradients_elsewhere(rank: int, size: int) -> None:
+    """Gradients are summed whatever became of results, and of parameters apart from ``forward``, where they add up."""
+    case = make_case("prime")
+    graph, part = Graph.from_edge_index(case.edge_index, case.size), sharded(case, "halo", size)
+    generator = torch.Generator().manual_seed(0)
+    x, target = (torch.randn(case.num_src, k, generator=generator).double() for k in (6, 4))
+    own, y = part.take(x), part.take(target)
+    torch.manual_seed(0)
+    whole, module = Elsewhere().double(), Elsewhere().double()
+    model = DistributedModel(module)
+    whole.load_state_dict(model.state_dict())
+    for kind in ("", "data", "namespace", "function", "left", "encode", "head", "scale", "twice"):
+        (Elsewhere.run(whole, whole, x, graph, kind) - target).square().mean().backward()
+        model.mean((Elsewhere.run(model, module, own, part, kind) - y).square().mean(), part.num_dst).backward()
+        for got, want in zip(module.parameters(), whole.parameters(), strict=True):
+            assert (got.grad is None) == (want.grad is None)
+            if want.grad is not None:
+                close(got.grad, want.grad, 1e-10, f"gradients up to {kind}")
+    before = module.conv.lin.weight.grad.clone()
+    other = DistributedModel(module)  # of which only one sums
+    for one in (other, model):
+        one.zero_grad()
+        loss = sum((Elsewhere.run(one, module, own, part, kind) - y).square().mean() * 0 for kind in ("", "head"))
+        (loss + module.scale.sum() / size).backward()
+        close(module.scale.grad, torch.ones(4).double(), 1e-12, "of two models")
+    assert not before.equal(module.conv.lin.weight.grad)
 
 
 def check_take_and_join(rank: int, size: int, case_name: str) -> None:

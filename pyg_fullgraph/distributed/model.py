@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 from torch_geometric.data.data import BaseData
 
 from pyg_fullgraph._version import __version__
@@ -20,7 +21,6 @@ from pyg_fullgraph.activation import activation_dropout, apply
 from pyg_fullgraph.distributed.group import Group
 from pyg_fullgraph.distributed.refusals import check_modules
 from pyg_fullgraph.errors import InputError
-from pyg_fullgraph.functions import applying
 from pyg_fullgraph.graph import Graph
 from triton_kernels.reference import Activation
 
@@ -39,7 +39,8 @@ class DistributedModel(Module):
 
     After ``backward`` every gradient is the sum over all ranks, which is right for a loss that is a sum over rows;
     :meth:`mean` makes a mean one. Gradients are then equal on all ranks, so ``clip_grad_norm_`` and optimizers are used
-    as always. ``backward`` has to be called on all ranks; a term of the loss that is no sum over rows, such as a norm
+    as always, whatever became of results and parameters outside of ``forward``. ``backward`` has to be called on all
+    ranks, where it comes to some parameter; a term of the loss that is no sum over rows, such as a norm
     of weights, has to be divided by the number of ranks.
 
     Args:
@@ -74,18 +75,14 @@ class DistributedModel(Module):
             for name, value in state.items():
                 ranks.check_device(name, value.device)
                 value.copy_(ranks.broadcast(value.contiguous(), 0).wait())
+        self._follow()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's result on this rank's rows."""
+        if torch.is_grad_enabled():
+            self._follow()
         with _WholeGraph(self.group, _graph_in((*args, *kwargs.values()))):
-            out = self.module(*args, **kwargs)
-        if self.group.size == 1 or not torch.is_grad_enabled():
-            return out
-        return self._leaving(out) if isinstance(out, Tensor) else pytree.tree_map_only(Tensor, self._leaving, out)
-
-    def _leaving(self, value: Tensor) -> Tensor:
-        """A result, by whose gradient the model is told that backward has begun."""
-        return cast("Tensor", _leave(value, self)) if value.requires_grad else value
+            return self.module(*args, **kwargs)
 
     def mean(self, value: Tensor, count: int | Tensor) -> Tensor:
         """The mean over all ranks from the means over each rank's rows, differentiable: a loss, or a metric.
@@ -121,13 +118,28 @@ class DistributedModel(Module):
 
     # Gradients
 
+    def _follow(self) -> None:
+        """Let every parameter tell this model, and no other one that has it as well, that backward has come to it.
+
+        So it does not matter what parameters were used for, in ``forward`` or apart from it, and how results left it.
+        """
+        if self.group.size == 1:
+            return
+        for p in self.module.parameters():
+            told, handle = _followed.get(p, (None, None))
+            if p.requires_grad and (told is None or told.model() is not self):
+                if handle is not None:
+                    handle.remove()
+                told = _Arrival(self)
+                _followed[p] = told, p.register_hook(told)
+
     def _start_backward(self) -> None:
-        """Called when the gradient of a result arrives: sum what this backward adds, once it is done, or note that it
-        adds parts.
+        """Called before the first gradient of a parameter is added: sum what this backward adds, once it is done, or
+        note that it adds parts.
         """
         if self._earlier is not None:
             return
-        parts = [p for p in self.module.parameters() if p.requires_grad]
+        parts = [p for p in self.module.parameters() if p in _followed and _followed[p][0].model() is self]
         earlier, end_backward = [p.grad for p in parts], self._end_synced if self._is_synced else self._end_apart
         self._earlier = earlier
         for p in parts:
@@ -209,21 +221,22 @@ def sum_gradients(parameters: Iterable[Parameter], group: Group) -> None:
             p.grad = part.view(p.shape).to(p.dtype, copy=True) if count else None
 
 
-class _Leaving(torch.autograd.Function):
-    """A result as it is; tells the model that backward has begun."""
+class _Arrival:
+    """A hook of a parameter that tells the model when backward has come to it, before the gradient is added."""
 
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, model: DistributedModel) -> Tensor:
-        ctx.model = model
-        return value.view_as(value)
+    takes_none = True
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        ctx.model._start_backward()
-        return grads[0], None
+    def __init__(self, model: DistributedModel) -> None:
+        self.model = weakref.ref(model)
+
+    def __call__(self, grad: Tensor | None) -> None:
+        model = self.model()
+        if model is not None:
+            model._start_backward()
 
 
-_leave = applying(_Leaving)
+#: Parameter -> its hook, and what removes it.
+_followed: Any = WeakIdKeyDictionary()
 
 
 class _Mean(torch.autograd.Function):
