@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import itertools
 import pickle
@@ -427,6 +428,25 @@ def check_accumulation(rank: int, size: int) -> None:
     assert half.grad.tolist() == [1.0, 1.0] and half.grad.dtype == torch.bfloat16 and missing.grad is None
 
 
+def check_copies(rank: int, size: int) -> None:
+    """A copy is a model of the same processes; states have the names of the model, as a part of another one too."""
+    part = sharded(make_case("prime"), "halo", size)
+    model, x = DistributedModel(fused_nn.GCNConv(3, 2)), torch.ones(part.num_dst, 3)
+    for made in (copy.deepcopy(model), torch.optim.swa_utils.AveragedModel(model).module):
+        assert made.group is model.group and made.module is not model.module
+        for one in (made, model):
+            one.zero_grad()
+            one(x, part).square().sum().backward()
+        close(made.module.lin.weight.grad, model.module.lin.weight.grad, 0, "gradient of a copy")
+    inside = torch.nn.Sequential(model)
+    state = {name: value + 1 for name, value in inside.state_dict().items()}
+    assert list(state) == ["0.bias", "0.lin.weight"]
+    inside.load_state_dict(state)
+    close(model.state_dict()["lin.weight"], state["0.lin.weight"], 0, "loaded")
+    refused(errors.GroupPickleError, "Expected 'model.state_dict()' or 'model.module' to be saved", pickle.dumps, model)
+    assert model.mean(torch.tensor(rank), 1).item() == (size - 1) / 2
+
+
 class Elsewhere(torch.nn.Module):
     """A model whose results leave ``forward`` in many ways, with parameters that it does not use there."""
 
@@ -755,3 +775,13 @@ def check_mismatches(rank: int, size: int) -> None:
             graph, partition=parts)
     refused(errors.GroupError, "'partition' to be the same on every rank", shard_edges, case.edge_index, parts)
     refused(errors.GroupError, "'module' to be the same on every rank", DistributedModel, fused_nn.GCNConv(3, 2 + rank))
+    refused(errors.GroupError, "'0.p=0.25'], rank 1: ['  (0): Dropout(p=0.5, inplace=False)', '0.p=0.5'])",
+            DistributedModel, torch.nn.Sequential(torch.nn.Dropout((1 + rank) / 4), fused_nn.SAGEConv(3, 2)))
+    refused(errors.GroupError, "rank 1: ['SAGEConv(3, 2, aggr=mean)', \"itself.aggr='mean'\"])", DistributedModel,
+            fused_nn.SAGEConv(3, 2, aggr="mean" if rank else "sum"))
+    layers = [(lambda x: x, "x -> x"), torch.nn.ReLU()]
+    DistributedModel(pyg_nn.Sequential("x", layers))  # addresses are no difference
+    with alone():
+        part = shard(graph)
+    refused(errors.InputError, "to be divided over the processes of the model, [0, 1] (got [0])",
+            DistributedModel(fused_nn.GCNConv(3, 2)), torch.zeros(97, 3), part)

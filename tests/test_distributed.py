@@ -196,6 +196,10 @@ def test_gradients_of_several_backwards():
     ranks(3).run(sharded.check_accumulation)
 
 
+def test_copies_and_states():
+    ranks(2).run(sharded.check_copies)
+
+
 def test_gradients_of_results_and_parameters_outside_of_forward():
     ranks(2).run(sharded.check_gradients_elsewhere)
 

@@ -18,8 +18,9 @@ from torch_geometric.data.data import BaseData
 
 from pyg_fullgraph._version import __version__
 from pyg_fullgraph.activation import activation_dropout, apply
+from pyg_fullgraph.distributed.graph import ShardedGraph
 from pyg_fullgraph.distributed.group import Group
-from pyg_fullgraph.distributed.refusals import check_modules
+from pyg_fullgraph.distributed.refusals import check_modules, describe_modules
 from pyg_fullgraph.errors import InputError
 from pyg_fullgraph.graph import Graph
 from triton_kernels.reference import Activation
@@ -47,13 +48,14 @@ class DistributedModel(Module):
         module: the model, the same on every rank; parameters and buffers become those of rank 0.
         group: a process group, None for the default one, or for one process alone.
 
-    ``state_dict`` and ``load_state_dict`` are the model's.
+    ``state_dict`` and ``load_state_dict`` are the model's. Deep copies share the processes.
 
     What a ``forward`` of one's own does with all its rows (``x.mean(0)``, ``global_mean_pool``, ``x.size(0)``) is not
     noticed and sees the rows of this rank only. ``torch.autograd.grad`` gives this rank's part of the gradient of a
     parameter, which has to be summed by the caller.
 
-    Raises: GroupError (RuntimeError) on every rank if modules or versions differ; InputError for modules that reduce
+    Raises: GroupError (RuntimeError) on every rank if modules (parameters, what they print, options of layers) or
+        versions differ; InputError from ``forward`` for a graph of other processes, and for modules that reduce
         over all nodes in other ways: norms, pools, attention, aggregations outside of layers.
     Source: MG-GCN 4.1 replicates the weights and sums their gradients.
     """
@@ -69,6 +71,7 @@ class DistributedModel(Module):
         ranks.check_equal("versions", {"pyg_fullgraph": __version__, "torch": torch.__version__})
         state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         ranks.check_equal("module", [(k, tuple(t.shape), str(t.dtype), t.requires_grad) for k, t in state.items()])
+        ranks.check_equal_lines("module", describe_modules(module))
         if ranks.size > 1:
             check_modules(module)
         with torch.no_grad():
@@ -79,19 +82,24 @@ class DistributedModel(Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's result on this rank's rows."""
+        graph = _graph_in((*args, *kwargs.values()))
+        if isinstance(graph, ShardedGraph) and graph.group.members != self.group.members:
+            raise InputError("graph", f"to be divided over the processes of the model, {list(self.group.members)}",
+                             list(graph.group.members))
         if torch.is_grad_enabled():
             self._follow()
-        with _WholeGraph(self.group, _graph_in((*args, *kwargs.values()))):
+        with _WholeGraph(self.group, graph):
             return self.module(*args, **kwargs)
 
     def mean(self, value: Tensor, count: int | Tensor) -> Tensor:
         """The mean over all ranks from the means over each rank's rows, differentiable: a loss, or a metric.
 
         Args:
-            value: [] mean over this rank's rows; anything where it has none.
+            value: [] mean over this rank's rows; anything where it has none. Integers become torch's default dtype.
             count: how many rows those are.
         Returns: [] the mean over all rows, NaN without any; the same on every rank.
         """
+        value = value if value.is_floating_point() else value.to(torch.get_default_dtype())
         return _Mean.apply(value, torch.as_tensor(count, device=value.device), self.group)
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -115,6 +123,12 @@ class DistributedModel(Module):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.load_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """As a part of another module, which gives this one's names, as of :meth:`state_dict`."""
+        for name in [name for name in state_dict if name.startswith(prefix)]:
+            state_dict[f"{prefix}module.{name.removeprefix(prefix)}"] = state_dict.pop(name)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     # Gradients
 
