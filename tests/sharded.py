@@ -543,8 +543,29 @@ def check_edges(rank: int, size: int, case_name: str) -> None:
             parts, way="feature_split")
     asked = shard_edges(own, parts)
     assert str(asked.reasons[-1]) == "feature_split: not offered (the structure of the whole graph is on no process)"
+    if case_name == "hub":  # where each rank has edges
+        check_refused_edges(rank, case, own, parts, whole.edge_ids)
+
+
+def check_refused_edges(rank: int, case: zoo.Case, own: Tensor, parts: Any, ids: Tensor) -> None:
+    """By all ranks, also what is wrong on the first one only."""
     wrong = case.edge_index if rank == 0 else own
-    refused(errors.InputError, "arrive at the vertices of this rank", shard_edges, wrong, parts)
+    refused(errors.GroupError, "rank 0: InputError: Expected 'edge_index' to hold edges that arrive at the vertices of "
+            "this rank (got others), rank 1: no error", shard_edges, wrong, parts)
+    for row, role in ((0, "source"), (1, "destination")):
+        for index in (-1, case.size[row]):
+            wrong = own.clone()
+            wrong[row, 0] = index
+            refused(errors.GroupError, f"the {role} ids in 'edge_index' to be valid indices in [0, {case.size[row]}) "
+                    f"(got {index} at edge 0)", shard_edges, wrong if rank == 0 else own, parts)
+    refused(errors.DtypeError, "'edge_index' to be of int64 (got torch.float32)", shard_edges, own.float(), parts)
+    refused(errors.ShapeError, "'edge_index' to have shape [2, e]", shard_edges, own[0], parts)
+    refused(errors.RowCountError, f"'edge_ids' to have {own.size(1)} rows, one per edge", shard_edges, own, parts,
+            ids[1:])
+    for others in (ids * 0, ids + 1, ids * 1000):
+        refused(errors.InputError, f"'edge_ids' to be those from 0 to {case.num_edges - 1}, each once", shard_edges,
+                own, parts, others)
+    refused(errors.InputError, "Expected 'partition' to be a Partition", shard_edges, own, ())
 
 
 def check_split(rank: int, size: int) -> None:
