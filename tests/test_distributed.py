@@ -258,6 +258,10 @@ def test_batch_norm_of_one_row_is_refused():
     ranks(2).run(sharded_rows.check_single_row)
 
 
+def test_batch_norm_in_a_checkpoint_is_refused():
+    ranks(2).run(sharded_rows.check_checkpoint)
+
+
 def test_training_with_masks_that_select_nothing_on_some_ranks():
     ranks(3).run(sharded_rows.check_masks)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 from torch_geometric.data.data import BaseData
 
@@ -34,7 +37,7 @@ class DistributedModel(Module):
     The wrapped model is called with this rank's rows and a :class:`ShardedGraph`; what it computes is what it computes
     on the whole graph. While it runs,
 
-    - batch norms use statistics of all rows of all ranks,
+    - batch norms use statistics of all rows of all ranks; in ``torch.utils.checkpoint`` they are refused,
     - dropout masks are functions of a seed, which rank 0 draws, and of vertex or edge ids, so that they do not depend
       on how the graph is divided. They equal those of this class on a whole :class:`Graph`, not torch's own.
 
@@ -194,6 +197,16 @@ class DistributedModel(Module):
                 p.grad = grad
 
 
+def _is_checkpointed() -> bool:
+    """Whether the model, which runs, has ``torch.utils.checkpoint`` run what asks this."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not DistributedModel.forward.__code__:
+        if frame.f_code.co_filename == checkpoint.__file__:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _graph_in(given: Sequence[Any]) -> Graph | None:
     """The first graph among arguments, in containers and PyG's data as well."""
     if not all(isinstance(v, Tensor) for v in given):
@@ -329,6 +342,9 @@ class _WholeGraph(TorchFunctionMode):
                     momentum: float = 0.1, eps: float = 1e-5) -> Tensor:
         if not training:
             return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+        if _is_checkpointed():
+            raise InputError("module", "to run BatchNorm outside of torch.utils.checkpoint, which runs it again in "
+                             "backward, with the rows of this rank only", "one inside of it")
         dims = [d for d in range(input.dim()) if d != 1]
         shape = [-1 if d == 1 else 1 for d in range(input.dim())]
         x = input if input.dtype == torch.float64 else input.float()
