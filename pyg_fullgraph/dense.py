@@ -309,7 +309,9 @@ def _rows(x: Tensor) -> Tensor:
 def _is_chained(x: Tensor, weight: Tensor) -> bool:
     """Whether a product gives the features back: where they have a gradient to add to, and are saved as it is."""
     # A hook on a weight would be called without a gradient where only later products are asked for.
-    return (x.requires_grad and weight.requires_grad and not weight._backward_hooks
+    hooks = weight._backward_hooks
+    return (x.requires_grad and weight.requires_grad
+            and (not hooks or all(getattr(hook, "takes_none", False) for hook in hooks.values()))
             and not weight._post_accumulate_grad_hooks and torch.is_grad_enabled() and not torch._C._is_tracing()
             and (x.dim() == 2 or x.is_contiguous()))  # others are copied
 

@@ -120,6 +120,14 @@ class GroupError(PygFullgraphError, RuntimeError):
         super().__init__(f"Expected '{name}' to be the same on every rank (got {ranks})")
 
 
+class GroupPickleError(PygFullgraphError, TypeError):
+    """What belongs to processes that run was to be pickled."""
+
+    def __init__(self, group: object) -> None:
+        super().__init__("Expected 'model.state_dict()' or 'model.module' to be saved in place of a DistributedModel, "
+                         f"which belongs to the processes that run (got {group})")
+
+
 class RankError(PygFullgraphError, RuntimeError):
     """Processes that share a graph failed or do not answer; raised by the others.
 

@@ -168,7 +168,7 @@ def explain(model: Module, *args: Any, **kwargs: Any) -> Explanation:
 
     The model runs, forward only, until what is constant from call to call has been found out: twice, up to four times.
     Buffers, what layers cache and the random state are put back.
-    Layers of plain PyG appear as well, with what they need to be fused.
+    Layers of plain PyG appear as well, with what they need to be fused. All processes of a sharded graph call it.
     Args: As the model takes them: ``explain(model, x, graph)``.
     """
     buffers = {name: value.clone() for name, value in model.named_buffers() if not is_lazy(value)}

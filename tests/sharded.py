@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import itertools
 import pickle
@@ -21,6 +22,7 @@ import torch_geometric.nn as pyg_nn
 from layers import MORE, MORE_PAIRS, PAIRS, SQUARE, Layer
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from torch_geometric.data import Data
 
 import pyg_fullgraph.nn as fused_nn
 import zoo
@@ -30,11 +32,13 @@ from pyg_fullgraph.activation import ActivationDropout
 from pyg_fullgraph.autograd import run
 from pyg_fullgraph.distributed import DistributedModel, Group, ShardedGraph, shard, shard_edges, timeline
 from pyg_fullgraph.distributed.feature_split import FeatureSplit
+from pyg_fullgraph.distributed.graph import ShardedOrder
 from pyg_fullgraph.distributed.model import sum_gradients
 from pyg_fullgraph.distributed.planner import Costs, prices
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn import order
 from pyg_fullgraph.partition import Partition
+from pyg_fullgraph.reuse import reuse_constants
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
 from pyg_fullgraph.saga.plans import is_scaled
@@ -424,6 +428,100 @@ def check_accumulation(rank: int, size: int) -> None:
     assert half.grad.tolist() == [1.0, 1.0] and half.grad.dtype == torch.bfloat16 and missing.grad is None
 
 
+def check_copies(rank: int, size: int) -> None:
+    """A copy is a model of the same processes; states have the names of the model, as a part of another one too."""
+    part = sharded(make_case("prime"), "halo", size)
+    model, x = DistributedModel(fused_nn.GCNConv(3, 2)), torch.ones(part.num_dst, 3)
+    for made in (copy.deepcopy(model), torch.optim.swa_utils.AveragedModel(model).module):
+        assert made.group is model.group and made.module is not model.module
+        for one in (made, model):
+            one.zero_grad()
+            one(x, part).square().sum().backward()
+        close(made.module.lin.weight.grad, model.module.lin.weight.grad, 0, "gradient of a copy")
+    inside = torch.nn.Sequential(model)
+    state = {name: value + 1 for name, value in inside.state_dict().items()}
+    assert list(state) == ["0.bias", "0.lin.weight"]
+    inside.load_state_dict(state)
+    close(model.state_dict()["lin.weight"], state["0.lin.weight"], 0, "loaded")
+    refused(errors.GroupPickleError, "Expected 'model.state_dict()' or 'model.module' to be saved", pickle.dumps, model)
+    assert model.mean(torch.tensor(rank), 1).item() == (size - 1) / 2
+
+
+class Elsewhere(torch.nn.Module):
+    """A model whose results leave ``forward`` in many ways, with parameters that it does not use there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = fused_nn.GCNConv(6, 4), torch.nn.Linear(4, 4)
+        self.scale = torch.nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor, edge_index: Any, kind: str = "") -> Any:
+        out = self.conv(x, edge_index)
+        if kind == "left":
+            self.out = out
+            return None
+        return {"data": Data(out=out), "namespace": types.SimpleNamespace(out=out), "function": lambda: out}.get(
+            kind, out)
+
+    @staticmethod
+    def run(model: Any, own: Any, x: Tensor, edge_index: Any, kind: str) -> Tensor:
+        """The result, of a model or a DistributedModel and what that has, got in a way of its own."""
+        if kind == "encode":
+            return own.conv(x, edge_index)
+        out = model(x, edge_index, kind)
+        if kind in ("data", "namespace"):
+            return out.out
+        known = {"left": lambda: own.out, "function": lambda: out(), "head": lambda: own.head(out),
+                 "scale": lambda: out * own.scale.exp(), "twice": lambda: out * model(x + 1, edge_index)}
+        return known.get(kind, lambda: out)()
+
+
+def check_gradients_elsewhere(rank: int, size: int) -> None:
+    """Gradients are summed whatever became of results, and of parameters apart from ``forward``, where they add up."""
+    case = make_case("prime")
+    graph, part = Graph.from_edge_index(case.edge_index, case.size), sharded(case, "halo", size)
+    generator = torch.Generator().manual_seed(0)
+    x, target = (torch.randn(case.num_src, k, generator=generator).double() for k in (6, 4))
+    own, y = part.take(x), part.take(target)
+    torch.manual_seed(0)
+    whole, module = Elsewhere().double(), Elsewhere().double()
+    model = DistributedModel(module)
+    whole.load_state_dict(model.state_dict())
+    for kind in ("", "data", "namespace", "function", "left", "encode", "head", "scale", "twice"):
+        (Elsewhere.run(whole, whole, x, graph, kind) - target).square().mean().backward()
+        model.mean((Elsewhere.run(model, module, own, part, kind) - y).square().mean(), part.num_dst).backward()
+        for got, want in zip(module.parameters(), whole.parameters(), strict=True):
+            assert (got.grad is None) == (want.grad is None)
+            if want.grad is not None:
+                close(got.grad, want.grad, 1e-10, f"gradients up to {kind}")
+    before = module.conv.lin.weight.grad.clone()
+    other = DistributedModel(module)  # of which only one sums
+    for one in (other, model):
+        one.zero_grad()
+        loss = sum((Elsewhere.run(one, module, own, part, kind) - y).square().mean() * 0 for kind in ("", "head"))
+        (loss + module.scale.sum() / size).backward()
+        close(module.scale.grad, torch.ones(4).double(), 1e-12, "of two models")
+    assert not before.equal(module.conv.lin.weight.grad)
+
+
+def check_edge_types(rank: int, size: int) -> None:
+    """Edges of a type are chosen by all ranks together, also where one of them alone has others than before."""
+    case = make_case("hub")
+    graph, part = Graph.from_edge_index(case.edge_index, case.size), sharded(case, "halo", size)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(case.num_src, 6, generator=generator).double()
+    kinds = torch.randint(3, (case.num_edges,), generator=generator)
+    torch.manual_seed(0)
+    layer = fused_nn.RGCNConv(6, 4, 3).double()
+    own, types_here = part.take(x), part.take(kinds, "edge")
+    for step in range(8):
+        if step == 5:
+            kinds[3] = (kinds[3] + 1) % 3
+            if 3 in part.edge_ids:
+                types_here[part.edge_ids == 3] = kinds[3]
+        close(layer(own, part, types_here), part.take(layer(x, graph, kinds)), 1e-10, f"step {step}")
+
+
 def check_take_and_join(rank: int, size: int, case_name: str) -> None:
     case = make_case(case_name)
     part = sharded(case, "halo", size)
@@ -463,8 +561,29 @@ def check_edges(rank: int, size: int, case_name: str) -> None:
             parts, way="feature_split")
     asked = shard_edges(own, parts)
     assert str(asked.reasons[-1]) == "feature_split: not offered (the structure of the whole graph is on no process)"
+    if case_name == "hub":  # where each rank has edges
+        check_refused_edges(rank, case, own, parts, whole.edge_ids)
+
+
+def check_refused_edges(rank: int, case: zoo.Case, own: Tensor, parts: Any, ids: Tensor) -> None:
+    """By all ranks, also what is wrong on the first one only."""
     wrong = case.edge_index if rank == 0 else own
-    refused(errors.InputError, "arrive at the vertices of this rank", shard_edges, wrong, parts)
+    refused(errors.GroupError, "rank 0: InputError: Expected 'edge_index' to hold edges that arrive at the vertices of "
+            "this rank (got others), rank 1: no error", shard_edges, wrong, parts)
+    for row, role in ((0, "source"), (1, "destination")):
+        for index in (-1, case.size[row]):
+            wrong = own.clone()
+            wrong[row, 0] = index
+            refused(errors.GroupError, f"the {role} ids in 'edge_index' to be valid indices in [0, {case.size[row]}) "
+                    f"(got {index} at edge 0)", shard_edges, wrong if rank == 0 else own, parts)
+    refused(errors.DtypeError, "'edge_index' to be of int64 (got torch.float32)", shard_edges, own.float(), parts)
+    refused(errors.ShapeError, "'edge_index' to have shape [2, e]", shard_edges, own[0], parts)
+    refused(errors.RowCountError, f"'edge_ids' to have {own.size(1)} rows, one per edge", shard_edges, own, parts,
+            ids[1:])
+    for others in (ids * 0, ids + 1, ids * 1000):
+        refused(errors.InputError, f"'edge_ids' to be those from 0 to {case.num_edges - 1}, each once", shard_edges,
+                own, parts, others)
+    refused(errors.InputError, "Expected 'partition' to be a Partition", shard_edges, own, ())
 
 
 def check_split(rank: int, size: int) -> None:
@@ -543,7 +662,9 @@ def check_timeline(rank: int, size: int, way: str, folder: str) -> int:
     count = len(found.events)
     step()
     assert len(found.events) == count and {e.rank for e in found.events} == set(range(size))
-    assert [e.name for e in found.events if e.sweep < 0] == ["reduce"] * size
+    # In the second step ranks ask each other what is constant: each layer, and one whose product may come later. Then
+    # gradients are summed.
+    assert [e.name for e in found.events if e.sweep < 0] == ["reduce"] * (4 * size)
     sweeps = [e for e in found.events if e.kind == "sweep" and e.rank == rank]
     # Features need no gradient, and are summed before the product with the weight, which makes them wider.
     assert [e.layer for e in sweeps] == ["module_0", "module_2", "module_2 backward"]
@@ -576,6 +697,42 @@ def check_timeline(rank: int, size: int, way: str, folder: str) -> int:
             assert all(e.start_ms <= stages[0].start_ms and e.end_ms <= stages[-1].start_ms for e in sent)
     assert 0 <= found.overlap.share <= 1
     return count
+
+
+def check_constants(rank: int, size: int, way: str) -> None:
+    """What is kept of constant features and edge weights is kept by all ranks or none, whatever one of them does."""
+    case = make_case("hub")
+    graph, part = Graph.from_edge_index(case.edge_index, case.size), sharded(case, way, size)
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.rand(n, *shape, generator=generator).double()
+                 for n, shape in ((case.num_src, (6,)), (case.num_edges, ())))
+    ran: list[Any] = []
+    run_sweep = ShardedOrder.run_sweep
+    with mock.patch.object(ShardedOrder, "run_sweep", lambda *a: (ran.append(a), run_sweep(*a))[1]), torch.no_grad():
+        for build in (lambda: fused_nn.GCNConv(6, 9), lambda: fused_nn.GCNConv(6, 2),
+                      lambda: fused_nn.GCNConv(6, 9, flow="target_to_source"), lambda: fused_nn.GraphConv(6, 9)):
+            torch.manual_seed(0)
+            layer = build().double()
+            for change in ("rows", "weights", "clone", "gradient", "switch"):
+                own, edges = part.take(x), part.take(weight, "edge")
+                for step in range(10):
+                    if step == 5 and change in ("rows", "weights"):
+                        values, ids = (own, part.dst_ids) if change == "rows" else (edges, part.edge_ids)
+                        x, weight = (x.clone(), weight.clone())
+                        (x if change == "rows" else weight)[3] += 1.0
+                        if 3 in ids:  # only its owner writes
+                            values[ids == 3] += 1.0
+                    if step == 5 and rank == 0 and change == "clone":
+                        own = own.clone()
+                    if step >= 5 and rank == 0 and change == "gradient":
+                        own.requires_grad_()
+                    reuse_constants(step < 5 or rank > 0 or change != "switch")
+                    ran.clear()
+                    close(layer(own, part, edges), part.take(layer(x, graph, weight)), 1e-12, f"{change}, step {step}")
+                    if step in (4, 9):
+                        is_kept = step == 4 or change in ("rows", "weights", "clone")
+                        assert bool(ran) != is_kept, f"{layer}, {change}, step {step}"
+                reuse_constants(True)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------
@@ -657,3 +814,13 @@ def check_mismatches(rank: int, size: int) -> None:
             graph, partition=parts)
     refused(errors.GroupError, "'partition' to be the same on every rank", shard_edges, case.edge_index, parts)
     refused(errors.GroupError, "'module' to be the same on every rank", DistributedModel, fused_nn.GCNConv(3, 2 + rank))
+    refused(errors.GroupError, "'0.p=0.25'], rank 1: ['  (0): Dropout(p=0.5, inplace=False)', '0.p=0.5'])",
+            DistributedModel, torch.nn.Sequential(torch.nn.Dropout((1 + rank) / 4), fused_nn.SAGEConv(3, 2)))
+    refused(errors.GroupError, "rank 1: ['SAGEConv(3, 2, aggr=mean)', \"itself.aggr='mean'\"])", DistributedModel,
+            fused_nn.SAGEConv(3, 2, aggr="mean" if rank else "sum"))
+    layers = [(lambda x: x, "x -> x"), torch.nn.ReLU()]
+    DistributedModel(pyg_nn.Sequential("x", layers))  # addresses are no difference
+    with alone():
+        part = shard(graph)
+    refused(errors.InputError, "to be divided over the processes of the model, [0, 1] (got [0])",
+            DistributedModel(fused_nn.GCNConv(3, 2)), torch.zeros(97, 3), part)

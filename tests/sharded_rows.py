@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from typing import Any
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 import torch_geometric.nn as pyg_nn
 from sharded import LAYERS, alone, close, make_case, refused, sharded
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import add_remaining_self_loops, add_self_loops
@@ -167,6 +169,36 @@ def check_single_row(rank: int, size: int) -> None:
         else:
             model(x)
         assert all(b.isfinite().all() for b in model.module.buffers())
+
+
+class Checkpointed(torch.nn.Module):
+    """A layer, and a batch norm in a checkpoint, perhaps."""
+
+    def __init__(self, **options: bool) -> None:
+        super().__init__()
+        self.conv, self.norm, self.options = fused_nn.GCNConv(4, 3), torch.nn.BatchNorm1d(3), options
+
+    def forward(self, x: Tensor, edge_index: Any) -> Tensor:
+        out = self.conv(x, edge_index)
+        return checkpoint(self.norm, out, **self.options) if self.options else self.norm(out)
+
+
+def check_checkpoint(rank: int, size: int) -> None:
+    """A batch norm that would be computed again from own rows is refused; that of a whole model is not."""
+    case = make_case("prime")
+    graph, part = Graph.from_edge_index(case.edge_index, case.size), sharded(case, "halo", size)
+    x = torch.randn(case.num_src, 4, generator=torch.Generator().manual_seed(0)).double()
+    for is_reentrant in (False, True):
+        model = DistributedModel(Checkpointed(use_reentrant=is_reentrant).double())
+        refused(errors.InputError, "to run BatchNorm outside of torch.utils.checkpoint", model, part.take(x), part)
+        model.eval()(part.take(x), part)
+        model = DistributedModel(Checkpointed().double())
+        whole = copy.deepcopy(model.module)
+        whole(x, graph).sin().sum().backward()
+        own = part.take(x).requires_grad_()
+        checkpoint(model, own, part, use_reentrant=is_reentrant).sin().sum().backward()
+        for got, want in zip(model.module.parameters(), whole.parameters(), strict=True):
+            close(got.grad, want.grad, 1e-10, "gradient")
 
 
 def check_masks(rank: int, size: int) -> None:

@@ -4,6 +4,7 @@
 
 import contextlib
 import copy
+import functools
 
 import pytest
 import torch
@@ -307,9 +308,14 @@ def test_modules_of_the_users_in_a_layer(device, taken):
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
 def test_a_weight_with_hooks(device, taken):
-    """Its hook is not called where only a later product is asked for."""
+    """Its hook is not called where only a later product is asked for, unless it takes what is no gradient."""
     layer, (_, x, edge_index) = Maps().to(device), layer_case("gcn", device)
     seen = []
-    layer.maps[0].weight.register_hook(seen.append)
-    layer(x.requires_grad_(), edge_index)[1].sum().backward()
-    assert seen == [] and layer.maps[0].weight.grad is None and layer.maps[1].weight.grad is not None
+    for takes_none in (False, True):
+        hook = functools.partial(seen.append)
+        hook.takes_none = takes_none
+        handle = layer.maps[0].weight.register_hook(hook)
+        layer(x.requires_grad_(), edge_index)[1].sum().backward()
+        assert seen == [None] * takes_none
+        assert layer.maps[0].weight.grad is None and layer.maps[1].weight.grad is not None
+        handle.remove()

@@ -196,6 +196,23 @@ def test_gradients_of_several_backwards():
     ranks(3).run(sharded.check_accumulation)
 
 
+def test_edge_types_that_change_on_one_rank():
+    ranks(2).run(sharded.check_edge_types)
+
+
+def test_copies_and_states():
+    ranks(2).run(sharded.check_copies)
+
+
+def test_gradients_of_results_and_parameters_outside_of_forward():
+    ranks(2).run(sharded.check_gradients_elsewhere)
+
+
+@pytest.mark.parametrize("way", ["halo", "broadcast", "feature_split"])
+def test_constants_are_kept_by_all_ranks_or_none(way):
+    ranks(3).run(sharded.check_constants, way)
+
+
 @pytest.mark.parametrize("case", ["hub", "bipartite", "isolated"])
 def test_parts_from_their_own_edges(case):
     ranks(3).run(sharded.check_edges, case)
@@ -243,6 +260,10 @@ def test_loops_with_and_without_a_number_of_nodes():
 
 def test_batch_norm_of_one_row_is_refused():
     ranks(2).run(sharded_rows.check_single_row)
+
+
+def test_batch_norm_in_a_checkpoint_is_refused():
+    ranks(2).run(sharded_rows.check_checkpoint)
 
 
 def test_training_with_masks_that_select_nothing_on_some_ranks():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from pyg_fullgraph.distributed.halo import Halo
 from pyg_fullgraph.distributed.planner import Price, cheapest
 from pyg_fullgraph.distributed.way import Way
 from pyg_fullgraph.edge_order import EdgeOrder
-from pyg_fullgraph.errors import InputError, ShardedGraphError
+from pyg_fullgraph.errors import DtypeError, IndexRangeError, InputError, RowCountError, ShapeError, ShardedGraphError
 from pyg_fullgraph.execution import finish_after, run_sweep
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn.ends import Ends
@@ -209,9 +210,9 @@ class ShardedGraph(Graph):
         """
         kinds = ["dst", "edge"] if self.shard.is_square else ["dst", "src", "edge"]
         counts = {"dst": self.num_dst, "src": self.num_src, "edge": self.num_edges}
-        fits = [counts[kind] == count for kind in kinds]
+        fits: Sequence[bool] = [counts[kind] == count for kind in kinds]
         if self._is_ambiguous([counts[kind] for kind in kinds]):
-            fits = self.group.reduce(torch.tensor(fits, dtype=torch.int64, device=self.device), "min").tolist()
+            fits = self.hold_everywhere(fits)
         return next((self._ids(kind)[0] for kind, is_kind in zip(kinds, fits, strict=True) if is_kind), None)
 
     def _is_ambiguous(self, counts: list[int]) -> bool:
@@ -289,7 +290,13 @@ class ShardedGraph(Graph):
         return self.group.any(fact, self.device)
 
     def holds_everywhere(self, fact: bool) -> bool:
-        return not self.group.any(not fact, self.device)
+        return self.hold_everywhere([fact])[0]
+
+    def hold_everywhere(self, facts: Sequence[bool]) -> Sequence[bool]:
+        if self.group.size == 1:
+            return facts
+        held = self.group.reduce(torch.tensor(facts, dtype=torch.int64, device=self.device), "min").tolist()
+        return [bool(fact) for fact in held]
 
     def describe_part(self) -> list[str]:
         return [repr(self), *(f"  {price}" for price in self.reasons)]
@@ -343,6 +350,9 @@ class ShardedGraph(Graph):
 
     def _on(self, device: torch.device, non_blocking: bool) -> ShardedGraph:
         return self._with(self.shard.to(device, non_blocking), self.is_reversed)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        raise ShardedGraphError("torch.compile; compile parts of the model that take no graph")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedGraph:
         memo[id(self)] = graph = self._with(self.shard, self.is_reversed)
@@ -415,45 +425,74 @@ def shard_edges(edge_index: Tensor, partition: Partition | tuple[Partition, Part
     Args:
         edge_index: [2, e] the edges that arrive at the vertices of this rank, by ids in the whole graph; on a CPU.
         partition: who owns which vertices; a pair for the sources and destinations of a bipartite graph.
-        edge_ids: [e] int64 ids that all edges of the graph have, each once; by default they count on from rank to rank.
+        edge_ids: [e] int64 positions from 0 on that all edges of the graph have, each once; by default they count on
+            from rank to rank.
         way: as of :func:`shard`, but not ``feature_split``, which keeps the edges of the whole graph on every process.
         group: as of :func:`shard`.
         device: where the part goes; by default to a CPU, or to this process's GPU under NCCL.
         transport: as of :func:`shard`.
 
     Returns: the part; edge tensors have the order of ``edge_index``.
-    Raises: InputError if an edge does not arrive at a vertex of this rank, or for ``feature_split``; GroupError if
-        partitions differ.
+    Raises: InputError for edges that do not arrive at vertices of their rank, ids of no vertex, other ``edge_ids`` and
+        ``feature_split``; GroupError (RuntimeError) on every rank if that is so on some only, or partitions differ.
     Cost: each edge is sent once, to the owner of its source.
     """
     ranks = _ranks(group, way, transport)
     if way == FeatureSplit.name or isinstance(way, FeatureSplit):
         raise InputError("way", "to be halo, broadcast or auto where no process holds the whole graph: feature_split "
                          "keeps all edges on every process, as shard() does", repr(way))
-    sides = (partition,) if isinstance(partition, Partition) else tuple(partition)
+    sides = ranks.together("partition", lambda: _given_sides(partition, ranks.size))
     src, dst = sides[0], sides[-1]
     _check_equal(ranks, sides)
-    if any(p.num_parts != ranks.size for p in sides):
-        raise InputError("partition", f"to have {ranks.size} parts, one per process", [p.num_parts for p in sides])
-    # An error on one rank has to be one on all.
-    is_own = bool((dst.owner(edge_index[1]) == ranks.rank).all())
-    if ranks.any(not is_own, ranks.device):
-        raise InputError("edge_index", "to hold edges that arrive at the vertices of this rank", "others on some rank")
-    counts = ranks.counts(edge_index.size(1), ranks.device)
-    if edge_ids is None:
-        edge_ids = torch.arange(edge_index.size(1)) + sum(counts[:ranks.rank])
-    home = Edges(src.place[edge_index[0]], dst.place[edge_index[1]], edge_ids)
-    owner = src.owner(edge_index[0])
+    ends = ranks.together("edge_index", lambda: _own_ends(edge_index, src, dst, ranks.rank))
+    counts = ranks.counts(ends.size(1), ranks.device)
+    in_turn = torch.arange(ends.size(1)) + sum(counts[:ranks.rank])
+    ids = ranks.together("edge_ids", lambda: _own_ids(edge_ids, in_turn))
+    # Sums of what ids are mixed to tell those of the whole graph from others without sending them.
+    marks = ranks.objects([int(fingerprint(t, position=t), 16) for t in (ids, in_turn)])
+    if sum(found - wanted for found, wanted in marks) % 2**64:
+        wanted_ids = f"to be those from 0 to {sum(counts) - 1}, each once on all ranks together"
+        raise InputError("edge_ids", wanted_ids, "others")
+    home = Edges(src.place[ends[0]], dst.place[ends[1]], ids)
+    owner = src.owner(ends[0])
     leaving = owner.argsort(stable=True)
     sent = torch.bincount(owner, minlength=ranks.size).tolist()
     ones = [1] * ranks.size
     received = ranks.exchange(torch.tensor(sent, device=ranks.device), ones, ones).wait().tolist()
     arrived = ranks.exchange(torch.stack(home, 1)[leaving].to(ranks.device), sent, received).wait().cpu()
-    ids = src.part(ranks.rank)
+    rows = src.part(ranks.rank)
     made = Shard.build(home, Edges(*(t.contiguous() for t in arrived.unbind(1))), src.bounds, dst.bounds, ranks.rank,
-                       ids, ids if src is dst else dst.part(ranks.rank),
+                       rows, rows if src is dst else dst.part(ranks.rank),
                        (src.num_vertices, dst.num_vertices, sum(counts)))
     return _on_ranks(made.to(_place(ranks, device, edge_index.device)), ranks, way, False)
+
+
+def _own_ends(edge_index: Tensor, src: Partition, dst: Partition, rank: int) -> Tensor:
+    """Edges [2, e] as int64, if all arrive at vertices of this rank, from some vertex."""
+    if edge_index.dim() != 2 or edge_index.size(0) != 2:
+        raise ShapeError("edge_index", "[2, e]", edge_index.shape)
+    if edge_index.dtype not in (torch.int32, torch.int64):
+        raise DtypeError("edge_index", "int64", edge_index.dtype)
+    ends = edge_index.long()
+    for role, row, side in (("source", ends[0], src), ("destination", ends[1], dst)):
+        wrong = ((row < 0) | (row >= side.num_vertices)).nonzero().view(-1)
+        if wrong.numel():
+            at = int(wrong[0])
+            raise IndexRangeError("edge_index", role, side.num_vertices, int(row[at]), at)
+    if not (dst.owner(ends[1]) == rank).all():
+        raise InputError("edge_index", "to hold edges that arrive at the vertices of this rank", "others")
+    return ends
+
+
+def _own_ids(edge_ids: Tensor | None, in_turn: Tensor) -> Tensor:
+    """The ids of a rank's edges [e] as int64; ``in_turn`` are those that it has by default."""
+    if edge_ids is None:
+        return in_turn
+    if edge_ids.shape != in_turn.shape:
+        raise RowCountError("edge_ids", in_turn.numel(), "edge", edge_ids.size(0) if edge_ids.dim() else 1)
+    if edge_ids.dtype not in (torch.int32, torch.int64):
+        raise DtypeError("edge_ids", "int64", edge_ids.dtype)
+    return edge_ids.long()
 
 
 def _place(ranks: Group, device: torch.device | str | None, given: torch.device) -> torch.device:
@@ -490,12 +529,17 @@ def _on_ranks(made: Shard, ranks: Group, way: str | Way, is_known: bool) -> Shar
 
 def _sides(graph: Graph, given: Any, num_parts: int, seed: int) -> tuple[Partition, ...]:
     """The partition of all vertices, or those of sources and destinations."""
-    sides = (given,) if isinstance(given, (str, Partition)) else tuple(given)
     if isinstance(given, str):
         if graph.num_src == graph.num_dst:
             return (partition(graph, num_parts, given, seed),)
         return tuple(partition(graph, num_parts, given, seed, side) for side in ("src", "dst"))
-    if len(sides) > 2 or not all(isinstance(p, Partition) for p in sides):
+    return _given_sides(given, num_parts)
+
+
+def _given_sides(given: Any, num_parts: int) -> tuple[Partition, ...]:
+    """The same, of a partition or a pair of them."""
+    sides = (given,) if isinstance(given, Partition) else tuple(given)
+    if not 0 < len(sides) <= 2 or not all(isinstance(p, Partition) for p in sides):
         raise InputError("partition", "to be a Partition, a pair of them or the name of a method", given)
     if any(p.num_parts != num_parts for p in sides):
         raise InputError("partition", f"to have {num_parts} parts, one per process", [p.num_parts for p in sides])

@@ -24,7 +24,7 @@ from torch import Tensor
 from pyg_fullgraph import events
 from pyg_fullgraph.distributed.copies import Copied, Copies, Routes, refusal
 from pyg_fullgraph.distributed.faults import Watched, give_up
-from pyg_fullgraph.errors import GroupError, InputError
+from pyg_fullgraph.errors import GroupError, GroupPickleError, InputError
 
 __all__ = ["TRANSPORTS", "Group", "Shared", "Transfer", "under_torchrun"]
 
@@ -101,6 +101,11 @@ class Group:
                 self._copies = self.together("symmetric memory", lambda: Copies(self.process_group, together))
             except RuntimeError as error:
                 warnings.warn(f"Rows are sent by collectives: no symmetric memory ({error})", stacklevel=2)
+
+    @property
+    def members(self) -> Sequence[int]:
+        """The processes, by their ranks in the default group."""
+        return dist.get_process_group_ranks(self.process_group) if self.process_group is not None else (0,)
 
     @property
     def transport(self) -> str:
@@ -277,6 +282,21 @@ class Group:
         found = self.objects(value)
         if any(v != found[0] for v in found):
             raise GroupError(name, found)
+
+    def check_equal_lines(self, name: str, lines: Sequence[str]) -> None:
+        """As :meth:`check_equal` for many lines, of which those are said that some rank does not have."""
+        found = self.objects(lines)
+        if any(v != found[0] for v in found):
+            common = set.intersection(*map(set, found))
+            raise GroupError(name, [[line for line in v if line not in common] or v for v in found])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Group:
+        return self  # the processes, of which there are no others
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.process_group is not None:
+            raise GroupPickleError(self)
+        return super().__reduce_ex__(protocol)
 
     def __repr__(self) -> str:
         return f"Group(rank={self.rank}, size={self.size})"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, cast
+from types import FrameType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,14 +15,16 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
+from torch.utils.weak import WeakIdKeyDictionary
 from torch_geometric.data.data import BaseData
 
 from pyg_fullgraph._version import __version__
 from pyg_fullgraph.activation import activation_dropout, apply
+from pyg_fullgraph.distributed.graph import ShardedGraph
 from pyg_fullgraph.distributed.group import Group
-from pyg_fullgraph.distributed.refusals import check_modules
+from pyg_fullgraph.distributed.refusals import check_modules, describe_modules
 from pyg_fullgraph.errors import InputError
-from pyg_fullgraph.functions import applying
 from pyg_fullgraph.graph import Graph
 from triton_kernels.reference import Activation
 
@@ -33,26 +37,28 @@ class DistributedModel(Module):
     The wrapped model is called with this rank's rows and a :class:`ShardedGraph`; what it computes is what it computes
     on the whole graph. While it runs,
 
-    - batch norms use statistics of all rows of all ranks,
+    - batch norms use statistics of all rows of all ranks; in ``torch.utils.checkpoint`` they are refused,
     - dropout masks are functions of a seed, which rank 0 draws, and of vertex or edge ids, so that they do not depend
       on how the graph is divided. They equal those of this class on a whole :class:`Graph`, not torch's own.
 
     After ``backward`` every gradient is the sum over all ranks, which is right for a loss that is a sum over rows;
     :meth:`mean` makes a mean one. Gradients are then equal on all ranks, so ``clip_grad_norm_`` and optimizers are used
-    as always. ``backward`` has to be called on all ranks; a term of the loss that is no sum over rows, such as a norm
+    as always, whatever became of results and parameters outside of ``forward``. ``backward`` has to be called on all
+    ranks, where it comes to some parameter; a term of the loss that is no sum over rows, such as a norm
     of weights, has to be divided by the number of ranks.
 
     Args:
         module: the model, the same on every rank; parameters and buffers become those of rank 0.
         group: a process group, None for the default one, or for one process alone.
 
-    ``state_dict`` and ``load_state_dict`` are the model's.
+    ``state_dict`` and ``load_state_dict`` are the model's. Deep copies share the processes.
 
     What a ``forward`` of one's own does with all its rows (``x.mean(0)``, ``global_mean_pool``, ``x.size(0)``) is not
     noticed and sees the rows of this rank only. ``torch.autograd.grad`` gives this rank's part of the gradient of a
     parameter, which has to be summed by the caller.
 
-    Raises: GroupError (RuntimeError) on every rank if modules or versions differ; InputError for modules that reduce
+    Raises: GroupError (RuntimeError) on every rank if modules (parameters, what they print, options of layers) or
+        versions differ; InputError from ``forward`` for a graph of other processes, and for modules that reduce
         over all nodes in other ways: norms, pools, attention, aggregations outside of layers.
     Source: MG-GCN 4.1 replicates the weights and sums their gradients.
     """
@@ -68,33 +74,35 @@ class DistributedModel(Module):
         ranks.check_equal("versions", {"pyg_fullgraph": __version__, "torch": torch.__version__})
         state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         ranks.check_equal("module", [(k, tuple(t.shape), str(t.dtype), t.requires_grad) for k, t in state.items()])
+        ranks.check_equal_lines("module", describe_modules(module))
         if ranks.size > 1:
             check_modules(module)
         with torch.no_grad():
             for name, value in state.items():
                 ranks.check_device(name, value.device)
                 value.copy_(ranks.broadcast(value.contiguous(), 0).wait())
+        self._follow()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's result on this rank's rows."""
-        with _WholeGraph(self.group, _graph_in((*args, *kwargs.values()))):
-            out = self.module(*args, **kwargs)
-        if self.group.size == 1 or not torch.is_grad_enabled():
-            return out
-        return self._leaving(out) if isinstance(out, Tensor) else pytree.tree_map_only(Tensor, self._leaving, out)
-
-    def _leaving(self, value: Tensor) -> Tensor:
-        """A result, by whose gradient the model is told that backward has begun."""
-        return cast("Tensor", _leave(value, self)) if value.requires_grad else value
+        graph = _graph_in((*args, *kwargs.values()))
+        if isinstance(graph, ShardedGraph) and graph.group.members != self.group.members:
+            raise InputError("graph", f"to be divided over the processes of the model, {list(self.group.members)}",
+                             list(graph.group.members))
+        if torch.is_grad_enabled():
+            self._follow()
+        with _WholeGraph(self.group, graph):
+            return self.module(*args, **kwargs)
 
     def mean(self, value: Tensor, count: int | Tensor) -> Tensor:
         """The mean over all ranks from the means over each rank's rows, differentiable: a loss, or a metric.
 
         Args:
-            value: [] mean over this rank's rows; anything where it has none.
+            value: [] mean over this rank's rows; anything where it has none. Integers become torch's default dtype.
             count: how many rows those are.
         Returns: [] the mean over all rows, NaN without any; the same on every rank.
         """
+        value = value if value.is_floating_point() else value.to(torch.get_default_dtype())
         return _Mean.apply(value, torch.as_tensor(count, device=value.device), self.group)
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -119,15 +127,36 @@ class DistributedModel(Module):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.load_state_dict(*args, **kwargs)
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """As a part of another module, which gives this one's names, as of :meth:`state_dict`."""
+        for name in [name for name in state_dict if name.startswith(prefix)]:
+            state_dict[f"{prefix}module.{name.removeprefix(prefix)}"] = state_dict.pop(name)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     # Gradients
 
+    def _follow(self) -> None:
+        """Let every parameter tell this model, and no other one that has it as well, that backward has come to it.
+
+        So it does not matter what parameters were used for, in ``forward`` or apart from it, and how results left it.
+        """
+        if self.group.size == 1:
+            return
+        for p in self.module.parameters():
+            told, handle = _followed.get(p, (None, None))
+            if p.requires_grad and (told is None or told.model() is not self):
+                if handle is not None:
+                    handle.remove()
+                told = _Arrival(self)
+                _followed[p] = told, p.register_hook(told)
+
     def _start_backward(self) -> None:
-        """Called when the gradient of a result arrives: sum what this backward adds, once it is done, or note that it
-        adds parts.
+        """Called before the first gradient of a parameter is added: sum what this backward adds, once it is done, or
+        note that it adds parts.
         """
         if self._earlier is not None:
             return
-        parts = [p for p in self.module.parameters() if p.requires_grad]
+        parts = [p for p in self.module.parameters() if p in _followed and _followed[p][0].model() is self]
         earlier, end_backward = [p.grad for p in parts], self._end_synced if self._is_synced else self._end_apart
         self._earlier = earlier
         for p in parts:
@@ -166,6 +195,16 @@ class DistributedModel(Module):
             self._earlier = None
             for p, grad in zip(parts, earlier, strict=True):
                 p.grad = grad
+
+
+def _is_checkpointed() -> bool:
+    """Whether the model, which runs, has ``torch.utils.checkpoint`` run what asks this."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not DistributedModel.forward.__code__:
+        if frame.f_code.co_filename == checkpoint.__file__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _graph_in(given: Sequence[Any]) -> Graph | None:
@@ -209,21 +248,22 @@ def sum_gradients(parameters: Iterable[Parameter], group: Group) -> None:
             p.grad = part.view(p.shape).to(p.dtype, copy=True) if count else None
 
 
-class _Leaving(torch.autograd.Function):
-    """A result as it is; tells the model that backward has begun."""
+class _Arrival:
+    """A hook of a parameter that tells the model when backward has come to it, before the gradient is added."""
 
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, model: DistributedModel) -> Tensor:
-        ctx.model = model
-        return value.view_as(value)
+    takes_none = True
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        ctx.model._start_backward()
-        return grads[0], None
+    def __init__(self, model: DistributedModel) -> None:
+        self.model = weakref.ref(model)
+
+    def __call__(self, grad: Tensor | None) -> None:
+        model = self.model()
+        if model is not None:
+            model._start_backward()
 
 
-_leave = applying(_Leaving)
+#: Parameter -> its hook, and what removes it.
+_followed: Any = WeakIdKeyDictionary()
 
 
 class _Mean(torch.autograd.Function):
@@ -302,6 +342,9 @@ class _WholeGraph(TorchFunctionMode):
                     momentum: float = 0.1, eps: float = 1e-5) -> Tensor:
         if not training:
             return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+        if _is_checkpointed():
+            raise InputError("module", "to run BatchNorm outside of torch.utils.checkpoint, which runs it again in "
+                             "backward, with the rows of this rank only", "one inside of it")
         dims = [d for d in range(input.dim()) if d != 1]
         shape = [-1 if d == 1 else 1 for d in range(input.dim())]
         x = input if input.dtype == torch.float64 else input.float()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 import torch_geometric.nn as pyg_nn
 from torch.nn import Module
 from torch_geometric.nn import attention, dense, models
 
 from pyg_fullgraph.errors import InputError
+from pyg_fullgraph.nn.surroundings import is_library
 
-__all__ = ["check_modules"]
+__all__ = ["check_modules", "describe_modules"]
 
 #: What they do -> classes.
 _OVER_ALL_NODES: dict[str, tuple[type[Module], ...]] = {
@@ -30,6 +33,18 @@ _OVER_ALL_NODES: dict[str, tuple[type[Module], ...]] = {
     "reads a dense adjacency matrix": (
         dense.DenseGATConv, dense.DenseGCNConv, dense.DenseGINConv, dense.DenseGraphConv, dense.DenseSAGEConv),
 }
+
+
+def describe_modules(module: Module) -> list[str]:
+    """What makes modules different whose parameters are alike: what they print, and of those of torch, PyG and this
+    package the numbers, names and switches that they hold.
+    """
+    lines = re.sub(r" at 0x\w+", "", repr(module)).splitlines()
+    for name, part in module.named_modules():
+        if is_library(type(part)):
+            lines += [f"{name or 'itself'}.{k}={v!r}" for k, v in sorted(vars(part).items())
+                      if k[0] != "_" and k != "training" and isinstance(v, (int, float, str, type(None)))]
+    return lines
 
 
 def check_modules(module: Module) -> None:
