@@ -25,7 +25,7 @@ import torch
 from torch_geometric.nn.conv import MessagePassing as PyGMessagePassing
 
 from pyg_fullgraph import debug
-from pyg_fullgraph.nn.forward import install_forward
+from pyg_fullgraph.nn.forward import install_forward, renew_forward
 from pyg_fullgraph.nn.rebinding import is_ours, mark
 
 METHODS = ("propagate", "edge_updater")
@@ -68,6 +68,7 @@ def install(conv: PyGMessagePassing, build: Callable[[], None]) -> None:
     present = vars(cls)
     installed = present.get("_fullgraph_installed")
     if installed is not None and all(present[m] is present[f"_jinja_{m}"] for m in installed):
+        renew_forward(cls)
         return
     wanted = [m for m in METHODS if m == "propagate" or conv.inspector.implements("edge_update")]
     own_methods = {m: own_method(cls, m) for m in wanted}

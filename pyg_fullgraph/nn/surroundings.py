@@ -52,7 +52,7 @@ _AROUND = ((property, "fget"), (classmethod, "__func__"), (staticmethod, "__func
 INTERNAL = frozenset({
     "inspector", "fuse", "_user_args", "_fused_user_args", "_edge_user_args", "_explain", "_edge_mask", "_loop_mask",
     "_apply_sigmoid", "_decomposed_layers", "_cached_edge_index", "_cached_adj_t", "propagate", "edge_updater",
-    "_fullgraph_strict", "_fullgraph_handle", "_fullgraph_installed", "_fullgraph_base",
+    "_fullgraph_strict", "_fullgraph_handle", "_fullgraph_installed", "_fullgraph_base", "_fullgraph_made",
     *(f"_{m}_forward_{h}" for m in ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
       for h in ("pre_hooks", "hooks")),
     *vars(Module()),
