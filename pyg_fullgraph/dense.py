@@ -26,10 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module
-from torch.overrides import TorchFunctionMode
 
 from pyg_fullgraph import columns, padding
-from pyg_fullgraph.functions import PLAIN, applying, unseen
+from pyg_fullgraph.functions import PLAIN, LayerMode, applying, unseen
 from triton_kernels import dense, launch
 
 __all__ = ["SUMS", "TAKEN", "Products", "added", "call", "chain", "in_layer", "linear", "matmul", "multiplier", "outer",
@@ -486,7 +485,7 @@ class _Link(NamedTuple):
     version: int
 
 
-class Products(TorchFunctionMode):
+class Products(LayerMode):
     """Every call of torch's functions by :func:`call`, but for those of an edge phase, which has ways of its own; and
     the chains of products in one forward, of ``layer`` if that is one.
 
@@ -508,8 +507,8 @@ class Products(TorchFunctionMode):
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self._end()
         super().__exit__(*error)
+        self._end()
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:

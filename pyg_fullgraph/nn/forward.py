@@ -142,6 +142,7 @@ def _wrapped(cls: Any, forward: Any, original: Any, is_lazy: bool) -> Any:
         compiled.can_fuse, compiled.call, dense.in_layer, order.running
     is_recorded, is_exported, unseen, run_like = functions.is_recorded, functions.is_exported, functions.unseen, \
         forwards.run_like
+    num_function_modes, drop_modes = functions.num_function_modes, functions.drop_modes
     is_dynamo, all_made = torch.compiler.is_dynamo_compiling, made_on(cls)
     eager, has_chains, nothing = _with_sums(forward, original), order.has_chains, contextlib.nullcontext()
     is_pygs, remembering = (original.__module__ or "").startswith("torch_geometric."), derived.remembering
@@ -181,6 +182,7 @@ def _wrapped(cls: Any, forward: Any, original: Any, is_lazy: bool) -> Any:
         # A layer that has nothing but an aggregation multiplies with no weight.
         multiply = multiplies if self._parameters or len(self._modules) > 1 else None
         outer = running.layer, running.may_wait, tape.running.recorder
+        num_modes = num_function_modes()
         try:
             running.layer, running.may_wait, tape.running.recorder = self, None, None
             recorder = None if calls is None else calls.recorder(self, args, kwargs, multiply)
@@ -207,6 +209,7 @@ def _wrapped(cls: Any, forward: Any, original: Any, is_lazy: bool) -> Any:
             if outer[2] is not None:
                 outer[2].refuse()  # which has a layer in the layer
             running.layer, running.may_wait, tape.running.recorder = outer
+            drop_modes(num_modes)  # left by an interrupt
 
     def recorded(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """PyG's code, without lazy tensors and graphs; what it caches is that of a tracer, so it is not kept."""
