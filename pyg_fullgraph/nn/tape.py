@@ -146,7 +146,7 @@ class Tape:
                 lines = [f"with alone(multiplies(r0, ({given[4:]}))):", *("    " + line for line in lines)]
         source = "\n    ".join([f"def run({given}):", *lines, f"return r{out}"])
         exec(compile(source, f"<tape of {len(lines)} lines>", "exec"), space)
-        self._run: Callable[..., Any] = space["run"]
+        self._run: Callable[..., Any] = space.pop("run")  # in no cycle: it refers to parameters until it is gone
 
     def run(self, layer: Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What the forward of ``layer`` returns for these arguments.
