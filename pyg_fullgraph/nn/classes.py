@@ -112,7 +112,7 @@ def _source(cls: type) -> str | None:
     """
     if cls in (object, torch.nn.Module, PyGMessagePassing) or "_fullgraph_base" in vars(cls):
         return ""
-    if cls.__module__ in (f"{__package__}", f"{__package__}.propagation"):
+    if cls.__module__ in (f"{__package__}", f"{__package__}.propagation", __name__):
         return ""
     try:
         return inspect.getsource(cls)
@@ -273,6 +273,16 @@ def fused_class(base: type, mixin: type) -> type:
     return cls
 
 
+class _Unannounced:
+    """First among the bases of a class of ours, whose making is no business of the ``__init_subclass__`` of others."""
+
+    __slots__ = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        if "_fullgraph_base" not in vars(cls):
+            super().__init_subclass__(**kwargs)
+
+
 def _new_class(base: type, mixin: type, space: dict[str, Any]) -> type:
     """A subclass of ``base``; where that is a user's over a layer that has a class of ours, this is what ``super()`` in
     it reaches.
@@ -280,8 +290,8 @@ def _new_class(base: type, mixin: type, space: dict[str, Any]) -> type:
     above = next((_drop_ins[c] for c in base.__mro__ if c in _drop_ins), None)
     if above is not None:
         with contextlib.suppress(TypeError):  # of a class over several layers there may be no order of all
-            return types.new_class(base.__name__, (base, above), exec_body=lambda ns: ns.update(space))
-    return types.new_class(base.__name__, (mixin, base), exec_body=lambda ns: ns.update(space))
+            return types.new_class(base.__name__, (_Unannounced, base, above), exec_body=lambda ns: ns.update(space))
+    return types.new_class(base.__name__, (_Unannounced, mixin, base), exec_body=lambda ns: ns.update(space))
 
 
 def _reduce_fused(self: Any, protocol: Any) -> Any:
