@@ -163,7 +163,8 @@ class _Walk:
         return Reached(tuple(map(weakref.ref, self.functions)), None if is_dynamic else frozenset(names),
                        frozenset(names), tuple(self.links), tuple(self.reads),
                        tuple(n for n, v in held.items() if not is_code(v)), tuple(self.code), tuple(members), layout,
-                       bool(names & _BEYOND) or any(isinstance(v, _CACHED) for v in held.values()))
+                       bool(names & _BEYOND) or any(isinstance(v, _CACHED) for v in held.values()) or
+                       any(_slots_of(self.kind)))
 
     def _add_all(self, functions: list[types.FunctionType]) -> None:
         for function in functions:
@@ -233,6 +234,13 @@ def _is_descriptor(value: Any) -> bool:
 
 def _is_special(name: str) -> bool:
     return name.startswith("__") and name.endswith("__")
+
+
+def _slots_of(kind: type) -> Iterator[str]:
+    """Names of attributes that objects of a class do not have among their ``vars``."""
+    for c in kind.__mro__:
+        slots = vars(c).get("__slots__", ())
+        yield from (slots,) if isinstance(slots, str) else slots
 
 
 def _layout(kind: type) -> tuple[str, ...]:
@@ -452,7 +460,7 @@ class Key:
         kind, fields = type(value), dict(getattr(value, "__dict__", ()))
         if isinstance(value, (types.SimpleNamespace, argparse.Namespace)):
             return kind, self._fields(fields.items())
-        slots = [n for c in kind.__mro__ for n in vars(c).get("__slots__", ()) if n != "__weakref__"]
+        slots = [n for n in _slots_of(kind) if n != "__weakref__"]
         fields.update({n: getattr(value, n) for n in slots if hasattr(value, n)})
         is_own = not is_library(kind)
         if not is_own and not fields and _is_fixed(value):
