@@ -276,8 +276,6 @@ def fused_class(base: type, mixin: type) -> type:
 class _Unannounced:
     """First among the bases of a class of ours, whose making is no business of the ``__init_subclass__`` of others."""
 
-    __slots__ = ()
-
     def __init_subclass__(cls, **kwargs: Any) -> None:
         if "_fullgraph_base" not in vars(cls):
             super().__init_subclass__(**kwargs)
