@@ -379,7 +379,8 @@ def shard(graph: Any, way: str | Way = "auto", partition: Any = "auto", group: A
     """This process's part of ``graph``; called by every process of the group with the same graph.
 
     Args:
-        graph: a whole :class:`Graph`, or any form of one.
+        graph: a whole :class:`Graph`, or any form of one. Values of a matrix are no part of it: of those that are not
+            all 1 a UserWarning tells; ``take`` those that ``Graph.from_any(matrix, return_value=True)`` returns.
         way: ``halo``, ``broadcast`` or ``feature_split``: how rows of vertices that other ranks own are read;
             ``auto`` takes the cheapest for 1 KiB per row, by the partition's counts and constants that are measured
             once; the prices are :attr:`ShardedGraph.reasons`.
