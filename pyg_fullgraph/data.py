@@ -22,7 +22,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from pyg_fullgraph.checkpoint import prepare_folder, write_atomically
-from pyg_fullgraph.errors import DatasetError, UnknownDatasetError
+from pyg_fullgraph.errors import DatasetError, InputError, UnknownDatasetError
 from pyg_fullgraph.transforms import Reorder
 
 PLANETOID = {"cora": "Cora", "citeseer": "CiteSeer", "pubmed": "PubMed"}
@@ -160,7 +160,7 @@ def load_dataset(name_or_path: str | os.PathLike = "generated", split: int = 0) 
         split: which column of masks of shape [N, S]; 0 where there is one split.
     Returns: the validated dataset on the CPU.
     Raises: UnknownDatasetError (lists what exists); DatasetError (unreadable file, missing array, failed download,
-        anything `Dataset.validate` refuses).
+        anything `Dataset.validate` refuses); InputError (no folder to look names up in).
     """
     name = os.fspath(name_or_path)
     if name.partition(":")[0] == "generated":
@@ -442,8 +442,14 @@ def _mask(name: str, arrays: Mapping[str, np.ndarray], key: str, found: str, spl
 
 
 def cache_folder() -> Path:
-    """Where named datasets are looked up and downloads kept: `$PFG_DATA` or `~/.cache/pyg_fullgraph`."""
-    return Path(os.environ.get("PFG_DATA") or Path.home() / ".cache" / "pyg_fullgraph")
+    """Where named datasets are looked up and downloads kept: `$PFG_DATA` or `~/.cache/pyg_fullgraph`.
+
+    Raises: InputError for a user without a home who sets no `$PFG_DATA`.
+    """
+    try:
+        return Path(os.environ.get("PFG_DATA") or Path.home() / ".cache" / "pyg_fullgraph")
+    except RuntimeError as error:
+        raise InputError("PFG_DATA", "to name a folder, as there is no home to keep datasets in", "nothing") from error
 
 
 def _load_named(name: str, split: int) -> Dataset:

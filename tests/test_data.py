@@ -12,7 +12,7 @@ import torch
 
 from pyg_fullgraph.config import TrainConfig
 from pyg_fullgraph.data import Dataset, generate, load_dataset, load_npz, save_npz
-from pyg_fullgraph.errors import DatasetError, UnknownDatasetError, UnwritableFolderError
+from pyg_fullgraph.errors import DatasetError, InputError, UnknownDatasetError, UnwritableFolderError
 
 
 def tiny_arrays() -> dict[str, np.ndarray]:
@@ -332,6 +332,17 @@ def test_a_file_is_found_by_its_name_in_either_case(cache):
     write(cache / "lower.npz", y=np.array([0, 0, 1, 1, 2]))
     assert load_dataset("Mine").name == "Mine"
     assert load_dataset("LOWER").name == "lower"
+
+
+def test_a_user_without_a_home(monkeypatch, path):
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("PFG_DATA", raising=False)
+    monkeypatch.setattr(Path, "home", home)
+    assert load_dataset(write(path)).num_nodes == 5
+    with pytest.raises(InputError, match="'PFG_DATA' to name a folder, as there is no home"):
+        load_dataset("cora")
 
 
 def test_download_that_fails_says_where_to_put_the_file(cache, monkeypatch):

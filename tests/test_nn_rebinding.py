@@ -212,3 +212,14 @@ def test_a_test_puts_something_in_the_place_of_a_forward_for_a_while(is_subclass
     with mock.patch.object(pyg_nn.SAGEConv, "forward", lambda self, x, edge_index: x + 1):
         torch.testing.assert_close(layer(X, EDGES), X + 1)
     torch.testing.assert_close(layer(X, EDGES), before)
+
+
+def test_a_class_of_no_module():
+    space = {"MessagePassing": pyg_nn.MessagePassing}
+    exec("class Layer(MessagePassing):\n"
+         "    def forward(self, x, edge_index):\n        return self.propagate(edge_index, x=x)\n"
+         "    def message(self, x_j):\n        return x_j.relu()\n", space)
+    assert space["Layer"].forward.__module__ is None
+    layer = convert(space["Layer"]())
+    for _ in range(4):
+        torch.testing.assert_close(layer(X, EDGES), space["Layer"]()(X, EDGES))

@@ -173,8 +173,10 @@ class ShardedGraph(Graph):
         Args:
             values: [V, ...] in the user's order, for example features, labels, masks or edge attributes.
             per: ``src``, ``dst`` or ``edge``: what it has rows for.
-        Raises: InputError if ``per`` is something else or the number of rows differs.
+        Raises: InputError if ``per`` is something else, ``values`` no tensor, or the number of rows differs.
         """
+        if not isinstance(values, Tensor):
+            raise InputError("values", "to be a tensor", type(values).__name__)
         ids, count = self._ids(per)
         if values.dim() == 0 or values.size(0) != count:
             raise InputError("values", f"to have {count} rows, one per {per}", list(values.shape))
@@ -437,14 +439,14 @@ def shard_edges(edge_index: Tensor, partition: Partition | tuple[Partition, Part
     if any(p.num_parts != ranks.size for p in sides):
         raise InputError("partition", f"to have {ranks.size} parts, one per process", [p.num_parts for p in sides])
     # An error on one rank has to be one on all.
-    is_own = bool((dst.owner(edge_index[1]) == ranks.rank).all())
+    owner, receiver = ranks.together("edge_index", lambda: (src.owner(edge_index[0]), dst.owner(edge_index[1])))
+    is_own = bool((receiver == ranks.rank).all())
     if ranks.any(not is_own, ranks.device):
         raise InputError("edge_index", "to hold edges that arrive at the vertices of this rank", "others on some rank")
     counts = ranks.counts(edge_index.size(1), ranks.device)
     if edge_ids is None:
         edge_ids = torch.arange(edge_index.size(1)) + sum(counts[:ranks.rank])
     home = Edges(src.place[edge_index[0]], dst.place[edge_index[1]], edge_ids)
-    owner = src.owner(edge_index[0])
     leaving = owner.argsort(stable=True)
     sent = torch.bincount(owner, minlength=ranks.size).tolist()
     ones = [1] * ranks.size

@@ -56,7 +56,7 @@ def own_method(cls: type, method: str) -> tuple[Any, bool]:
 
 
 def _is_generated(cls: type, method: str, function: Any) -> bool:
-    from_template = getattr(function, "__module__", "").endswith(f"_{method}")
+    from_template = (getattr(function, "__module__", None) or "").endswith(f"_{method}")
     return function is GENERIC[method] or (from_template and function is vars(cls).get(f"_jinja_{method}"))
 
 
