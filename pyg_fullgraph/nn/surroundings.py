@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules import module as modules
 
-from pyg_fullgraph.nn.rebinding import codes_in, globals_of, written
+from pyg_fullgraph.nn.rebinding import Made, codes_in, globals_of, written
 from pyg_fullgraph.saga.trace import ArgSpec
 
 __all__ = ["INTERNAL", "SIMPLE", "Key", "Numbers", "Reached", "cells_of", "code_names", "definitions",
@@ -278,7 +278,7 @@ def is_code(value: Any) -> bool:
 _CACHED = type(functools.lru_cache(lambda: None))
 _CODE = (types.FunctionType, property, classmethod, staticmethod, types.GetSetDescriptorType,
          types.MemberDescriptorType, types.WrapperDescriptorType, types.MethodDescriptorType,
-         types.ClassMethodDescriptorType)
+         types.ClassMethodDescriptorType, Made)
 
 
 def is_library(value: Any) -> bool:
