@@ -508,7 +508,7 @@ class Products(LayerMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._end()
+        self.end()
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -517,16 +517,18 @@ class Products(LayerMode):
         try:
             yield
         finally:
-            self._end()
+            self.end()
 
     def _begin(self) -> None:
         self._links, self._taken = {}, {}
         self._outer, _running.mode = _running.mode, self
 
-    def _end(self) -> None:
-        _running.mode = self._outer
-        self._links.clear()
-        self._taken.clear()
+    def end(self) -> None:
+        """Let go of the chains; nothing where that was done."""
+        if _running.mode is self:
+            _running.mode = self._outer
+            self._links.clear()
+            self._taken.clear()
 
     def stand_in(self, x: Tensor) -> Tensor:
         """The rows of ``x``, as the last product of them gave them back if nothing wrote to them since."""

@@ -256,6 +256,7 @@ def test_no_mode_stays_after_an_interrupt(mode, monkeypatch):
             for _ in range(3):
                 layer(x, CASE.edge_index)
         assert torch._C._len_torch_function_stack() == 0
+        assert dense._running.mode is None
     assert entered
 
 

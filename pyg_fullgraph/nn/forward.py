@@ -182,7 +182,7 @@ def _wrapped(cls: Any, forward: Any, original: Any, is_lazy: bool) -> Any:
         # A layer that has nothing but an aggregation multiplies with no weight.
         multiply = multiplies if self._parameters or len(self._modules) > 1 else None
         outer = running.layer, running.may_wait, tape.running.recorder
-        num_modes = num_function_modes()
+        num_modes, in_products = num_function_modes(), None
         try:
             running.layer, running.may_wait, tape.running.recorder = self, None, None
             recorder = None if calls is None else calls.recorder(self, args, kwargs, multiply)
@@ -209,7 +209,9 @@ def _wrapped(cls: Any, forward: Any, original: Any, is_lazy: bool) -> Any:
             if outer[2] is not None:
                 outer[2].refuse()  # which has a layer in the layer
             running.layer, running.may_wait, tape.running.recorder = outer
-            drop_modes(num_modes)  # left by an interrupt
+            drop_modes(num_modes)  # left by an interrupt, as chains of products are
+            if in_products is not None:
+                in_products.end()
 
     def recorded(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """PyG's code, without lazy tensors and graphs; what it caches is that of a tracer, so it is not kept."""
