@@ -33,9 +33,6 @@ CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26, "meta": 1 << 26}
 #: Edges x features above which a CPU computes dot products of rows without gathering the rows.
 DOTS_ELEMENTS = 1 << 17
 
-# Said once per process by torch.sparse_csr_tensor, and of no use to a caller.
-warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
-
 Leaf = Callable[[Node], Tensor]
 
 
@@ -560,8 +557,17 @@ def index_sum(index: Tensor, value: Tensor, num_rows: int) -> Tensor:
     return out.reshape(num_rows, *value.shape[1:])
 
 
+@functools.cache
+def _let_torch_warn() -> None:
+    """Have torch say, once in a process and to nobody, that such matrices are in beta."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.sparse_csr_tensor([0, 0], [], [], (1, 1), check_invariants=False)
+
+
 def _matrix(ptr: Tensor, columns: Tensor, values: Tensor, num_columns: int) -> Tensor:
     """A sparse matrix that shares the memory of ``values``."""
+    _let_torch_warn()
     size = (ptr.numel() - 1, num_columns)
     return torch.sparse_csr_tensor(ptr, columns, values, size, check_invariants=False)
 

@@ -6,6 +6,7 @@ Shape letters: N nodes, E directed edges, F features, C classes.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import warnings
 import zipfile
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from pyg_fullgraph.checkpoint import prepare_folder, write_atomically
-from pyg_fullgraph.errors import DatasetError, UnknownDatasetError
+from pyg_fullgraph.errors import DatasetError, InputError, UnknownDatasetError
 from pyg_fullgraph.transforms import Reorder
 
 PLANETOID = {"cora": "Cora", "citeseer": "CiteSeer", "pubmed": "PubMed"}
@@ -64,6 +65,19 @@ class Dataset:
     @property
     def num_features(self) -> int:
         return self.x.size(1)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """What tells datasets apart: sizes, and a checksum of edges, classes, masks and where features are largest.
+
+        It reads every array once. Features that are rounded or scaled in another way have the same.
+        """
+        largest = [self.x.argmax(dim=1)] if self.x.numel() else []
+        checksum = 0
+        for part in (self.edge_index, self.y, *(getattr(self, mask) for mask in _MASKS), *largest):
+            checksum = zlib.crc32(part.contiguous().numpy(force=True).data, checksum)
+        sizes = f"{self.num_nodes} nodes, {self.num_edges} edges, {self.num_features} features"
+        return f"{sizes}, {self.num_classes} classes, checksum {checksum:08x}"
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Dataset:
         """The same dataset on `device`, features in `dtype` (default: unchanged)."""
@@ -146,7 +160,7 @@ def load_dataset(name_or_path: str | os.PathLike = "generated", split: int = 0) 
         split: which column of masks of shape [N, S]; 0 where there is one split.
     Returns: the validated dataset on the CPU.
     Raises: UnknownDatasetError (lists what exists); DatasetError (unreadable file, missing array, failed download,
-        anything `Dataset.validate` refuses).
+        anything `Dataset.validate` refuses); InputError (no folder to look names up in).
     """
     name = os.fspath(name_or_path)
     if name.partition(":")[0] == "generated":
@@ -302,12 +316,16 @@ def load_npz(path: str | os.PathLike, split: int = 0) -> Dataset:
 def save_npz(dataset: Dataset, path: str | os.PathLike) -> None:
     """Writes `dataset` in the layout that `load_npz` reads; the file appears complete or not at all.
 
-    Raises: UnwritableFolderError.
+    Raises: DatasetError, if the name of the file does not end in `.npz`; UnwritableFolderError.
     """
     path = Path(path)
+    if path.suffix != ".npz":
+        raise DatasetError(dataset.name, "path", "the name of a file that ends in .npz", str(path))
     prepare_folder(path.parent)
     index_dtype = np.int32 if dataset.num_nodes < 2**31 else np.int64
-    arrays = {key: getattr(dataset, key).numpy(force=True) for key in ("x", "y", "edge_index", *_MASKS)}
+    arrays = {key: getattr(dataset, key).numpy(force=True) for key in ("y", "edge_index", *_MASKS)}
+    x = dataset.x.float() if dataset.x.dtype == torch.bfloat16 else dataset.x  # which NumPy does not have
+    arrays.update(x=x.numpy(force=True), num_classes=np.array(dataset.num_classes))
     arrays["edge_index"] = arrays["edge_index"].astype(index_dtype)
     write_atomically(path, lambda file: np.savez_compressed(file, **arrays))
 
@@ -328,19 +346,28 @@ def _from_arrays(name: str, arrays: Mapping[str, np.ndarray], split: int) -> Dat
             f"{name}: features are known for {int(known.sum())} of {num_nodes} nodes; its accuracy says nothing",
             stacklevel=2,
         )
-    num_classes = int(y.max()) + 1 if num_nodes else 0
-    if num_classes > num_nodes:
-        raise DatasetError(name, "y", f"classes numbered from 0, fewer than the {num_nodes} nodes", num_classes - 1)
+    masks = _masks(name, arrays, split)
     return Dataset(
         name=name,
         x=x,
         edge_index=torch.from_numpy(arrays["edge_index"].astype(np.int64)),
         y=y,
-        train_mask=_mask(name, arrays, "train_mask", split),
-        val_mask=_mask(name, arrays, "val_mask", split),
-        test_mask=_mask(name, arrays, "test_mask", split),
-        num_classes=num_classes,
+        num_classes=_num_classes(name, arrays, y),
+        **masks,
     )
+
+
+def _num_classes(name: str, arrays: Mapping[str, np.ndarray], y: Tensor) -> int:
+    """What the file says, else one more than the largest label."""
+    if "num_classes" in arrays:
+        said = arrays["num_classes"]
+        if said.shape != () or said.dtype.kind not in _INTEGERS or said < 1:
+            raise DatasetError(name, "num_classes", "a single number above 0", f"{said.dtype} {said.tolist()}")
+        return int(said)
+    found = int(y.max()) + 1 if y.numel() else 0
+    if found > y.size(0):
+        raise DatasetError(name, "y", f"classes numbered from 0, fewer than the {y.size(0)} nodes", found - 1)
+    return found
 
 
 def _labels(name: str, y: np.ndarray) -> Tensor:
@@ -373,23 +400,35 @@ def _features(name: str, arrays: Mapping[str, np.ndarray]) -> Tensor:
         if data.dtype.kind not in _REAL or not all(a.dtype.kind in _INTEGERS for a in (indices, indptr, shape)):
             raise TypeError(", ".join(f"{key} of {arrays[key].dtype}" for key in parts))
         num_rows, num_features = (int(size) for size in shape)
-        row = np.repeat(np.arange(num_rows), np.diff(indptr))
+        steps: Any = np.diff(indptr.astype(np.int64))
+        if indptr.shape != (num_rows + 1,) or indptr[0] != 0 or steps.min(initial=0) < 0:
+            raise ValueError(f"x_indptr has to ascend from 0, with {num_rows + 1} entries for {num_rows} rows; it has "
+                             f"{indptr.size}, from {indptr.flat[0] if indptr.size else None}")
+        row = np.repeat(np.arange(num_rows), steps)
         if not len(row) == len(indices) == len(data):
             raise ValueError(f"{len(row)} entries by x_indptr, {len(indices)} columns, {len(data)} values")
         if indices.min(initial=0) < 0:
             raise IndexError("a negative column")
         dense = torch.zeros(num_rows, num_features)
         position = (torch.from_numpy(row), torch.from_numpy(indices.astype(np.int64)))
-        dense[position] = torch.from_numpy(data.astype(np.float32))
+        # Of one place that comes several times the sum, as in SciPy.
+        dense.index_put_(position, torch.from_numpy(data.astype(np.float32)), accumulate=True)
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
         raise DatasetError(name, "x_indptr", "compressed rows that fit together", error) from error
     return dense
 
 
-def _mask(name: str, arrays: Mapping[str, np.ndarray], key: str, split: int) -> Tensor:
-    found = key if key in arrays else f"gen_{key}"
+def _masks(name: str, arrays: Mapping[str, np.ndarray], split: int) -> dict[str, Tensor]:
+    """The public split, or where there is none of its masks the file's own; never some of both."""
+    has_public = any(key in arrays for key in _MASKS)
+    return {key: _mask(name, arrays, key, key if has_public else f"gen_{key}", split) for key in _MASKS}
+
+
+def _mask(name: str, arrays: Mapping[str, np.ndarray], key: str, found: str, split: int) -> Tensor:
     if found not in arrays:
-        raise DatasetError(name, key, f"an array '{key}' or 'gen_{key}' in the file", "neither")
+        there = ", ".join(sorted(k for k in arrays if k.endswith("_mask"))) or "no mask"
+        either = f"'{key}'" if found == key else f"'{key}' or '{found}'"
+        raise DatasetError(name, key, f"an array {either} in the file", there)
     if arrays[found].dtype != np.bool_:
         raise DatasetError(name, key, "bool", arrays[found].dtype)
     mask = torch.from_numpy(arrays[found])
@@ -403,16 +442,23 @@ def _mask(name: str, arrays: Mapping[str, np.ndarray], key: str, split: int) -> 
 
 
 def cache_folder() -> Path:
-    """Where named datasets are looked up and downloads kept: `$PFG_DATA` or `~/.cache/pyg_fullgraph`."""
-    return Path(os.environ.get("PFG_DATA") or Path.home() / ".cache" / "pyg_fullgraph")
+    """Where named datasets are looked up and downloads kept: `$PFG_DATA` or `~/.cache/pyg_fullgraph`.
+
+    Raises: InputError for a user without a home who sets no `$PFG_DATA`.
+    """
+    try:
+        return Path(os.environ.get("PFG_DATA") or Path.home() / ".cache" / "pyg_fullgraph")
+    except RuntimeError as error:
+        raise InputError("PFG_DATA", "to name a folder, as there is no home to keep datasets in", "nothing") from error
 
 
 def _load_named(name: str, split: int) -> Dataset:
     stem = name.lower()
-    path = cache_folder() / f"{stem}.npz"
-    # Anything with a separator is a path that lacks its .npz, not a name.
-    if path.name == f"{stem}.npz" and path.is_file():
-        return load_npz(path, split)
+    for file_name in (f"{name}.npz", f"{stem}.npz"):
+        path = cache_folder() / file_name
+        # Anything with a separator is a path that lacks its .npz, not a name.
+        if path.name == file_name and path.is_file():
+            return load_npz(path, split)
     if stem in PLANETOID:
         download = _download_planetoid
     elif stem in OGB:

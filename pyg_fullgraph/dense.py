@@ -26,10 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module
-from torch.overrides import TorchFunctionMode
 
 from pyg_fullgraph import columns, padding
-from pyg_fullgraph.functions import PLAIN, applying, unseen
+from pyg_fullgraph.functions import PLAIN, LayerMode, applying, unseen
 from triton_kernels import dense, launch
 
 __all__ = ["SUMS", "TAKEN", "Products", "added", "call", "chain", "in_layer", "linear", "matmul", "multiplier", "outer",
@@ -488,7 +487,7 @@ class _Link(NamedTuple):
     version: int
 
 
-class Products(TorchFunctionMode):
+class Products(LayerMode):
     """Every call of torch's functions by :func:`call`, but for those of an edge phase, which has ways of its own; and
     the chains of products in one forward, of ``layer`` if that is one.
 
@@ -510,8 +509,8 @@ class Products(TorchFunctionMode):
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self._end()
         super().__exit__(*error)
+        self.end()
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -520,16 +519,18 @@ class Products(TorchFunctionMode):
         try:
             yield
         finally:
-            self._end()
+            self.end()
 
     def _begin(self) -> None:
         self._links, self._taken = {}, {}
         self._outer, _running.mode = _running.mode, self
 
-    def _end(self) -> None:
-        _running.mode = self._outer
-        self._links.clear()
-        self._taken.clear()
+    def end(self) -> None:
+        """Let go of the chains; nothing where that was done."""
+        if _running.mode is self:
+            _running.mode = self._outer
+            self._links.clear()
+            self._taken.clear()
 
     def stand_in(self, x: Tensor) -> Tensor:
         """The rows of ``x``, as the last product of them gave them back if nothing wrote to them since."""

@@ -12,12 +12,13 @@ from torch._C._functorch import TransformType, peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import Function
 from torch.compiler import is_compiling
-from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _get_current_function_mode_stack, _pop_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
-    "PLAIN", "apart", "applying", "has_autocast", "has_modes_of_others", "has_transforms", "is_batched", "is_exported",
-    "is_of_transform", "is_recorded", "num_dispatch_modes", "unrecorded", "unseen"]
+    "PLAIN", "LayerMode", "apart", "applying", "drop_modes", "has_autocast", "has_modes_of_others", "has_transforms",
+    "is_batched", "is_exported", "is_of_transform", "is_recorded", "num_dispatch_modes", "num_function_modes",
+    "unrecorded", "unseen"]
 
 #: Types of tensors that are torch's own.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -37,9 +38,10 @@ _TRACERS = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.
 _PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
 #: How many dispatch modes are at work.
 num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+#: How many modes of torch's functions are at work.
+num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 # Asked in each call of a layer.
 _is_tracing = torch._C._is_tracing
-_num_function_modes = torch._C._len_torch_function_stack
 _has = torch._C._dispatch_tls_is_dispatch_key_included
 
 
@@ -53,9 +55,25 @@ def is_recorded() -> bool:
 
 def has_modes_of_others() -> bool:
     """Whether a mode of torch's functions is at work that is somebody's, and not ours or a device's."""
-    return _num_function_modes() > 0 and not all(
+    return num_function_modes() > 0 and not all(
         type(mode).__module__.startswith(("pyg_fullgraph.", "torch.utils._device"))
         for mode in _get_current_function_mode_stack())
+
+
+class LayerMode(TorchFunctionMode):
+    """A mode around the forward of a layer. It takes itself off the stack of modes and nothing else: an interrupt may
+    have left others there, for :func:`drop_modes`, or have taken this one off.
+    """
+
+    def __exit__(self, *error: Any) -> None:
+        if _get_current_function_mode() is self:
+            super().__exit__(*error)
+
+
+def drop_modes(num_below: int) -> None:
+    """Take modes around forwards off the stack that were left there, above ``num_below`` modes."""
+    while num_function_modes() > num_below and isinstance(_get_current_function_mode(), LayerMode):
+        _pop_mode()
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ Legend: S sources, N destinations, E edges.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any, cast
@@ -27,6 +28,8 @@ __all__ = ["Graph", "graph_of", "is_part"]
 
 Size = tuple[int | None, int | None]
 
+_DROPS_VALUES = ("A graph has no weights, and values of this sparse matrix that are not all 1 are left out; "
+                 "Graph.from_any(matrix, return_value=True) returns them as well, for edge_weight of a layer")
 _INTEGER_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -112,12 +115,22 @@ class Graph(Tensor):
                 tensor is coalesced, as PyG does.
             size: ``(num_src, num_dst)`` or a number of nodes; what the object itself knows has to agree.
             return_value: return ``(graph, value)``, where value [E, ...] holds the matrix's values in the graph's edge
-                order, or None where there are none.
+                order, or None where there are none. Layers take such values as their ``edge_weight``.
 
-        Returns: the graph. The edge order is the object's own storage order.
+        Returns: the graph. The edge order is the object's own storage order. It has no weights: where values of a
+            matrix are not all 1 and were not asked for, there is a UserWarning.
         Raises: as :meth:`from_edge_index`; SizeMismatchError (ValueError) if ``size`` disagrees with the object,
             GraphTypeError (TypeError) for anything else.
         """
+        graph, value = cls._with_value(obj, size)
+        if return_value:
+            return graph, value
+        if value is not None and not (value == 1).all():
+            warnings.warn(_DROPS_VALUES, stacklevel=2)
+        return graph
+
+    @classmethod
+    def _with_value(cls, obj: Any, size: int | Size | None = None) -> tuple[Graph, Tensor | None]:
         wanted, is_square = _parse_size(size)
         value: Tensor | None = None
         if isinstance(obj, Graph):
@@ -133,7 +146,7 @@ class Graph(Tensor):
             graph, value = cls._from_torch_sparse(obj, wanted)
         else:
             graph = cls.from_edge_index(obj, size)
-        return (graph, value) if return_value else graph
+        return graph, value
 
     @classmethod
     def _from_coo(cls, src: Tensor, dst: Tensor, num_src: int, num_dst: int) -> Graph:
@@ -561,24 +574,24 @@ def graph_of(edge_index: Tensor, size: int | Size | None = None) -> Graph:
     if pyg_typing.WITH_TORCH_SPARSE and isinstance(edge_index, pyg_typing.SparseTensor):
         return _graph_of_sparse_tensor(edge_index, wanted)
     if isinstance(edge_index, Graph) or not isinstance(edge_index, Tensor):
-        return cast(Graph, Graph.from_any(edge_index, size))
+        return Graph._with_value(edge_index, size)[0]
     graphs = remembered.of(edge_index)
     if wanted in graphs:
         return taken(graphs[wanted])
     # What outlives this call must not be marked as made for inference.
     with torch.inference_mode(False), torch.no_grad():
-        return keep(graphs, wanted, Graph.from_any(edge_index, None if wanted == (None, None) else wanted))
+        return keep(graphs, wanted, Graph._with_value(edge_index, None if wanted == (None, None) else wanted)[0])
 
 
 def _graph_of_sparse_tensor(matrix: Any, wanted: Size) -> Graph:
     with torch.inference_mode(False):  # the matrix keeps what it makes here
         ptr, col = matrix.storage.rowptr(), matrix.storage.col()
     if ptr.is_inference():
-        return cast(Graph, Graph.from_any(matrix, wanted))
+        return Graph._with_value(matrix, wanted)[0]
     graphs, size = remembered.of(col), matrix.sparse_sizes()
     known = graphs.get(size)
     if known is None or known[0]() is not ptr or not is_unchanged(ptr, known[1]):
         with torch.inference_mode(False):
-            known = keep(graphs, size, (weakref.ref(ptr), state_of(ptr), Graph.from_any(matrix)))
+            known = keep(graphs, size, (weakref.ref(ptr), state_of(ptr), Graph._with_value(matrix)[0]))
     _check_size(known[2], wanted)
     return taken(known[2])

@@ -8,7 +8,7 @@ import torch_geometric.nn as pyg_nn
 from torch.nn import Module
 
 import pyg_fullgraph.nn as fused_nn
-from pyg_fullgraph.errors import NotFusedError
+from pyg_fullgraph.errors import InputError, NotFusedError
 from pyg_fullgraph.nn.classes import fused_class
 from pyg_fullgraph.nn.propagation import FusedMixin, is_layer, refusals
 
@@ -30,9 +30,11 @@ def convert(model: AnyModule, strict: bool = False) -> AnyModule:
         strict: refuse a model with a layer that can never run fused, and have layers raise NotFusedError where they
             would run plain because of their inputs or what their methods do.
     Returns: ``model``.
-    Raises: NotFusedError (ValueError), with ``strict``: names every such layer with its reasons; nothing was changed.
+    Raises: InputError (ValueError) for what is no module; NotFusedError (ValueError), with ``strict``: names every such
+        layer with its reasons; nothing was changed.
         What depends on inputs or on ``message`` shows when the model runs: see :func:`pyg_fullgraph.explain`.
     """
+    _check(model)
     if strict:
         refused = {name or type(m).__name__: why for name, m in model.named_modules()
                    if is_layer(m) and (why := refusals(m))}
@@ -57,6 +59,7 @@ def revert(model: AnyModule) -> AnyModule:
 
     A layer whose class was written as a subclass of ``pyg_fullgraph.nn`` stays what it is.
     """
+    _check(model)
     for layer in model.modules():
         kind = type(layer)
         base = _BASES.get(kind) or vars(kind).get("_fullgraph_base")
@@ -66,6 +69,11 @@ def revert(model: AnyModule) -> AnyModule:
             _change_class(layer, base)
         vars(layer).pop("_fullgraph_strict", None)
     return model
+
+
+def _check(model: object) -> None:
+    if not isinstance(model, Module):
+        raise InputError("model", "to be a torch.nn.Module", type(model).__name__)
 
 
 def _change_class(layer: Any, kind: type) -> None:

@@ -82,7 +82,10 @@ class Partition(Permutation):
         return self.order.numel()
 
     def owner(self, ids: Tensor) -> Tensor:
-        """Part of each of the user's ids."""
+        """Part of each of the user's ids. Raises: InputError for ids that there are not."""
+        low, high = (int(v) for v in ids.aminmax()) if ids.numel() else (0, -1)
+        if low < 0 or high >= self.num_vertices:
+            raise InputError("ids", f"to be vertices 0 to {self.num_vertices - 1}", f"{low} to {high}")
         return owner_of(self.place[ids], self.bounds)
 
     def part(self, k: int) -> Tensor:
@@ -92,8 +95,10 @@ class Partition(Permutation):
     def take(self, values: Tensor, k: int) -> Tensor:
         """The rows of ``values`` [V, ...] that part k holds: features, labels, masks.
 
-        Raises: RowCountError if there is not one row per vertex.
+        Raises: RowCountError if there is not one row per vertex, InputError for what is no tensor.
         """
+        if not isinstance(values, Tensor):
+            raise InputError("values", "to be a tensor", type(values).__name__)
         if values.dim() == 0 or values.size(0) != self.num_vertices:
             raise RowCountError("values", self.num_vertices, "vertex", values.size(0) if values.dim() else 1)
         return values.index_select(0, self.part(k).to(values.device))
@@ -174,6 +179,8 @@ def partition(graph: Graph, num_parts: int, method: str = "random", seed: int = 
         balances graphs with few, heavy vertices. MGG Algorithm 1 cuts ranges by binary search for a fixed share of the
         edges; here the share is that of the edges and parts left, and the nearer end of the last row is taken.
     """
+    if not isinstance(graph, Graph):
+        raise InputError("graph", "to be a Graph, as Graph.from_any makes one", type(graph).__name__)
     if not isinstance(num_parts, int) or num_parts < 1:
         raise InputError("num_parts", "to be a number of parts, at least 1", num_parts)
     if side not in ("both", "src", "dst"):

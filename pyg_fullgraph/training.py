@@ -242,6 +242,7 @@ class _Run:
     ) -> None:
         self.config, self.seed, self.provider = config, seed, provider
         self.path = None if config.out is None else checkpoint_path(config.out, provider, seed)
+        self.job = {} if self.path is None else _job(config, dataset, provider, seed)
         self.group = Group()
         self.graph: Tensor
         if dist.is_initialized():
@@ -370,7 +371,7 @@ class _Run:
         if self.config.device == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state()
         state = {
-            "job": _job(self.config, self.provider, self.seed),
+            "job": self.job,
             "epoch": len(self.history.losses),
             "history": dataclasses.asdict(self.history),
             "model": self.model.state_dict(),
@@ -382,7 +383,7 @@ class _Run:
 
     def _load(self, path: Path) -> None:
         state = load_checkpoint(path, self.config.device)
-        job = _job(self.config, self.provider, self.seed)
+        job = self.job
         if changed := [name for name in job if state["job"].get(name) != job[name]]:
             had = ", ".join(f"{name}={state['job'].get(name)}" for name in changed)
             wanted = ", ".join(f"{name}={job[name]}" for name in changed)
@@ -419,11 +420,14 @@ def _accuracy(scores: Tensor, y: Tensor) -> Tensor:
     return multiclass_accuracy(scores, y, scores.size(1), average="micro", validate_args=False)
 
 
-def _job(config: TrainConfig, provider: str, seed: int) -> dict[str, Any]:
-    """What a checkpoint must agree on; the rest of the configuration may change between start and resume."""
+def _job(config: TrainConfig, dataset: Dataset, provider: str, seed: int) -> dict[str, Any]:
+    """What a checkpoint must agree on; the rest of the configuration may change between start and resume.
+
+    The dataset is known by what is in it: a file may be written anew, or be found by another path.
+    """
     free = {"epochs", "patience", "seeds", "device", "compare", "out", "resume", "timeline", "capture"}
     job = {key: value for key, value in config.asdict().items() if key not in free}
-    return dict(provider=provider, seed=seed, **job)
+    return dict(provider=provider, seed=seed, **job) | {"dataset": dataset.fingerprint}
 
 
 class Stopped(KeyboardInterrupt):

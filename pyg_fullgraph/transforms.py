@@ -184,7 +184,7 @@ class Reorder(BaseTransform):
 
     def _bare(self, value: Any) -> Any:
         name = "adj_t" if is_sparse(value) else "edge_index"
-        graph = value if isinstance(value, Graph) else Graph.from_any(value)
+        graph = value if isinstance(value, Graph) else Graph.from_any(value, return_value=True)[0]
         order = Permutation(order_vertices(graph, self.method, self.seed).to(graph.device))
         fresh, moved = _renumbered_matrix(value, order, order) if is_sparse(value) else \
             self._renumbered_index(name, value, order, order)
@@ -216,12 +216,13 @@ class _Relation(NamedTuple):
         value = self.store[self.name]
         if not is_sparse(value):
             return _plain(value)
-        index = Graph.from_any(value).to_edge_index()
+        index = Graph.from_any(value, return_value=True)[0].to_edge_index()
         return index.flip(0) if self.name == "adj" else index
 
     def graph(self, num_nodes: int) -> Graph:
         """The edges alone, where both types are one."""
-        return Graph.from_any(self.store[self.name], num_nodes)
+        graph, _ = Graph.from_any(self.store[self.name], num_nodes, return_value=True)
+        return graph
 
     def check(self, sizes: dict[Any, int]) -> None:
         """Raise if an id does not belong to its type, which in a graph of all types would be another node."""

@@ -1,5 +1,7 @@
 """What the chunked executor does to be fast on a CPU gives what the plain way gives."""
 
+import subprocess
+import sys
 from unittest import mock
 
 import pytest
@@ -203,3 +205,16 @@ def test_memory_is_bounded_by_the_budget(name, handed):
     whole = 4 + handed + sum(n.numel for n in program.inputs if n.domain == EDGE)
     whole += 2 * sum(o.value.numel for o in program.outputs if o.kind == "edge")
     assert live.peak <= 4 * (1.5 * budget + num_edges * whole)
+
+
+def test_filters_of_warnings_stay_those_of_the_caller():
+    lines = """
+import warnings, torch, torch_geometric.nn
+before = [*warnings.filters]
+import pyg_fullgraph.nn as fused_nn
+from pyg_fullgraph import chunks
+assert warnings.filters == before, warnings.filters
+warnings.simplefilter("error")
+chunks._matrix(torch.tensor([0, 1]), torch.tensor([0]), torch.ones(1), 1)
+"""
+    subprocess.run([sys.executable, "-c", lines], check=True)

@@ -12,7 +12,7 @@ import torch
 
 from pyg_fullgraph.config import TrainConfig
 from pyg_fullgraph.data import Dataset, generate, load_dataset, load_npz, save_npz
-from pyg_fullgraph.errors import DatasetError, UnknownDatasetError, UnwritableFolderError
+from pyg_fullgraph.errors import DatasetError, InputError, UnknownDatasetError, UnwritableFolderError
 
 
 def tiny_arrays() -> dict[str, np.ndarray]:
@@ -133,6 +133,12 @@ def test_npz_compressed_rows(path):
     assert data.x.tolist() == x.tolist()
 
 
+def test_npz_compressed_rows_with_one_place_twice(path):
+    rows = {"x_data": np.array([1, 2, 4]), "x_indices": np.array([1, 1, 0]), "x_indptr": np.array([0, 2, 3, 3, 3, 3])}
+    data = load_dataset(write(path, x=None, x_shape=np.array([5, 2]), **rows))
+    assert data.x[:2].tolist() == [[0, 3], [4, 0]]
+
+
 def test_npz_own_split_where_there_is_no_public_one(path):
     arrays = tiny_arrays()
     renamed = {f"gen_{key}": arrays[key] for key in arrays if key.endswith("mask")}
@@ -151,11 +157,12 @@ def test_npz_several_splits(path):
 
 
 def test_save_then_load(path):
-    data = generate(nodes=40, degree=3)
+    data = dataclasses.replace(generate(nodes=40, degree=3), num_classes=12)
     save_npz(data, path)
     again = load_npz(path)
     for name in ("x", "edge_index", "y", "train_mask", "val_mask", "test_mask"):
         assert torch.equal(getattr(data, name), getattr(again, name))
+    assert again.num_classes == data.num_classes
     assert list(path.parent.iterdir()) == [path]
 
 
@@ -166,6 +173,17 @@ def test_save_takes_features_with_gradients_and_names_a_folder_that_takes_no_fil
     for folder in ("/dev/null", path):
         with pytest.raises(UnwritableFolderError, match=f"Expected output folder '{folder}' to be writable"):
             save_npz(data, f"{folder}/data.npz")
+
+
+def test_save_takes_features_of_a_type_that_numpy_has_not(path):
+    data = generate(nodes=40, degree=3).to("cpu", torch.bfloat16)
+    save_npz(data, path)
+    assert torch.equal(load_npz(path).x, data.x.float())
+
+
+def test_save_refuses_a_name_under_which_nothing_is_found(path):
+    with pytest.raises(DatasetError, match=r"a file that ends in \.npz \(got .*tiny\)"):
+        save_npz(generate(nodes=40, degree=3), path.with_suffix(""))
 
 
 def test_unlabelled_nodes_outside_the_masks_are_fine(path):
@@ -191,7 +209,11 @@ BAD_ARRAYS = [
     ({"train_mask": NONE}, r"'train_mask' .* at least one selected node \(got a mask that selects nothing\)"),
     ({"val_mask": NONE}, "'val_mask' .* selects nothing"),
     ({"test_mask": NONE}, "'test_mask' .* selects nothing"),
-    ({"test_mask": None}, "'test_mask' .* 'gen_test_mask' in the file"),
+    ({"test_mask": None}, r"'test_mask' .* an array 'test_mask' in the file \(got train_mask, val_mask\)"),
+    ({"train_mask": None, "gen_train_mask": ~NONE}, r"an array 'train_mask' in the file \(got gen_train_mask, test"),
+    (dict.fromkeys(("train_mask", "val_mask", "test_mask")), r"'train_mask' or 'gen_train_mask' in .* \(got no mask"),
+    ({"num_classes": np.array([3])}, r"'num_classes' .* a single number above 0 \(got int64 \[3\]\)"),
+    ({"num_classes": np.array(1)}, r"'y' .* classes between 0 and 0 where a mask selects \(got 1\)"),
     ({"train_mask": np.zeros(5)}, r"'train_mask' .* to be bool \(got float64\)"),
     ({"train_mask": np.zeros(5, "U1")}, r"'train_mask' .* to be bool \(got <U1\)"),
     ({"val_mask": np.zeros(5, "M8[s]")}, r"'val_mask' .* to be bool \(got datetime64\[s\]\)"),
@@ -222,7 +244,8 @@ def test_bad_array_is_named_with_what_was_expected_and_what_came(path, changes, 
         load_dataset(write(path, **changes))
 
 
-@pytest.mark.parametrize("change", ["indptr", "indices", "negative", "fraction", "time", "data", "shape"])
+@pytest.mark.parametrize("change", [
+    "indptr", "indices", "negative", "fraction", "time", "data", "shape", "start", "short"])
 def test_compressed_rows_that_do_not_fit(path, change):
     csr = {
         "x_data": np.ones(2),
@@ -238,6 +261,8 @@ def test_compressed_rows_that_do_not_fit(path, change):
         "time": {"x_data": np.ones(2, "m8[s]")},
         "data": {"x_data": np.ones(3)},
         "shape": {"x_shape": np.array([4, 3])},
+        "start": {"x_indptr": np.array([1, 1, 1, 1, 2, 3])},
+        "short": {"x_indptr": np.array([0, 1, 2])},
     }[change]
     with pytest.raises(DatasetError, match=r"'x_indptr' .* compressed rows that fit together"):
         load_dataset(write(path, x=None, **csr))
@@ -299,6 +324,25 @@ def test_unknown_name_says_what_exists(cache):
     with pytest.raises(UnknownDatasetError, match=r"\(mine\) \(got '\.\./mine'\)"):
         load_dataset("../mine")
     assert load_dataset("mine").num_nodes == 5
+
+
+def test_a_file_is_found_by_its_name_in_either_case(cache):
+    cache.mkdir()
+    write(cache / "Mine.npz")
+    write(cache / "lower.npz", y=np.array([0, 0, 1, 1, 2]))
+    assert load_dataset("Mine").name == "Mine"
+    assert load_dataset("LOWER").name == "lower"
+
+
+def test_a_user_without_a_home(monkeypatch, path):
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("PFG_DATA", raising=False)
+    monkeypatch.setattr(Path, "home", home)
+    assert load_dataset(write(path)).num_nodes == 5
+    with pytest.raises(InputError, match="'PFG_DATA' to name a folder, as there is no home"):
+        load_dataset("cora")
 
 
 def test_download_that_fails_says_where_to_put_the_file(cache, monkeypatch):

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import warnings
 
 import numpy as np
 import pytest
@@ -16,9 +17,10 @@ from torch_geometric.data import Data
 from torch_geometric.utils import add_self_loops, degree
 
 import zoo
-from pyg_fullgraph import edge_order, errors
+from pyg_fullgraph import edge_order, errors, shard
 from pyg_fullgraph.edge_order import EdgeOrder
 from pyg_fullgraph.graph import Graph
+from pyg_fullgraph.transforms import Reorder
 from triton_kernels import segment
 
 
@@ -257,6 +259,20 @@ def test_from_uncoalesced_coo_adds_duplicates_as_pyg_does():
     built, value = Graph.from_any(adj, return_value=True)
     check_graph(built, torch.tensor([[1, 2], [0, 1]]), (3, 2))
     assert value.tolist() == [2.0, 5.0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_values_that_a_graph_does_not_have_are_told_of(layout):
+    dense = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
+    matrix, weighted = (LAYOUTS[layout](d) for d in (dense, dense * 2))
+    for make in (Graph.from_any, shard):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "A graph has no weights")
+            make(matrix)
+            Graph.from_any(weighted, return_value=True)
+            Reorder("degree")(weighted)
+        with pytest.warns(UserWarning, match=r"A graph has no weights.*return_value=True\) returns them"):
+            make(weighted)
 
 
 def test_from_torch_sparse_checks_ids_that_torch_does_not():

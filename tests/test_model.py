@@ -12,7 +12,7 @@ from torch_geometric.nn import models
 import pyg_fullgraph.nn as fused_nn
 import zoo
 from pyg_fullgraph import debug
-from pyg_fullgraph.errors import NotFusedError
+from pyg_fullgraph.errors import InputError, NotFusedError
 from pyg_fullgraph.explanation import explain
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.model import convert, revert
@@ -125,6 +125,12 @@ def test_own_propagate_is_kept_and_counted():
     assert_same([model(features(), CASE.edge_index)], [plain(features(), CASE.edge_index)])
     assert debug.plain_reasons() == {"OwnPropagate.propagate": {"the class has a propagate of its own": 1}}
     assert type(revert(model)) is OwnPropagate
+
+
+@pytest.mark.parametrize("change", [convert, revert])
+def test_what_is_no_module_is_refused(change):
+    with pytest.raises(InputError, match=r"'model' to be a torch\.nn\.Module \(got int\)"):
+        change(3)
 
 
 def test_strict_names_every_refusal_and_changes_nothing():

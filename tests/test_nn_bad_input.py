@@ -1,5 +1,7 @@
 """What does not fit a layer or a graph is refused with a clear error, before anything runs."""
 
+import logging
+
 import pytest
 import torch
 from layers import MORE, SQUARE, assert_fused, twins
@@ -108,3 +110,27 @@ def test_mixed_devices():
     x, _ = BY_NAME["sage"].inputs(CASE)
     with pytest.raises(ValueError, match="on device cpu"):
         fused.propagate(CASE.edge_index, x=(x.to("meta"), x))
+
+
+class Wide(fused_nn.MessagePassing):
+    """Multiplies rows by a matrix of another height."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(7, 3))
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_j):
+        return x_j.relu() @ self.weight
+
+
+@pytest.mark.filterwarnings("ignore::pyg_fullgraph.debug.PlainPathWarning")
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_torch_logs_nothing_of_widths_that_do_not_fit(is_mixed, caplog):
+    x = torch.ones(CASE.num_src, 8, dtype=torch.float64 if is_mixed else None)
+    with pytest.raises(RuntimeError, match=r"mat1 and mat2|dtype"):
+        Wide()(x, CASE.edge_index)
+    assert not [r for r in caplog.records if r.levelname == "ERROR"]
+    assert not logging.getLogger("torch._subclasses.fake_tensor").filters

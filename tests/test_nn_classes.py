@@ -184,3 +184,25 @@ def test_weights_returned_in_a_sparse_matrix_have_gradients():
     _, (weights, _) = conv(x, x, matrix, return_attention_weights=True)
     (grad,) = torch.autograd.grad(weights.to_dense().sum(), conv.att_l.weight)
     assert grad.any()
+
+
+@pytest.mark.parametrize("base", [pyg_nn.MessagePassing, pyg_nn.GraphConv])
+def test_a_fused_class_is_no_subclass_that_anybody_is_told_of(base):
+    told = []
+
+    class Base(base):
+        def __init_subclass__(cls, *, tag, **kwargs):
+            super().__init_subclass__(**kwargs)
+            told.append(tag)
+
+    class Layer(Base, tag="mine"):
+        def message(self, x_j):
+            return x_j
+
+    layer = convert(Layer(*() if base is pyg_nn.MessagePassing else (2, 2)))
+    assert told == ["mine"]
+
+    class More(type(layer), tag="more"):
+        pass
+
+    assert told == ["mine", "more"]

@@ -1,5 +1,6 @@
 """Edges that a forward derives from its edge_index: their graphs are found again, and never those of other edges."""
 
+import contextlib
 import copy
 import gc
 import weakref
@@ -11,8 +12,9 @@ import torch_geometric.nn as pyg_nn
 import pyg_fullgraph as pfg
 import pyg_fullgraph.nn as fused_nn
 import zoo
+from pyg_fullgraph import dense
 from pyg_fullgraph.graph import Graph
-from pyg_fullgraph.nn import derived, preparation
+from pyg_fullgraph.nn import derived, preparation, tape
 
 CASE = zoo.sorted_by_dst()
 
@@ -217,3 +219,53 @@ def test_layers_that_derive_nothing_are_left_alone():
         layer(x, CASE.edge_index)
     assert type(derived.remembering(layer)) is not derived._Remembering
     assert type(derived.remembering(copy.deepcopy(layer))) is derived._Remembering
+
+
+# --- interrupts -------------------------------------------------------------------------------------------------
+
+
+class Interrupted(fused_nn.MessagePassing):
+    """Along the edges turned round; ``self.then`` is called at the end of the forward."""
+
+    then = staticmethod(lambda: None)
+
+    def forward(self, x, edge_index):
+        out = self.propagate(edge_index.flip(0), x=x)
+        self.then()
+        return out
+
+    def message(self, x_j):
+        return x_j.sin()
+
+
+@pytest.mark.parametrize("mode", [derived._Remembering, tape.Recorder, dense.Products])
+def test_no_mode_stays_after_an_interrupt(mode, monkeypatch):
+    layers = pyg_nn.Sequential("x, e", [(one, "x, e -> x") for one in (
+        Interrupted(), fused_nn.GCNConv(4, 4), fused_nn.DirGNNConv(fused_nn.SAGEConv(4, 4)))])
+    monkeypatch.setattr(dense, "_is_tall", lambda value: True)
+    entered = []
+
+    def interrupted(self, *error):
+        entered.append(self)
+        raise KeyboardInterrupt
+
+    x = torch.rand(CASE.num_dst, 4)
+    for layer in layers:
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            patch.setattr(mode, "__exit__", interrupted)
+            for _ in range(3):
+                layer(x, CASE.edge_index)
+        assert torch._C._len_torch_function_stack() == 0
+        assert dense._running.mode is None
+    assert entered
+
+
+def test_an_interrupt_that_takes_a_mode_off_is_an_interrupt():
+    def then():
+        torch._C._pop_torch_function_stack()
+        raise KeyboardInterrupt
+
+    layer = Interrupted()
+    layer.then = then
+    with pytest.raises(KeyboardInterrupt):
+        layer(torch.rand(CASE.num_dst, 4), CASE.edge_index)

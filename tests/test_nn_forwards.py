@@ -474,3 +474,17 @@ def test_no_answer_is_asked_for_after_what_may_not_happen_twice():
     assert recorded(lambda x: x * 2 if tape.asked(torch.is_tensor, x) else x, torch.ones(3)) is not None
     assert recorded(lambda x: drop(x) * 2 if tape.asked(torch.is_tensor, x) else x, torch.ones(3)) is not None
     assert recorded(lambda x: (drop(x), tape.asked(torch.is_tensor, x))[0], torch.ones(3)) is None
+
+
+@pytest.mark.parametrize("num_calls", [1, 2, ENOUGH])
+@pytest.mark.parametrize("name", ["GCNConv", "GATConv", "SAGEConv"])
+def test_torch_may_swap_the_parameters_of_a_layer(name, num_calls, monkeypatch):
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    ours, theirs = pair(name, 6, 6)
+    state = {k: v * 2 for k, v in theirs.state_dict().items()}
+    for change in (lambda m: m.float().double(), lambda m: m.load_state_dict(state)):
+        for _ in range(num_calls):
+            ours(features(), EDGES)
+        change(ours)
+        change(theirs)
+        torch.testing.assert_close(ours(features(), EDGES), theirs(features(), EDGES))

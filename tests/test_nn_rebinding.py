@@ -2,14 +2,16 @@
 
 import sys
 import types
+from unittest import mock
 
 import pytest
 import torch
 import torch_geometric.nn as pyg_nn
 from torch_geometric import utils
+from torch_geometric.utils import remove_self_loops
 
 import pyg_fullgraph.nn as fused_nn
-from pyg_fullgraph import debug
+from pyg_fullgraph import convert, debug
 from pyg_fullgraph.nn.rebinding import globals_of, rebind
 
 EDGES = torch.tensor([[0, 1, 2, 2], [1, 2, 3, 2]])
@@ -150,3 +152,74 @@ def test_copies_of_copies():
     module["len"] = 7
     assert twice() == (1, 5, 3, 7)
     assert set(module) == {"__builtins__", "first", "second", "third", "len"}
+
+
+# --- methods that change after a layer was fused ----------------------------------------------------------------
+
+
+def _layer_class():
+    class Layer(pyg_nn.MessagePassing):
+        def forward(self, x, edge_index):
+            edge_index, _ = remove_self_loops(edge_index)
+            return self.around(x, edge_index)
+
+        def around(self, x, edge_index):
+            edge_index, _ = remove_self_loops(edge_index)
+            return self.propagate(edge_index, x=x)
+
+        def message(self, x_j):
+            return x_j
+
+    return Layer
+
+
+def twice(self, x, edge_index):
+    edge_index, _ = remove_self_loops(edge_index)
+    return 2 * self.propagate(edge_index, x=x)
+
+
+@pytest.mark.parametrize("num_calls", [0, 1, 6])
+@pytest.mark.parametrize("method", ["forward", "around"])
+@pytest.mark.parametrize("is_in_place", [False, True])
+def test_a_method_changes_on_the_class(is_in_place, method, num_calls):
+    kind = _layer_class()
+    layer, plain = convert(kind()), kind()
+    for _ in range(num_calls):
+        layer(X, EDGES)
+    for new in (twice, _layer_class().forward) if method == "forward" else (twice,):
+        if is_in_place:
+            getattr(kind, method).__code__ = new.__code__
+        else:
+            setattr(kind, method, new)
+        for _ in range(3):
+            torch.testing.assert_close(layer(X, EDGES), plain(X, EDGES))
+        torch.testing.assert_close(convert(kind())(X, EDGES), plain(X, EDGES))
+
+
+@pytest.mark.parametrize("num_calls", [0, 6])
+@pytest.mark.parametrize("is_subclass", [False, True])
+def test_a_test_puts_something_in_the_place_of_a_forward_for_a_while(is_subclass, num_calls):
+    class Used(fused_nn.SAGEConv):
+        def forward(self, x, edge_index):
+            return super().forward(x, edge_index)
+
+    layer = (Used if is_subclass else fused_nn.SAGEConv)(2, 2).double()
+    before = [layer(X, EDGES) for _ in range(num_calls + 1)][-1]
+    with mock.patch.object(pyg_nn.SAGEConv, "forward", return_value=3) as called:
+        assert layer(X, EDGES) == 3
+    called.assert_called_once()
+    torch.testing.assert_close(layer(X, EDGES), before)
+    with mock.patch.object(pyg_nn.SAGEConv, "forward", lambda self, x, edge_index: x + 1):
+        torch.testing.assert_close(layer(X, EDGES), X + 1)
+    torch.testing.assert_close(layer(X, EDGES), before)
+
+
+def test_a_class_of_no_module():
+    space = {"MessagePassing": pyg_nn.MessagePassing}
+    exec("class Layer(MessagePassing):\n"
+         "    def forward(self, x, edge_index):\n        return self.propagate(edge_index, x=x)\n"
+         "    def message(self, x_j):\n        return x_j.relu()\n", space)
+    assert space["Layer"].forward.__module__ is None
+    layer = convert(space["Layer"]())
+    for _ in range(4):
+        torch.testing.assert_close(layer(X, EDGES), space["Layer"]()(X, EDGES))

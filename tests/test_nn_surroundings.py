@@ -454,3 +454,22 @@ def test_objects_that_stay_the_same_are_traced_once(reset, traces):
         for _ in range(3):
             layer(X, EDGES)
         assert len(traces) == 1, what
+
+
+@pytest.mark.parametrize("num_calls", [1, 6])
+def test_a_number_in_a_slot_of_the_layer(num_calls):
+    class Slotted(fused_nn.MessagePassing):
+        __slots__ = "slope"
+
+        def forward(self, x, edge_index):
+            return self.propagate(edge_index, x=x)
+
+        def message(self, x_j):
+            return x_j * self.slope
+
+    layer = Slotted()
+    for slope in (1.0, 3.0):
+        layer.slope = slope
+        for _ in range(num_calls):
+            out = layer(X, EDGES)
+        torch.testing.assert_close(out, slope * pyg_nn.SimpleConv()(X, EDGES))

@@ -6,7 +6,7 @@ import torch
 
 import zoo
 from oracle import random_case
-from pyg_fullgraph import errors
+from pyg_fullgraph import distributed, errors
 from pyg_fullgraph import partition as partitions
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.partition import Partition, Shard, balanced_ranges, partition
@@ -144,6 +144,15 @@ def test_what_is_no_partition_is_refused():
     with pytest.raises(errors.InputError, match="parts 0 to 1"):
         Partition.from_owner(torch.tensor([0, 2]), 2)
     made = Partition.from_owner(torch.tensor([0, 1, 0]), 2)
+    for ids, found in (([-1], "-1 to -1"), ([0, 3], "0 to 3")):
+        with pytest.raises(errors.InputError, match=f"'ids' to be vertices 0 to 2 .got {found}"):
+            made.owner(torch.tensor(ids))
+    with pytest.raises(errors.InputError, match=r"'values' to be a tensor \(got ndarray\)"):
+        made.take(torch.zeros(3).numpy(), 0)
+    with pytest.raises(errors.InputError, match=r"'values' to be a tensor \(got ndarray\)"):
+        distributed.shard(zoo.prime().edge_index).take(torch.zeros(3).numpy())
+    with pytest.raises(errors.InputError, match=r"'graph' to be a Graph, as Graph\.from_any .* \(got Tensor\)"):
+        partition(zoo.prime().edge_index, 2)
     with pytest.raises(errors.RowCountError, match="3 rows, one per vertex"):
         made.take(torch.zeros(2), 0)
     with pytest.raises(errors.InputError, match=r"to have \[2, 1\] rows"):

@@ -13,7 +13,7 @@ from pyg_fullgraph import debug, training
 from pyg_fullgraph.checkpoint import checkpoint_path, load_checkpoint, prepare_folder, write_atomically
 from pyg_fullgraph.classifier import NodeClassifier, build_model
 from pyg_fullgraph.config import MODELS, TrainConfig
-from pyg_fullgraph.data import Dataset, generate, load_dataset
+from pyg_fullgraph.data import Dataset, generate, load_dataset, save_npz
 from pyg_fullgraph.errors import (
     CheckpointError,
     DatasetError,
@@ -397,6 +397,27 @@ def test_checkpoint_of_another_job(tiny, saved):
     config, _ = saved
     with pytest.raises(CheckpointError, match=r"to be of a job with lr=0\.5 \(got lr=0\.01\)"):
         train(dataclasses.replace(config, lr=0.5), tiny)
+
+
+@pytest.mark.parametrize("change", ["width", "edges", "x", "mask"])
+def test_checkpoint_of_a_dataset_that_was_changed(tiny, saved, change):
+    config, _ = saved
+    changed = {
+        "width": {"x": tiny.x[:, 1:]},
+        "edges": {"edge_index": tiny.edge_index.flip(1)},
+        "x": {"x": tiny.x.flip(1)},
+        "mask": {"val_mask": tiny.test_mask, "test_mask": tiny.val_mask},
+    }[change]
+    with pytest.raises(CheckpointError, match=r"of a job with dataset=\d+ nodes, .* \(got dataset=\d+ nodes, "):
+        train(config, dataclasses.replace(tiny, **changed))
+
+
+def test_resume_by_another_path_to_the_dataset(tiny, saved, tmp_path, monkeypatch):
+    config, _ = saved
+    save_npz(tiny, tmp_path / "tiny.npz")
+    monkeypatch.chdir(tmp_path)
+    for path in ("tiny.npz", "./tiny.npz", str(tmp_path / "tiny.npz")):
+        assert len(train(dataclasses.replace(config, dataset=path))["seeds"][0]["losses"]) == 4
 
 
 def test_checkpoint_of_more_epochs(tiny, saved):

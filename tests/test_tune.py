@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +18,7 @@ from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.phases import EdgePhase
 from pyg_fullgraph.saga.passes import split
 from pyg_fullgraph.saga.plans import KERNELS
-from triton_kernels import tune
+from triton_kernels import launch, tune
 from triton_kernels.tune import Shape
 
 START = Shape(tile=256, block_e=8, num_warps=4, max_piece=1024, max_registers=0)
@@ -115,6 +116,17 @@ def test_a_folder_that_cannot_be_written_to_is_no_error(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PFG_CACHE_DIR", str(tmp_path / "file" / "below"))
     assert choose(START)[0] == START
+
+
+def test_a_user_without_a_home_chooses_in_each_process(monkeypatch):
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("PFG_CACHE_DIR")
+    monkeypatch.setattr(Path, "home", home)
+    best = Shape(128, 16, 4, 1024, 0)
+    assert choose(best)[0] == best
+    assert launch.write_source("A = 1\n").read_text() == "A = 1\n"
 
 
 def test_a_small_gain_is_no_reason_to_leave_the_default():

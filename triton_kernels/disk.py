@@ -11,7 +11,11 @@ from pathlib import Path
 
 
 def cache_dir() -> Path:
-    """The cache folder, which need not exist yet."""
+    """The cache folder, which need not exist yet.
+
+    Raises:
+        RuntimeError: A user without a home.
+    """
     chosen = os.environ.get("PFG_CACHE_DIR")
     return Path(chosen) if chosen else Path.home() / ".cache" / "pyg_fullgraph"
 

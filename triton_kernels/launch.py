@@ -72,7 +72,7 @@ def write_source(source: str) -> Path:
     name = f"k{hashlib.sha256(source.encode()).hexdigest()[:24]}.py"
     try:
         return _write_once(source, disk.cache_dir() / "kernels", name)
-    except OSError:  # a home that cannot be written to: keep sources for this process only
+    except (OSError, RuntimeError):  # no home, or none that can be written to: keep sources for this process only
         return _write_once(source, Path(tempfile.mkdtemp(prefix="pyg_fullgraph_")), name)
 
 

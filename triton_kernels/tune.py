@@ -80,15 +80,16 @@ def choose(key: str, default: Shape, fits: Callable[[Shape], bool], run: Callabl
         clock: Milliseconds of a call, see :func:`milliseconds`.
     """
     if key not in _chosen:
-        path = disk.cache_dir() / "tuning" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
-        shape = _read(path, key)
+        path = _place(key)
+        shape = None if path is None else _read(path, key)
         if shape is None or not fits(shape):
             if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
                 return default
             times = search(default, fits, lambda s: clock(lambda: run(s)))
             shape = min(times, key=lambda s: times[s])
             shape = shape if times[shape] < _GAIN * times[default] else default
-            _write(path, key, shape, times)
+            if path is not None:
+                _write(path, key, shape, times)
         _chosen[key] = shape
     return _chosen[key]
 
@@ -159,6 +160,13 @@ def key_of(source: str, dtype: torch.dtype, num_rows: int, num_edges: int, devic
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     digest = hashlib.sha256(source.encode()).hexdigest()[:24]
     return f"{digest} {dtype} rows 2^{num_rows.bit_length()} degree 2^{degree.bit_length()} {name} {triton.__version__}"
+
+
+def _place(key: str) -> Path | None:
+    try:
+        return disk.cache_dir() / "tuning" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+    except RuntimeError:  # a user without a home
+        return None
 
 
 def _read(path: Path, key: str) -> Shape | None:

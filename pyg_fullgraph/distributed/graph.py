@@ -174,8 +174,10 @@ class ShardedGraph(Graph):
         Args:
             values: [V, ...] in the user's order, for example features, labels, masks or edge attributes.
             per: ``src``, ``dst`` or ``edge``: what it has rows for.
-        Raises: InputError if ``per`` is something else or the number of rows differs.
+        Raises: InputError if ``per`` is something else, ``values`` no tensor, or the number of rows differs.
         """
+        if not isinstance(values, Tensor):
+            raise InputError("values", "to be a tensor", type(values).__name__)
         ids, count = self._ids(per)
         if values.dim() == 0 or values.size(0) != count:
             raise InputError("values", f"to have {count} rows, one per {per}", list(values.shape))
@@ -389,7 +391,8 @@ def shard(graph: Any, way: str | Way = "auto", partition: Any = "auto", group: A
     """This process's part of ``graph``; called by every process of the group with the same graph.
 
     Args:
-        graph: a whole :class:`Graph`, or any form of one.
+        graph: a whole :class:`Graph`, or any form of one. Values of a matrix are no part of it: of those that are not
+            all 1 a UserWarning tells; ``take`` those that ``Graph.from_any(matrix, return_value=True)`` returns.
         way: ``halo``, ``broadcast`` or ``feature_split``: how rows of vertices that other ranks own are read;
             ``auto`` takes the cheapest for 1 KiB per row, by the partition's counts and constants that are measured
             once; the prices are :attr:`ShardedGraph.reasons`.

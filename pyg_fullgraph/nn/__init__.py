@@ -15,6 +15,7 @@ import torch
 import torch_geometric.nn as pyg_nn
 from torch import Tensor
 
+from pyg_fullgraph.functions import drop_modes, num_function_modes
 from pyg_fullgraph.nn import derived
 from pyg_fullgraph.nn.classes import drop_in_class
 from pyg_fullgraph.nn.coverage import FUSED
@@ -35,8 +36,12 @@ class DirGNNConv(pyg_nn.DirGNNConv):
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             return super().forward(x, edge_index)
-        with derived.remembering(self) or contextlib.nullcontext():
-            return super().forward(x, edge_index)
+        num_modes = num_function_modes()
+        try:
+            with derived.remembering(self) or contextlib.nullcontext():
+                return super().forward(x, edge_index)
+        finally:
+            drop_modes(num_modes)  # left by an interrupt
 
 
 globals().update({

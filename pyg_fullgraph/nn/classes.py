@@ -25,7 +25,7 @@ import torch
 from torch_geometric.nn.conv import MessagePassing as PyGMessagePassing
 
 from pyg_fullgraph import debug
-from pyg_fullgraph.nn.forward import install_forward
+from pyg_fullgraph.nn.forward import install_forward, renew_forward
 from pyg_fullgraph.nn.rebinding import is_ours, mark
 
 METHODS = ("propagate", "edge_updater")
@@ -56,7 +56,7 @@ def own_method(cls: type, method: str) -> tuple[Any, bool]:
 
 
 def _is_generated(cls: type, method: str, function: Any) -> bool:
-    from_template = getattr(function, "__module__", "").endswith(f"_{method}")
+    from_template = (getattr(function, "__module__", None) or "").endswith(f"_{method}")
     return function is GENERIC[method] or (from_template and function is vars(cls).get(f"_jinja_{method}"))
 
 
@@ -68,6 +68,7 @@ def install(conv: PyGMessagePassing, build: Callable[[], None]) -> None:
     present = vars(cls)
     installed = present.get("_fullgraph_installed")
     if installed is not None and all(present[m] is present[f"_jinja_{m}"] for m in installed):
+        renew_forward(cls)
         return
     wanted = [m for m in METHODS if m == "propagate" or conv.inspector.implements("edge_update")]
     own_methods = {m: own_method(cls, m) for m in wanted}
@@ -111,7 +112,7 @@ def _source(cls: type) -> str | None:
     """
     if cls in (object, torch.nn.Module, PyGMessagePassing) or "_fullgraph_base" in vars(cls):
         return ""
-    if cls.__module__ in (f"{__package__}", f"{__package__}.propagation"):
+    if cls.__module__ in (f"{__package__}", f"{__package__}.propagation", __name__):
         return ""
     try:
         return inspect.getsource(cls)
@@ -272,6 +273,14 @@ def fused_class(base: type, mixin: type) -> type:
     return cls
 
 
+class _Unannounced:
+    """First among the bases of a class of ours, whose making is no business of the ``__init_subclass__`` of others."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        if "_fullgraph_base" not in vars(cls):
+            super().__init_subclass__(**kwargs)
+
+
 def _new_class(base: type, mixin: type, space: dict[str, Any]) -> type:
     """A subclass of ``base``; where that is a user's over a layer that has a class of ours, this is what ``super()`` in
     it reaches.
@@ -279,8 +288,8 @@ def _new_class(base: type, mixin: type, space: dict[str, Any]) -> type:
     above = next((_drop_ins[c] for c in base.__mro__ if c in _drop_ins), None)
     if above is not None:
         with contextlib.suppress(TypeError):  # of a class over several layers there may be no order of all
-            return types.new_class(base.__name__, (base, above), exec_body=lambda ns: ns.update(space))
-    return types.new_class(base.__name__, (mixin, base), exec_body=lambda ns: ns.update(space))
+            return types.new_class(base.__name__, (_Unannounced, base, above), exec_body=lambda ns: ns.update(space))
+    return types.new_class(base.__name__, (_Unannounced, mixin, base), exec_body=lambda ns: ns.update(space))
 
 
 def _reduce_fused(self: Any, protocol: Any) -> Any:

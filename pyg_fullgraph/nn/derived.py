@@ -16,13 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
+from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
-from pyg_fullgraph.dense import Products
-from pyg_fullgraph.functions import is_recorded
+from pyg_fullgraph.functions import LayerMode, is_recorded
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn.preparation import chosen_edges, note_type, reversed_edges
-from pyg_fullgraph.nn.tape import Recorder
 
 __all__ = ["paused", "remembering"]
 
@@ -45,14 +43,14 @@ def paused(function: Callable[..., Any]) -> Callable[..., Any]:
     """Keeps an edge phase from being watched: it would take time in each operation, and be part of what is traced."""
     @functools.wraps(function)
     def run(*args: Any) -> Any:
-        if not isinstance(_get_current_function_mode(), (_Remembering, Products, Recorder)):
+        if not isinstance(_get_current_function_mode(), LayerMode):
             return function(*args)
         with _pop_mode_temporarily():
             return run(*args)
     return run
 
 
-class _Remembering(TorchFunctionMode):
+class _Remembering(LayerMode):
     def __init__(self, layer: Module) -> None:
         super().__init__()
         self.layer, self.is_useful = layer, False
@@ -66,8 +64,8 @@ class _Remembering(TorchFunctionMode):
         return found
 
     def __exit__(self, *error: Any) -> None:
-        _tries[self.layer] = 0 if self.is_useful else _tries.get(self.layer, 0) + 1
         super().__exit__(*error)
+        _tries[self.layer] = 0 if self.is_useful else _tries.get(self.layer, 0) + 1
 
 
 def _is_edge_index(value: Any) -> bool:

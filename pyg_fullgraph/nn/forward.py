@@ -23,10 +23,19 @@ from pyg_fullgraph.graph import is_part
 from pyg_fullgraph.nn import compiled, derived, dots, forwards, order, sums, tape
 from pyg_fullgraph.nn.lazy import LazyTensor, as_plain
 from pyg_fullgraph.nn.preparation import REPLACEMENTS, REPLACEMENTS_APART
-from pyg_fullgraph.nn.rebinding import globals_of, mark, may_be_copied, rebind, written
+from pyg_fullgraph.nn.rebinding import (
+    Made,
+    globals_of,
+    made_on,
+    mark,
+    may_be_copied,
+    rebind,
+    renewing,
+    written,
+)
 from pyg_fullgraph.nn.surroundings import code_names
 
-__all__ = ["install_forward"]
+__all__ = ["install_forward", "renew_forward"]
 
 # Argument of forward -> attributes of a layer that say how many features it has.
 _WIDTHS: Mapping[str, tuple[str, ...]] = {
@@ -41,6 +50,10 @@ def install_forward(cls: Any) -> None:
 
     The methods of the edge phase stay as they are: the tracer knows PyG's functions in them.
     """
+    made = vars(cls).get("_fullgraph_made")
+    if made is None:
+        made = cls._fullgraph_made = Made(cls)
+    made.take_back()
     original = forward = written(cls.forward)
     changed = False
     for name in dir(cls):
@@ -52,11 +65,20 @@ def install_forward(cls: Any) -> None:
             is_prepared = not (name in _EDGE_PHASE or hasattr(torch.nn.Module, name))
             prepared = _prepared(function) if is_prepared and isinstance(function, types.FunctionType) else None
             if prepared is not None:
-                setattr(cls, name, prepared)
+                made.put(name, prepared)
         changed |= prepared is not None
     # What goes from one call to the next may be lazy, which neither a user nor a compiled graph can hold.
     is_lazy = changed or _implements(cls, "edge_update") or _stores(cls.message) or _stores(cls.aggregate)
-    cls.forward = _wrapped(forward, original, is_lazy)
+    made.put("forward", _wrapped(cls, forward, original, is_lazy))
+
+
+def renew_forward(cls: Any) -> None:
+    """Do that again for a class, and those that it inherits from, where methods were replaced or have other code."""
+    with renewing:
+        for base in reversed(cls.__mro__):
+            made = vars(base).get("_fullgraph_made")
+            if made is not None and not made.is_current() and made.is_possible():
+                install_forward(base)
 
 
 def _implements(cls: Any, method: str) -> bool:
@@ -110,8 +132,8 @@ def _names_replaced(function: types.FunctionType) -> bool:
     return False
 
 
-def _wrapped(forward: Any, original: Any, is_lazy: bool) -> Any:
-    """``forward`` that never hands out lazy tensors or graphs, and whose errors say which argument is wrong.
+def _wrapped(cls: Any, forward: Any, original: Any, is_lazy: bool) -> Any:
+    """``forward`` of a class that never hands out lazy tensors or graphs, and whose errors say which argument is wrong.
 
     TorchScript compiles the source of ``original`` with the globals of the result: PyG's code with PyG's functions.
     """
@@ -120,7 +142,8 @@ def _wrapped(forward: Any, original: Any, is_lazy: bool) -> Any:
         compiled.can_fuse, compiled.call, dense.in_layer, order.running
     is_recorded, is_exported, unseen, run_like = functions.is_recorded, functions.is_exported, functions.unseen, \
         forwards.run_like
-    is_dynamo = torch.compiler.is_dynamo_compiling
+    num_function_modes, drop_modes = functions.num_function_modes, functions.drop_modes
+    is_dynamo, all_made = torch.compiler.is_dynamo_compiling, made_on(cls)
     eager, has_chains, nothing = _with_sums(forward, original), order.has_chains, contextlib.nullcontext()
     is_pygs, remembering = (original.__module__ or "").startswith("torch_geometric."), derived.remembering
 
@@ -129,23 +152,37 @@ def _wrapped(forward: Any, original: Any, is_lazy: bool) -> Any:
         with unseen():
             return products(self, given, has_chains)
 
+    def replaced(self: Any) -> Any:
+        """What is to run in the place of this, which is made of what was replaced; None if it is not."""
+        if all(map(Made.is_current, all_made)):
+            return None
+        with renewing:
+            if not all_made[0].is_possible():
+                return super(cls, self).forward
+            renew_forward(cls)
+        return None if cls.forward is function else functools.partial(cls.forward, self)
+
     def explained(self: Any, *args: Any, **kwargs: Any) -> Any:
         is_whole = type(self).forward is function
         if not is_whole and running.layer is self:  # by super(): a part of that call
-            out = eager(self, *args, **kwargs)
+            out = (replaced(self) or functools.partial(eager, self))(*args, **kwargs)
             return as_plain(out) if is_lazy or isinstance(out, LazyTensor) else out
         try:
             calls, known = run_like(self, args, kwargs) if is_whole else (None, None)
-            return run(self, args, kwargs, calls) if known is None else known[0]
+            other = replaced(self) if known is None else None
+            if other is None:
+                return run(self, args, kwargs, calls) if known is None else known[0]
         except (RuntimeError, RowCountError) as error:
             _explain(self, original, args, kwargs, error)
             raise
+        return other(*args, **kwargs)
 
     def run(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any], calls: forwards.Calls | None) -> Any:
         """The forward; ``calls`` are those that look like it, if any of them may be noted."""
         # A layer that has nothing but an aggregation multiplies with no weight.
         multiply = multiplies if self._parameters or len(self._modules) > 1 else None
         outer = running.layer, running.may_wait, tape.running.recorder
+        num_modes, in_products = num_function_modes(), None
         try:
             running.layer, running.may_wait, tape.running.recorder = self, None, None
             recorder = None if calls is None else calls.recorder(self, args, kwargs, multiply)
@@ -172,6 +209,9 @@ def _wrapped(forward: Any, original: Any, is_lazy: bool) -> Any:
             if outer[2] is not None:
                 outer[2].refuse()  # which has a layer in the layer
             running.layer, running.may_wait, tape.running.recorder = outer
+            drop_modes(num_modes)  # left by an interrupt, as chains of products are
+            if in_products is not None:
+                in_products.end()
 
     def recorded(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """PyG's code, without lazy tensors and graphs; what it caches is that of a tracer, so it is not kept."""

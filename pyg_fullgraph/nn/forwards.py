@@ -26,6 +26,7 @@ from pyg_fullgraph.graph import Graph, remembered
 from pyg_fullgraph.memo import is_recording, keep
 from pyg_fullgraph.nn import order
 from pyg_fullgraph.nn.known import MAX_CALLS, MAX_CHANGES
+from pyg_fullgraph.nn.known import forget as forget_phases
 from pyg_fullgraph.nn.lazy import EdgeExpr
 from pyg_fullgraph.nn.purity import is_debugged, reads_of
 from pyg_fullgraph.nn.surroundings import is_library
@@ -33,7 +34,7 @@ from pyg_fullgraph.nn.tape import ChangedError, Multiplies, Recorder, Tape, runn
 from pyg_fullgraph.nn.tracing import METHODS
 from pyg_fullgraph.nn.watch import Watch
 
-__all__ = ["Calls", "run_like"]
+__all__ = ["Calls", "forget", "run_like"]
 
 #: Calls of one look before one is noted: in the first ones much is found that later ones find again.
 MIN_CALLS = 2
@@ -161,6 +162,15 @@ def run_like(conv: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple
             calls.prefer(tape)
         return calls, (out,)
     return calls, None
+
+
+def forget(conv: Module) -> None:
+    """Let go of all that is known of the forwards of a layer and of its edge phases."""
+    layer = _layers.pop(conv, None)
+    if layer is not None:
+        layer.watches.clear()
+        layer.calls.clear()  # which hold it
+    forget_phases(conv)
 
 
 def _calls_like(layer: _Layer, conv: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Calls | None:

@@ -32,7 +32,7 @@ from pyg_fullgraph.nn.tape import asked
 from pyg_fullgraph.nn.watch import Watch
 from pyg_fullgraph.saga.ir import EdgeProgram, Node
 
-__all__ = ["MAX_CALLS", "MAX_CHANGES", "find", "look_of", "remember"]
+__all__ = ["MAX_CALLS", "MAX_CHANGES", "find", "forget", "look_of", "remember"]
 
 _TENSORS = (Tensor, torch.nn.Parameter)
 _NUMBERS = (int, float, bool, str, type(None))
@@ -134,6 +134,11 @@ def remember(conv: Any, look: Any, edge_index: Any, kwargs: Mapping[str, Any], c
         with contextlib.suppress(KeyError):
             while len(layer.calls) > MAX_CALLS:
                 layer.calls.popitem(last=False)
+
+
+def forget(conv: Module) -> None:
+    """Let go of all that is known of the calls of a layer, down to references to its parameters."""
+    _layers.pop(conv, None)
 
 
 def look_of(conv: Any, function: str, edge_index: Any, size: Any, kwargs: Mapping[str, Any]) -> Any:

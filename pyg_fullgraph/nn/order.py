@@ -80,7 +80,7 @@ running = _Running()
 
 def is_pygs(layer: Any) -> bool:
     """Whether the forward of ``layer`` is PyG's."""
-    return getattr(type(layer).forward, "__module__", "").startswith("torch_geometric.")
+    return (getattr(type(layer).forward, "__module__", None) or "").startswith("torch_geometric.")
 
 
 _methods = operator.attrgetter("propagate", "message", "aggregate", "update", "edge_update", "message_and_aggregate")

@@ -24,7 +24,7 @@ from pyg_fullgraph.autograd import Ways
 from pyg_fullgraph.errors import NotFusable, NotFusedError, ShardedGraphError
 from pyg_fullgraph.functions import is_recorded, unseen
 from pyg_fullgraph.graph import is_part
-from pyg_fullgraph.nn import classes, compiled, derived, dots, known, order, tape
+from pyg_fullgraph.nn import classes, compiled, derived, dots, forwards, known, order, tape
 from pyg_fullgraph.nn.arguments import Call
 from pyg_fullgraph.nn.coverage import PLAIN, UNSEEN
 from pyg_fullgraph.nn.lazy import EdgeExpr, as_plain, run, run_phase
@@ -140,6 +140,15 @@ class FusedMixin(_Layer):
 
     def __setstate__(self, data):
         super().__setstate__({k: v for k, v in data.items() if k != "_fullgraph_handle"})
+
+    def _apply(self, *args, **kwargs):
+        forwards.forget(self)  # torch swaps no tensor that a weak reference is to
+        return super()._apply(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args, **kwargs):
+        if torch.__future__.get_swap_module_params_on_conversion():
+            forwards.forget(self)
+        super()._load_from_state_dict(*args, **kwargs)
 
     def propagate(self, edge_index, size=None, **kwargs):
         """PyG's propagate, for classes that call it through ``super()``."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dis
+import operator
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-__all__ = ["codes_in", "globals_of", "is_ours", "mark", "may_be_copied", "rebind", "written"]
+__all__ = ["Made", "codes_in", "globals_of", "is_ours", "made_on", "mark", "may_be_copied", "rebind", "renewing",
+           "written"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _ours: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -105,3 +108,69 @@ def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from codes_in(constant)
+
+
+class Made:
+    """Functions that were put on a class, made of those that it had or inherits, which somebody may replace.
+
+    Attributes:
+        codes: functions that they were made of, and the code of each.
+        facts: what gets those that are inherited, what from, and what they were.
+    """
+
+    def __init__(self, cls: type) -> None:
+        self._cls: Any = cls
+        self._above: Any = super(cls, cls)
+        self._put: dict[str, tuple[Any, Any]] = {}  # and what the class had itself
+        self.codes: list[tuple[types.FunctionType, types.CodeType]] = []
+        self.facts: list[tuple[Callable[[Any], tuple[Any, ...]], Any, tuple[Any, ...]]] = []
+
+    def put(self, name: str, function: Any) -> None:
+        """Set ``name`` of the class to ``function``, which was made of what is there."""
+        own = vars(self._cls).get(name)
+        source = written(getattr(self._cls, name))
+        while isinstance(source, types.FunctionType):  # and what a decorator is around
+            self.codes.append((source, source.__code__))
+            source = getattr(source, "__wrapped__", None)
+        if own is None:
+            get = operator.attrgetter(name, name)  # of one there would be no tuple
+            self.facts.append((get, self._above, get(self._above)))
+        self._put[name] = function, own
+        setattr(self._cls, name, function)
+
+    def is_current(self) -> bool:
+        """Whether they would be made of the same functions now, with the same code."""
+        try:
+            for get, of, values in self.facts:
+                if not all(map(operator.is_, get(of), values)):
+                    return False
+        except AttributeError:
+            return False
+        return all(function.__code__ is code for function, code in self.codes)
+
+    def is_possible(self) -> bool:
+        """Whether they could be made again: what stands in for a ``forward`` in a test may be no function."""
+        own = self._put["forward"][1]
+        return isinstance(own or getattr(self._above, "forward", None), types.FunctionType)
+
+    def take_back(self) -> None:
+        """Leave the class as it would be without them."""
+        for name, (function, own) in self._put.items():
+            if vars(self._cls).get(name) is not function:  # somebody else's by now
+                continue
+            if own is None:
+                delattr(self._cls, name)
+            else:
+                setattr(self._cls, name, own)
+        self._put.clear()
+        self.codes.clear()
+        self.facts.clear()
+
+
+def made_on(cls: type) -> tuple[Made, ...]:
+    """What was put on a class and on those that it inherits from."""
+    return tuple(made for c in cls.__mro__ if (made := vars(c).get("_fullgraph_made")) is not None)
+
+
+#: Held while functions of classes are made again.
+renewing = threading.RLock()

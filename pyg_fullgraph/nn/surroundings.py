@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules import module as modules
 
-from pyg_fullgraph.nn.rebinding import codes_in, globals_of, written
+from pyg_fullgraph.nn.rebinding import Made, codes_in, globals_of, written
 from pyg_fullgraph.saga.trace import ArgSpec
 
 __all__ = ["INTERNAL", "SIMPLE", "Key", "Numbers", "Reached", "cells_of", "code_names", "definitions",
@@ -52,7 +52,7 @@ _AROUND = ((property, "fget"), (classmethod, "__func__"), (staticmethod, "__func
 INTERNAL = frozenset({
     "inspector", "fuse", "_user_args", "_fused_user_args", "_edge_user_args", "_explain", "_edge_mask", "_loop_mask",
     "_apply_sigmoid", "_decomposed_layers", "_cached_edge_index", "_cached_adj_t", "propagate", "edge_updater",
-    "_fullgraph_strict", "_fullgraph_handle", "_fullgraph_installed", "_fullgraph_base",
+    "_fullgraph_strict", "_fullgraph_handle", "_fullgraph_installed", "_fullgraph_base", "_fullgraph_made",
     *(f"_{m}_forward_{h}" for m in ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
       for h in ("pre_hooks", "hooks")),
     *vars(Module()),
@@ -163,7 +163,8 @@ class _Walk:
         return Reached(tuple(map(weakref.ref, self.functions)), None if is_dynamic else frozenset(names),
                        frozenset(names), tuple(self.links), tuple(self.reads),
                        tuple(n for n, v in held.items() if not is_code(v)), tuple(self.code), tuple(members), layout,
-                       bool(names & _BEYOND) or any(isinstance(v, _CACHED) for v in held.values()))
+                       bool(names & _BEYOND) or any(isinstance(v, _CACHED) for v in held.values()) or
+                       any(_slots_of(self.kind)))
 
     def _add_all(self, functions: list[types.FunctionType]) -> None:
         for function in functions:
@@ -235,6 +236,13 @@ def _is_special(name: str) -> bool:
     return name.startswith("__") and name.endswith("__")
 
 
+def _slots_of(kind: type) -> Iterator[str]:
+    """Names of attributes that objects of a class do not have among their ``vars``."""
+    for c in kind.__mro__:
+        slots = vars(c).get("__slots__", ())
+        yield from (slots,) if isinstance(slots, str) else slots
+
+
 def _layout(kind: type) -> tuple[str, ...]:
     """Names that the user's classes among those of a layer have something for."""
     return tuple(n for c in kind.__mro__ if not is_library(c) for n in vars(c))
@@ -270,7 +278,7 @@ def is_code(value: Any) -> bool:
 _CACHED = type(functools.lru_cache(lambda: None))
 _CODE = (types.FunctionType, property, classmethod, staticmethod, types.GetSetDescriptorType,
          types.MemberDescriptorType, types.WrapperDescriptorType, types.MethodDescriptorType,
-         types.ClassMethodDescriptorType)
+         types.ClassMethodDescriptorType, Made)
 
 
 def is_library(value: Any) -> bool:
@@ -452,7 +460,7 @@ class Key:
         kind, fields = type(value), dict(getattr(value, "__dict__", ()))
         if isinstance(value, (types.SimpleNamespace, argparse.Namespace)):
             return kind, self._fields(fields.items())
-        slots = [n for c in kind.__mro__ for n in vars(c).get("__slots__", ()) if n != "__weakref__"]
+        slots = [n for n in _slots_of(kind) if n != "__weakref__"]
         fields.update({n: getattr(value, n) for n in slots if hasattr(value, n)})
         is_own = not is_library(kind)
         if not is_own and not fields and _is_fixed(value):

@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module
-from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
+from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
 from pyg_fullgraph import dense
 from pyg_fullgraph.autograd import Ways
-from pyg_fullgraph.functions import PLAIN, unseen
+from pyg_fullgraph.functions import PLAIN, LayerMode, unseen
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.memo import taken
 from pyg_fullgraph.nn.watch import Watch
@@ -146,7 +146,7 @@ class Tape:
                 lines = [f"with alone(multiplies(r0, ({given[4:]}))):", *("    " + line for line in lines)]
         source = "\n    ".join([f"def run({given}):", *lines, f"return r{out}"])
         exec(compile(source, f"<tape of {len(lines)} lines>", "exec"), space)
-        self._run: Callable[..., Any] = space["run"]
+        self._run: Callable[..., Any] = space.pop("run")  # in no cycle: it refers to parameters until it is gone
 
     def run(self, layer: Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What the forward of ``layer`` returns for these arguments.
@@ -168,7 +168,7 @@ class _Source(NamedTuple):
     is_given: bool
 
 
-class Recorder(TorchFunctionMode):
+class Recorder(LayerMode):
     """Notes the steps of one forward.
 
     Args:
@@ -205,8 +205,8 @@ class Recorder(TorchFunctionMode):
         self._is_possible = False
 
     def __exit__(self, *error: Any) -> None:
-        self._num_inside, self._is_inside = len(self._steps), False
         super().__exit__(*error)
+        self._num_inside, self._is_inside = len(self._steps), False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pyg_fullgraph.errors import FunctionTransformError, NotFusable
 from pyg_fullgraph.functions import has_transforms
 from pyg_fullgraph.nn.surroundings import Key, Numbers, initialized, is_lazy, reached, submodules
+from pyg_fullgraph.saga.aten import without_log
 from pyg_fullgraph.saga.ir import Domain
 from pyg_fullgraph.saga.trace import (
     INDEX,
@@ -273,7 +274,7 @@ def _fake_dtype(conv: Module, methods: Sequence[str], args: Arguments, dtypes: M
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     saved = {m: dict(m.__dict__) for m in conv.modules()}
     try:
-        with mode, torch.no_grad(), _Products(), without_cached_parametrizations():
+        with mode, torch.no_grad(), _Products(), without_log(), without_cached_parametrizations():
             state = {k: torch.empty(v.shape, dtype=v.dtype, device=device) for k, v in initialized(conv)}
             out: Any = ()
             with _reparametrize_module(conv, state):

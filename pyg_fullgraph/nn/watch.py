@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from pyg_fullgraph.nn.rebinding import globals_of
+from pyg_fullgraph.nn.rebinding import globals_of, made_on
 from pyg_fullgraph.nn.surroundings import (
     INTERNAL,
     SIMPLE,
@@ -60,10 +60,15 @@ class Watch:
         self._contents = [(v, _description(v)) for v in of_class if isinstance(v, (list, dict, set))]
         _check(*(v for v in of_class if not isinstance(v, (list, dict, set))),
                *(globals_of(functions[i]).get(n) for i, n in found.reads))
+        self._made_of: list[tuple[types.FunctionType, types.CodeType]] = []
         self._facts = [_fact(operator.attrgetter, self.kind, (*methods, "update", *(beside or ()), *named,
                                                                *dict(found.members))),
                        *(_fact(operator.itemgetter, space, inside) for space, inside in spaces.values())]
         self._code = [(f, f.__code__, f.__defaults__, f.__kwdefaults__) for f in functions if not is_library(f)]
+        if "forward" in (*methods, *(beside or ())):
+            for made in made_on(self.kind):
+                self._facts += made.facts
+                self._made_of += made.codes
         self._facts += [_fact(operator.attrgetter, module, (name,)) for module, name in dict.fromkeys(reads or ())]
         # What would come to lie over what they read.
         self._classes = [(c, [*vars(c)]) for c in self.kind.__mro__
@@ -141,6 +146,9 @@ class Watch:
                 return False
         for f, code, defaults, named in self._code:
             if f.__code__ is not code or f.__defaults__ is not defaults or f.__kwdefaults__ is not named:
+                return False
+        for f, code in self._made_of:
+            if f.__code__ is not code:
                 return False
         for f, held in self._held:
             if held_by(f) != held:

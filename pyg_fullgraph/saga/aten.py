@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import operator
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ for _name in ("sympy.tensor.tensor", "sympy.assumptions.wrapper", "torch.fx.expe
         importlib.import_module(_name)
 
 __all__ = ["LIKE_THEIR_OPERAND", "TRACING", "Importer", "dropout_mask", "edge_softmax", "fake_mode", "fake_rows",
-           "traced"]
+           "traced", "without_log"]
 
 aten = torch.ops.aten
 
@@ -56,10 +57,31 @@ def traced(function: Callable[..., Any], *args: Any) -> torch.fx.Graph:
 
     The caller sees to it that :data:`TRACING` is held.
     """
-    module = make_fx(function, decomposition_table=DECOMPOSITIONS, tracing_mode="symbolic",
-                     _allow_non_fake_inputs=True)(*args)
+    with without_log():
+        module = make_fx(function, decomposition_table=DECOMPOSITIONS, tracing_mode="symbolic",
+                         _allow_non_fake_inputs=True)(*args)
     module.graph.eliminate_dead_code()
     return module.graph
+
+
+_log_of_fakes = logging.getLogger(FakeTensorMode.__module__)
+
+
+@contextlib.contextmanager
+def without_log() -> Iterator[None]:
+    """Keeps torch from logging errors of operations on fake tensors in this thread: they are raised as well, and say
+    nothing of a layer that plain PyG runs.
+    """
+    thread = threading.get_ident()
+
+    def is_of_others(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    _log_of_fakes.addFilter(is_of_others)
+    try:
+        yield
+    finally:
+        _log_of_fakes.removeFilter(is_of_others)
 
 
 # --- marker operations: one node each in the traced graph -------------------------------------------------------
