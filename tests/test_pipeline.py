@@ -49,6 +49,7 @@ def spans(monkeypatch):
 
     monkeypatch.setattr(selection, "MIN_PIPELINE_WIDTH", 1)
     monkeypatch.setattr(selection, "MIN_PIPELINE_BREADTH", (0, 0, 0))
+    monkeypatch.setattr(selection, "MIN_SCORE_WIDTH", 0)
     monkeypatch.setattr(selection, "MIN_PIPELINE", 0)
     monkeypatch.setattr(selection, "MAX_PIECE", 8)
     monkeypatch.setattr(pipelines, "SPAN_BYTES", 0)
@@ -90,7 +91,7 @@ def test_results_and_gradients(name, dtype, device, spans, no_chunks):
     check(program_of(name), case, dtype, device, slack=3)
     # Forward and backward, with a sum before that where there is a softmax, by each side where sums have several
     # widths; a step without data, which compiles ahead on a GPU, is one span.
-    num_runs = 4 if name == "scored" else 3 if name in ("gat-edge", "joined", "transformer-edge-wide") else 2
+    num_runs = 5 if name == "scored" else 3 if name in ("gat-edge", "joined", "transformer-edge-wide") else 2
     found = [n for n in spans if n > 1]
     assert set(found) == {-(-case.num_edges // 16)}
     assert len(found) == num_runs or (len(found) < num_runs and dtype.itemsize == 2)  # which leaves rows to kernels
@@ -113,14 +114,16 @@ def attention_over_an_mlp(width: int, kind: str = "sum") -> EdgeProgram:
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
-@pytest.mark.parametrize("width, dtype, num_runs", [(64, torch.float16, 4), (64, torch.bfloat16, 4),
+@pytest.mark.parametrize("width, dtype, num_runs", [(64, torch.float16, 3), (64, torch.bfloat16, 3),
                                                     (64, torch.float32, 0), (32, torch.bfloat16, 0)], ids=str)
 def test_scores_are_computed_again_as_they_were(width, dtype, num_runs, device, spans, monkeypatch):
     """In half precision, where kernels round less than spans: by one or the other, however many products there are."""
+    monkeypatch.setattr(selection, "MIN_SCORE_WIDTH", 64)
     monkeypatch.setattr(selection, "MIN_PIPELINE", 1 << 60)
+    tolerance = 1e-3 if dtype == torch.float32 else None  # scores are so large that gradients cancel, by torch as well
     for kind in ("sum", "max") if num_runs else ("sum",):
         spans.clear()
-        check(attention_over_an_mlp(width, kind), graph_for(device), dtype, device, slack=3)
+        check(attention_over_an_mlp(width, kind), graph_for(device), dtype, device, slack=3, tolerance=tolerance)
         assert len([n for n in spans if n > 1]) == num_runs
 
 
