@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import warnings
 from collections.abc import Mapping
 from functools import lru_cache
@@ -191,7 +192,9 @@ def pipeline_on(sweep: Sweep, lanes: int, num_rows: int, num_edges: int, across:
         is_better = num_edges * pipeline.work >= MIN_PIPELINE and \
             _is_broad(pipeline, lanes, num_edges / max(num_rows, 1))
     if has_kernel and not is_better:
-        return None
+        pipeline = pipeline_of(sweep, sys.maxsize, across, False)
+        if pipeline is None or not pipeline.has_spread:
+            return None
     known = {s: kernel_on(s, lanes, num_rows, num_edges) for s in pipeline.sweeps if s is not pipeline.across}
     if pipeline.across is not None:
         # Pieces have few edges. What is apart in memory would be copied for each span.

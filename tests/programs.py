@@ -151,9 +151,10 @@ def filters(width: int, hidden: int, num_data: int) -> EdgeProgram:
 
 
 def scored(hidden: int, heads: int, features: int) -> EdgeProgram:
-    """Attention whose scores a network makes of both ends."""
+    """Attention whose scores a network makes of both ends; without its bias, whose gradient is nothing but rounding."""
     ends = ir.pointwise("add", ir.input("x", DST, (hidden,)), ir.input("y", SRC, (hidden,)))
-    weight = ir.view(ir.softmax(_linear(_silu(ends), "score", heads)), (heads, 1))
+    score = ir.mm(_silu(ends), ir.input("score", Domain.PARAM, (hidden, heads)))
+    weight = ir.view(ir.softmax(score), (heads, 1))
     return EdgeProgram((Output("sum", ir.pointwise("mul", weight, ir.input("value", SRC, (heads, features)))),))
 
 

@@ -18,7 +18,7 @@ from functools import cached_property, lru_cache
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, Node
 from pyg_fullgraph.saga.plans import LOCAL, Sweep
-from pyg_fullgraph.saga.unrolled import is_narrow_outer, is_unrolled
+from pyg_fullgraph.saga.unrolled import is_narrow_outer, is_spread, is_unrolled
 
 __all__ = ["Outer", "Pipeline", "Product", "Total", "Values", "pipeline_of"]
 
@@ -87,6 +87,7 @@ class Pipeline:
         blocks: Rows and columns of the matrices, and of those that are sums of products, for which a kernel with all of
             it would take blocks of edges.
         is_mixed: Whether such a kernel would take others row by row or column by column.
+        has_spread: Whether such a kernel would spread one over a tile, see :func:`unrolled.is_spread`.
         score: The largest harmonic mean of rows and columns of products taken out that scores of a softmax are made of;
             0 without any. Each sweep with the scores has them, forward and backward.
     """
@@ -96,6 +97,7 @@ class Pipeline:
     across: Sweep | None
     blocks: tuple[tuple[int, int], ...]
     is_mixed: bool
+    has_spread: bool
     score: float
 
     @cached_property
@@ -163,7 +165,7 @@ def pipeline_of(sweep: Sweep, least: int = 1, across: Sweep | None = None,
     Args:
         sweep: What to compute.
         least: Which products are taken out: those with matrices whose harmonic mean of rows and columns is as large,
-            and narrower ones in gradients, of what is held for others.
+            and narrower ones in gradients, of what is held for others, or that :func:`unrolled.is_spread` is true of.
         across: A sweep along the other side that :func:`plans.can_cross`, from the same spans.
         takes_rows: Whether those are among them that kernels take row by row.
 
@@ -220,12 +222,12 @@ class _Builder:
         across = self.across
         if across is not None:
             across = across.over([ir.substitute(a, made) for a in across.operands])
-        return Pipeline(tuple(self.steps), last, across, tuple(blocks), is_mixed, score)
+        return Pipeline(tuple(self.steps), last, across, tuple(blocks), is_mixed, any(map(is_spread, products)), score)
 
     def _is_taken(self, product: Node) -> bool:
         rows, columns = _shape(product.args[1])
         goes_by_rows = rows < columns and is_unrolled(product)
-        return _breadth(rows, columns) >= self.least and (self.takes_rows or not goes_by_rows)
+        return is_spread(product) or (_breadth(rows, columns) >= self.least and (self.takes_rows or not goes_by_rows))
 
     def _is_held(self, value: Node) -> bool:
         return value.name.startswith(LOCAL) or value in self.local
