@@ -504,24 +504,6 @@ def check_gradients_elsewhere(rank: int, size: int) -> None:
     assert not before.equal(module.conv.lin.weight.grad)
 
 
-def check_edge_types(rank: int, size: int) -> None:
-    """Edges of a type are chosen by all ranks together, also where one of them alone has others than before."""
-    case = make_case("hub")
-    graph, part = Graph.from_edge_index(case.edge_index, case.size), sharded(case, "halo", size)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(case.num_src, 6, generator=generator).double()
-    kinds = torch.randint(3, (case.num_edges,), generator=generator)
-    torch.manual_seed(0)
-    layer = fused_nn.RGCNConv(6, 4, 3).double()
-    own, types_here = part.take(x), part.take(kinds, "edge")
-    for step in range(8):
-        if step == 5:
-            kinds[3] = (kinds[3] + 1) % 3
-            if 3 in part.edge_ids:
-                types_here[part.edge_ids == 3] = kinds[3]
-        close(layer(own, part, types_here), part.take(layer(x, graph, kinds)), 1e-10, f"step {step}")
-
-
 def check_take_and_join(rank: int, size: int, case_name: str) -> None:
     case = make_case(case_name)
     part = sharded(case, "halo", size)

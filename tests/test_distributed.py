@@ -196,10 +196,6 @@ def test_gradients_of_several_backwards():
     ranks(3).run(sharded.check_accumulation)
 
 
-def test_edge_types_that_change_on_one_rank():
-    ranks(2).run(sharded.check_edge_types)
-
-
 def test_copies_and_states():
     ranks(2).run(sharded.check_copies)
 

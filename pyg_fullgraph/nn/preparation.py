@@ -460,18 +460,12 @@ def note_type(mask: Tensor, edge_type: Tensor, number: int) -> None:
 
 
 def chosen_edges(edge_index: Tensor, mask: Tensor, build: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
-    """``edge_index[:, mask]``, the same tensor while ``edge_index`` and the mask, or what it asks of, are unchanged; of
-    a divided graph in all parts, which choose together.
-    """
+    """``edge_index[:, mask]``, the same tensor while ``edge_index`` and the mask, or what it asks of, are unchanged."""
     known, number = remembered.of(mask).get(_TYPE, (None, None))
     values = None if known is None else known.tensor
     # Before ``mask`` dies what was derived from it does; edge types live on.
     memo = _memo(edge_index).setdefault("chosen", Memo()).of(mask if values is None else values)
     key = None if values is None else number
-    if isinstance(edge_index, Graph) and edge_index.is_divided:
-        slot = memo.get(key)
-        if not agreed(edge_index, ("chosen", key), [slot is not None and _is_unchanged(*slot)])[0]:
-            memo.pop(key, None)
     return _once_unwritten(memo, key, lambda: (build or _choose)(edge_index, mask))
 
 
