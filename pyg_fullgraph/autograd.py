@@ -427,8 +427,8 @@ class Way:
         sole = self._compiled.sole if self.is_whole and not self._draws else None
         self._sole = None if sole is None or self._scalar is None else \
             (sole, self._scalar, tuple(n.name for n in sole.inputs))
-        self._rows = tuple(n for n in filled.inputs if n.is_row and n in floating)
-        self._steady = tuple(n for n in self._rows if not floating[n].requires_grad)
+        self._steady = tuple(n for n in filled.inputs
+                             if n.is_row and n in floating and not floating[n].requires_grad)
 
     def _compile(self, constant: frozenset[Node]) -> CompiledProgram:
         return compile_program(self.program, constant, self._same, self._postpones, self._recenters, self._max_scaled)
@@ -479,15 +479,11 @@ class Way:
         """As :meth:`run` for the tensors of :attr:`names`, if there are such."""
         assert self._sole is not None
         phase, scalar, names = self._sole
-        if _observers or self._may_reuse(graph):
+        if _observers or (self._steady and reuse.is_on()):
             return self.run(graph, dict(zip(names, tensors, strict=True)))
         with unseen():
             taken(graph)
             return tuple(_call(phase, graph, scalar, tensors))
-
-    def _may_reuse(self, graph: Graph) -> bool:
-        """Whether inputs may be constant; of a part of a graph, whether those of any part may be."""
-        return bool(self._rows) if graph.is_divided else bool(self._steady) and reuse.is_on()
 
     def run(self, graph: Graph, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Go it, with tensors that :func:`check_derivatives` has seen; see :func:`run`."""
@@ -498,7 +494,7 @@ class Way:
 
     def _run(self, graph: Graph, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         taken(graph)
-        if self._sole is not None and not (_observers or self._may_reuse(graph)):  # in most calls
+        if self._sole is not None and not (_observers or (self._steady and reuse.is_on())):  # in most calls
             phase, scalar, names = self._sole
             return tuple(_call(phase, graph, scalar, [tensors[name] for name in names]))
         compiled, unchanged = self._compiled, _NONE
@@ -506,9 +502,8 @@ class Way:
             env = {n: graph.draw_seed() if (t := tensors.get(name)) is None else t for n, name in self._inputs}
         else:
             env = {n: tensors[name] for n, name in self._inputs}
-        if self._may_reuse(graph):
-            inputs = self._rows if graph.is_divided else self._steady
-            unchanged = reuse.constant_inputs(self.program, graph, {n: env[n] for n in inputs})
+        if self._steady:
+            unchanged = reuse.constant_inputs(self.program, graph, {n: env[n] for n in self._steady})
             if unchanged:
                 compiled = self._compile(unchanged)
         like = self._scalar
@@ -543,10 +538,7 @@ class Way:
             else:
                 run_stage = functools.partial(_run_stage, stage, phase, call, graph, like, env, self.is_plain)
                 held = [env[n] for n in constant]
-                # Parts agree on what one program finds, of which another knows nothing.
-                key = (phase.key, like.dtype, compiled.program.digest if graph.is_divided else None)
-                made = reuse.kept(graph, key, held, functools.partial(_padded, run_stage),
-                                  reuse.age_of(graph, compiled.program.digest))
+                made = reuse.kept(graph, (phase.key, like.dtype), held, functools.partial(_padded, run_stage))
                 given.update(stage.results)
             env.update(zip(stage.results, made, strict=True))
         outputs = []

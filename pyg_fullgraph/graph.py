@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -323,10 +322,6 @@ class Graph(Tensor):
     def holds_everywhere(self, fact: bool) -> bool:
         """Whether ``fact`` holds for every part of the graph."""
         return fact
-
-    def hold_everywhere(self, facts: Sequence[bool]) -> Sequence[bool]:
-        """Which of ``facts`` hold for every part of the graph."""
-        return facts
 
     def describe_part(self) -> list[str]:
         """What a report says about the part: how large it is and how it gets what other parts have."""

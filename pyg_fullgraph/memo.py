@@ -21,12 +21,10 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch_geometric import EdgeIndex
 
-__all__ = ["Memo", "Recording", "claimed", "is_constant", "is_unchanged", "keep", "keep_by", "may_not_wait",
-           "recording", "state_of", "taken"]
+__all__ = ["Memo", "Recording", "claimed", "is_constant", "is_unchanged", "keep", "keep_by", "recording", "state_of",
+           "taken"]
 
 T = TypeVar("T")
-#: Of torch.cuda.get_sync_debug_mode().
-_WAITING_IS_AN_ERROR = 2
 
 
 class Recording:
@@ -75,11 +73,6 @@ def recording() -> Iterator[Recording]:
 def is_recording() -> bool:
     """Whether what is kept now may be gone when a recording ends."""
     return _recording is not None or _is_somebody_capturing()
-
-
-def may_not_wait(device: torch.device) -> bool:
-    """Whether the host may not wait for ``device`` now: in a recording, and in the step before it."""
-    return device.type == "cuda" and (is_recording() or torch.cuda.get_sync_debug_mode() == _WAITING_IS_AN_ERROR)
 
 
 def taken(value: T) -> T:

@@ -32,13 +32,11 @@ from pyg_fullgraph.activation import ActivationDropout
 from pyg_fullgraph.autograd import run
 from pyg_fullgraph.distributed import DistributedModel, Group, ShardedGraph, shard, shard_edges, timeline
 from pyg_fullgraph.distributed.feature_split import FeatureSplit
-from pyg_fullgraph.distributed.graph import ShardedOrder
 from pyg_fullgraph.distributed.model import sum_gradients
 from pyg_fullgraph.distributed.planner import Costs, prices
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn import order
 from pyg_fullgraph.partition import Partition
-from pyg_fullgraph.reuse import reuse_constants
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
 from pyg_fullgraph.saga.plans import is_scaled
@@ -644,9 +642,7 @@ def check_timeline(rank: int, size: int, way: str, folder: str) -> int:
     count = len(found.events)
     step()
     assert len(found.events) == count and {e.rank for e in found.events} == set(range(size))
-    # In the second step ranks ask each other what is constant: each layer, and one whose product may come later. Then
-    # gradients are summed.
-    assert [e.name for e in found.events if e.sweep < 0] == ["reduce"] * (4 * size)
+    assert [e.name for e in found.events if e.sweep < 0] == ["reduce"] * size
     sweeps = [e for e in found.events if e.kind == "sweep" and e.rank == rank]
     # Features need no gradient, and are summed before the product with the weight, which makes them wider.
     assert [e.layer for e in sweeps] == ["module_0", "module_2", "module_2 backward"]
@@ -679,42 +675,6 @@ def check_timeline(rank: int, size: int, way: str, folder: str) -> int:
             assert all(e.start_ms <= stages[0].start_ms and e.end_ms <= stages[-1].start_ms for e in sent)
     assert 0 <= found.overlap.share <= 1
     return count
-
-
-def check_constants(rank: int, size: int, way: str) -> None:
-    """What is kept of constant features and edge weights is kept by all ranks or none, whatever one of them does."""
-    case = make_case("hub")
-    graph, part = Graph.from_edge_index(case.edge_index, case.size), sharded(case, way, size)
-    generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.rand(n, *shape, generator=generator).double()
-                 for n, shape in ((case.num_src, (6,)), (case.num_edges, ())))
-    ran: list[Any] = []
-    run_sweep = ShardedOrder.run_sweep
-    with mock.patch.object(ShardedOrder, "run_sweep", lambda *a: (ran.append(a), run_sweep(*a))[1]), torch.no_grad():
-        for build in (lambda: fused_nn.GCNConv(6, 9), lambda: fused_nn.GCNConv(6, 2),
-                      lambda: fused_nn.GCNConv(6, 9, flow="target_to_source"), lambda: fused_nn.GraphConv(6, 9)):
-            torch.manual_seed(0)
-            layer = build().double()
-            for change in ("rows", "weights", "clone", "gradient", "switch"):
-                own, edges = part.take(x), part.take(weight, "edge")
-                for step in range(10):
-                    if step == 5 and change in ("rows", "weights"):
-                        values, ids = (own, part.dst_ids) if change == "rows" else (edges, part.edge_ids)
-                        x, weight = (x.clone(), weight.clone())
-                        (x if change == "rows" else weight)[3] += 1.0
-                        if 3 in ids:  # only its owner writes
-                            values[ids == 3] += 1.0
-                    if step == 5 and rank == 0 and change == "clone":
-                        own = own.clone()
-                    if step >= 5 and rank == 0 and change == "gradient":
-                        own.requires_grad_()
-                    reuse_constants(step < 5 or rank > 0 or change != "switch")
-                    ran.clear()
-                    close(layer(own, part, edges), part.take(layer(x, graph, weight)), 1e-12, f"{change}, step {step}")
-                    if step in (4, 9):
-                        is_kept = step == 4 or change in ("rows", "weights", "clone")
-                        assert bool(ran) != is_kept, f"{layer}, {change}, step {step}"
-                reuse_constants(True)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------

@@ -204,11 +204,6 @@ def test_gradients_of_results_and_parameters_outside_of_forward():
     ranks(2).run(sharded.check_gradients_elsewhere)
 
 
-@pytest.mark.parametrize("way", ["halo", "broadcast", "feature_split"])
-def test_constants_are_kept_by_all_ranks_or_none(way):
-    ranks(3).run(sharded.check_constants, way)
-
-
 @pytest.mark.parametrize("case", ["hub", "bipartite", "isolated"])
 def test_parts_from_their_own_edges(case):
     ranks(3).run(sharded.check_edges, case)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -212,9 +211,9 @@ class ShardedGraph(Graph):
         """
         kinds = ["dst", "edge"] if self.shard.is_square else ["dst", "src", "edge"]
         counts = {"dst": self.num_dst, "src": self.num_src, "edge": self.num_edges}
-        fits: Sequence[bool] = [counts[kind] == count for kind in kinds]
+        fits = [counts[kind] == count for kind in kinds]
         if self._is_ambiguous([counts[kind] for kind in kinds]):
-            fits = self.hold_everywhere(fits)
+            fits = self.group.reduce(torch.tensor(fits, dtype=torch.int64, device=self.device), "min").tolist()
         return next((self._ids(kind)[0] for kind, is_kind in zip(kinds, fits, strict=True) if is_kind), None)
 
     def _is_ambiguous(self, counts: list[int]) -> bool:
@@ -292,13 +291,7 @@ class ShardedGraph(Graph):
         return self.group.any(fact, self.device)
 
     def holds_everywhere(self, fact: bool) -> bool:
-        return self.hold_everywhere([fact])[0]
-
-    def hold_everywhere(self, facts: Sequence[bool]) -> Sequence[bool]:
-        if self.group.size == 1:
-            return facts
-        held = self.group.reduce(torch.tensor(facts, dtype=torch.int64, device=self.device), "min").tolist()
-        return [bool(fact) for fact in held]
+        return not self.group.any(not fact, self.device)
 
     def describe_part(self) -> list[str]:
         return [repr(self), *(f"  {price}" for price in self.reasons)]

@@ -33,7 +33,6 @@ from pyg_fullgraph import columns, dense, reuse
 from pyg_fullgraph.autograd import Ways
 from pyg_fullgraph.functions import PLAIN, has_autocast, unseen
 from pyg_fullgraph.graph import Graph
-from pyg_fullgraph.nn import tape
 from pyg_fullgraph.nn.lazy import DeferredTensor, LazyTensor, run_phase
 from pyg_fullgraph.nn.scaled import ScaledExpr, has_multiples
 from pyg_fullgraph.nn.surroundings import has_hooks_of_all
@@ -316,22 +315,12 @@ class LinearExpr(_Open):
     def may_come_later(self, layer: Module, graph: Graph, dim: int = 0) -> bool:
         """Whether it may pay to sum first, as of :meth:`write_out`; the first answer stays."""
         if self.comes_later is None:
-            is_narrower = self.weight.shape[1] < self.weight.shape[0]
-            self.comes_later = self._value is None and (is_narrower or (dim == 0 and self._is_constant(graph)))
+            is_constant = dim == 0 and asked(reuse.was_seen, graph, ("linear", id(self.weight)), self.x, peek=_was_seen)
+            self.comes_later = self._value is None and (self.weight.shape[1] < self.weight.shape[0] or is_constant)
         if not self.comes_later or self._value is not None:
             return False
         _useful.add(layer)
         return True
-
-
-    def _is_constant(self, graph: Graph) -> bool:
-        """Whether the features are constant; of a divided graph in all parts, which ask each other: no tape does."""
-        place = "linear", id(self.weight)
-        if not graph.is_divided:
-            return asked(reuse.was_seen, graph, place, self.x, peek=_was_seen)
-        if tape.running.recorder is not None:
-            tape.running.recorder.refuse()
-        return reuse.agreed(graph, ("linear", *self.weight.shape), [reuse.was_seen(graph, place, self.x)])[0]
 
 
 class SummedExpr(_Open):

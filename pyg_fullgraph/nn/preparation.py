@@ -34,7 +34,6 @@ from pyg_fullgraph.nn.ends import EdgeValues, Ends
 from pyg_fullgraph.nn.lazy import EdgeExpr, LazyTensor, run
 from pyg_fullgraph.nn.rebinding import rebind
 from pyg_fullgraph.nn.tape import step
-from pyg_fullgraph.reuse import agreed
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
 
@@ -64,22 +63,15 @@ def _once(memo: dict[Any, Any], key: Any, build: Callable[[], Any]) -> Any:
         return keep(memo, key, build())
 
 
-def _of_values(memo: dict[Any, Any], key: Any, values: Tensor, build: Callable[[], Tensor],
-               graph: Tensor | None = None) -> Tensor:
+def _of_values(memo: dict[Any, Any], key: Any, values: Tensor, build: Callable[[], Tensor]) -> Tensor:
     """``build()``, remembered in one slot of ``memo`` for as long as ``values`` and it are the same unchanged tensors.
 
-    From values that require a gradient, and from a Parameter, it is built anew each time and stays differentiable. What
-    parts of ``graph`` have to build together all remember or none.
+    From values that require a gradient, and from a Parameter, it is built anew each time and stays differentiable.
     """
-    may_stay = is_constant(values)
-    slot: Any = memo.get(key)
-    is_known = may_stay and slot is not None and slot[0]() is values and is_unchanged(values, slot[1]) and \
-        is_unchanged(*slot[2:])
-    if isinstance(graph, Graph):
-        (is_known,) = agreed(graph, key, [is_known])
-    if not is_known:
-        if not may_stay:
-            return build()
+    if not is_constant(values):
+        return build()
+    slot = memo.get(key)
+    if slot is None or slot[0]() is not values or not is_unchanged(values, slot[1]) or not is_unchanged(*slot[2:]):
         with torch.inference_mode(False), torch.no_grad():
             made = build()
             slot = keep(memo, key, (weakref.ref(values), state_of(values), made, state_of(made)))
@@ -306,7 +298,7 @@ def add_self_loops(edge_index: Tensor, edge_attr: Tensor | None = None, fill_val
 
     if isinstance(fill_value, Tensor):
         return full, fill()
-    return full, _of_values(_memo(origin), ("filled", removed, key, fill_value), edge_attr, fill, origin)
+    return full, _of_values(_memo(origin), ("filled", removed, key, fill_value), edge_attr, fill)
 
 
 def add_remaining_self_loops(edge_index: Tensor, edge_attr: Tensor | None = None, fill_value: Fill = None,
@@ -343,7 +335,7 @@ def add_remaining_self_loops(edge_index: Tensor, edge_attr: Tensor | None = None
 
     if isinstance(fill_value, Tensor):
         return full, fill()
-    return full, _of_values(memo, ("remaining", num_nodes, fill_value), edge_attr, fill, edge_index)
+    return full, _of_values(memo, ("remaining", num_nodes, fill_value), edge_attr, fill)
 
 
 def _key_of_loops(origin: Tensor, given: Any, num_loops: int) -> Any:
@@ -535,7 +527,7 @@ def gcn_norm(edge_index: Tensor, edge_weight: Tensor | None = None, num_nodes: i
         norm = _once(work.memo, ("gcn_norm", dtype), lambda: _inverse_sqrt(work.incoming.degree.to(dtype, copy=True)))
         return graph, EdgeExpr(_NORM, {"norm.src": norm, "norm.dst": norm}, work)
     norm = _of_values(work.memo, "gcn_norm_weighted", edge_weight,
-                      lambda: _inverse_sqrt(run(_WEIGHT_SUM, work, {"norm.weight": edge_weight})[0]), work)
+                      lambda: _inverse_sqrt(run(_WEIGHT_SUM, work, {"norm.weight": edge_weight})[0]))
     return graph, EdgeExpr(_WEIGHTED_NORM, {"norm.src": norm, "norm.weight": edge_weight, "norm.dst": norm}, work)
 
 
