@@ -212,8 +212,9 @@ def test_a_layer_for_both_directions(sorts):
     assert type(pfg.revert(fused)) is pyg_nn.DirGNNConv
 
 
-def test_layers_that_derive_nothing_are_left_alone():
-    layer, x = fused_nn.SAGEConv(4, 4), torch.randn(CASE.num_src, 4)
+@pytest.mark.parametrize("name", ["SAGEConv", "MFConv"])  # the latter asks which vertices have one degree
+def test_layers_that_derive_nothing_are_left_alone(name):
+    layer, x = getattr(fused_nn, name)(4, 4), torch.randn(CASE.num_src, 4)
     for _ in range(derived.MAX_TRIES):
         assert type(derived.remembering(layer)) is derived._Remembering
         layer(x, CASE.edge_index)

@@ -20,7 +20,7 @@ from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
 from pyg_fullgraph.functions import LayerMode, is_recorded
 from pyg_fullgraph.graph import Graph
-from pyg_fullgraph.nn.preparation import chosen_edges, note_type, reversed_edges
+from pyg_fullgraph.nn.preparation import TypeMask, chosen_edges, note_type, reversed_edges
 
 __all__ = ["paused", "remembering"]
 
@@ -53,19 +53,26 @@ def paused(function: Callable[..., Any]) -> Callable[..., Any]:
 class _Remembering(LayerMode):
     def __init__(self, layer: Module) -> None:
         super().__init__()
-        self.layer, self.is_useful = layer, False
+        self.layer, self.has_derived = layer, False
+        self.masks: list[TypeMask] = []
 
     def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         rule = _RULES.get(function)
         found = rule(*args, **(kwargs or {})) if rule is not None else None
         if found is None:
             return function(*args, **(kwargs or {}))
-        self.is_useful = True
-        return found
+        if isinstance(found, Tensor):
+            self.has_derived = True
+            return found
+        mask, asked = found
+        self.masks.append(asked)
+        return mask
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        _tries[self.layer] = 0 if self.is_useful else _tries.get(self.layer, 0) + 1
+        # A mask alone is nothing: of vertices of one degree, say.
+        is_useful = self.has_derived or any(mask.has_chosen for mask in self.masks)
+        _tries[self.layer] = 0 if is_useful else _tries.get(self.layer, 0) + 1
 
 
 def _is_edge_index(value: Any) -> bool:
@@ -95,16 +102,15 @@ def _index(edge_index: Any, index: Any) -> Tensor | None:
     return chosen_edges(edge_index, mask) if is_mask else None
 
 
-def _equal(edge_type: Any, number: Any) -> Tensor | None:
+def _equal(edge_type: Any, number: Any) -> tuple[Tensor, TypeMask] | None:
     is_type = type(edge_type) is Tensor and edge_type.dim() == 1 and edge_type.dtype in _INDEX_DTYPES
     if not is_type or type(number) is not int or edge_type.is_inference():
         return None
     with torch.inference_mode(False):
         mask = edge_type == number
-    note_type(mask, edge_type, number)
-    return mask
+    return mask, note_type(mask, edge_type, number)
 
 
-_RULES: Mapping[Any, Callable[..., Tensor | None]] = {
+_RULES: Mapping[Any, Callable[..., Tensor | tuple[Tensor, TypeMask] | None]] = {
     Tensor.flip: _flip, torch.flip: _flip, Tensor.__getitem__: _index, Tensor.__eq__: _equal, Tensor.eq: _equal,
     torch.eq: _equal}

@@ -446,18 +446,28 @@ def reversed_edges(edge_index: Tensor) -> Tensor:
     return _once_unwritten(_memo(edge_index), "reversed", build)
 
 
-def note_type(mask: Tensor, edge_type: Tensor, number: int) -> None:
+class TypeMask:
+    """What a mask ``[E]`` asks, ``edge_type == number``, and whether edges were chosen by it."""
+
+    def __init__(self, edge_type: Tensor, number: int) -> None:
+        self.edge_type, self.number, self.has_chosen = _Unchanged(edge_type), number, False
+
+
+def note_type(mask: Tensor, edge_type: Tensor, number: int) -> TypeMask:
     """Remember with ``mask`` ``[E]`` that it is ``edge_type == number``."""
-    remembered.of(mask)[_TYPE] = _Unchanged(edge_type), number
+    noted = remembered.of(mask)[_TYPE] = TypeMask(edge_type, number)
+    return noted
 
 
 def chosen_edges(edge_index: Tensor, mask: Tensor, build: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
     """``edge_index[:, mask]``, the same tensor while ``edge_index`` and the mask, or what it asks of, are unchanged."""
-    known, number = remembered.of(mask).get(_TYPE, (None, None))
-    values = None if known is None else known.tensor
+    known: TypeMask | None = remembered.of(mask).get(_TYPE)
+    if known is not None:
+        known.has_chosen = True
+    values = None if known is None else known.edge_type.tensor
     # Before ``mask`` dies what was derived from it does; edge types live on.
     memo = _memo(edge_index).setdefault("chosen", Memo()).of(mask if values is None else values)
-    key = None if values is None else number
+    key = None if known is None or values is None else known.number
     return _once_unwritten(memo, key, lambda: (build or _choose)(edge_index, mask))
 
 
