@@ -89,14 +89,17 @@ def column_sum(g: Tensor) -> Tensor:
     return reference.column_sum(rows)
 
 
-def total(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum ``[*shape]`` of the rows of ``x`` ``[N, *shape]`` in ``dtype``, float32 or float64. Not differentiable.
+def total(x: Tensor, dtype: torch.dtype, into: Tensor | None = None) -> Tensor:
+    """The sum ``[*shape]`` of the rows of ``x`` ``[N, *shape]`` in ``dtype``, float32 or float64, which that of ``x``
+    is summed in; or ``into``, an earlier one, with that added. Not differentiable.
 
     Numerics: bit-identical from run to run.
     """
     if x.dtype in DTYPES and has_kernels(launch.meant(x.device)) and x.is_contiguous():
-        return kernels.column_sum(x.flatten(1), dtype).view(x.shape[1:])
-    return x.sum(0, dtype=dtype)
+        earlier = None if into is None else into.view(-1)
+        return kernels.column_sum(x.flatten(1), dtype, earlier).view(x.shape[1:])
+    made = x.sum(0, dtype=dtype)
+    return made if into is None else into.add_(made)
 
 
 def is_summed(x: Tensor) -> bool:

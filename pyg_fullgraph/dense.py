@@ -129,14 +129,26 @@ def multiplier(weight: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda x: x @ weight
 
 
-def outer(a: Tensor, b: Tensor) -> Tensor:
+def outer(a: Tensor, b: Tensor, summed: int | None = None,
+          into: tuple[Tensor | None, Tensor | None] = (None, None)) -> tuple[Tensor, Tensor | None]:
     """``a^T b`` for ``[M, K]`` and ``[M, N]``, by our kernel whatever M is, or by torch; of half precision in float32.
     Not differentiable.
+
+    Args:
+        summed: Which of both, 0 or 1, is summed over its rows as well.
+        into: Earlier results of such a call, to which these are added, or None.
+
+    Returns: the product ``[K, N]``, of any strides, and that sum, or None.
     """
     if _fits(b.shape[1], a.shape[1]) and _is_ours(a, b):
-        return dense.weight_gradient(a, b)[0]
+        if summed != 1:
+            return dense.weight_gradient(a, b, summed == 0, into=into)
+        turned, total = dense.weight_gradient(b, a, True, into=(None if into[0] is None else into[0].t(), into[1]))
+        return turned.t(), total
     halves = [t.dtype for t in (a, b) if t.dtype in _HALVES]
-    return _exact_product(a.t().to(halves[0]), b.to(halves[0])) if halves else a.t() @ b
+    made = _exact_product(a.t().to(halves[0]), b.to(halves[0])) if halves else a.t() @ b
+    total = None if summed is None else columns.total((a, b)[summed], made.dtype, into[1])
+    return made if into[0] is None else into[0].add_(made), total
 
 
 def _exact_product(a: Tensor, b: Tensor) -> Tensor:

@@ -169,6 +169,8 @@ def _pipeline_work(pipeline: Pipeline, sizes: Sizes, width: Callable[[Node], int
         elif isinstance(step, Outer):
             total += Work(edges * (width(step.a) + width(step.b)), width(step.result),
                           2 * step.a.numel * step.b.numel * edges)
+            if step.total is not None:
+                total += Work(0, width(step.total.result), step.total.x.numel * edges)
         elif isinstance(step, Total):
             total += Work(edges * width(step.x), width(step.result), step.x.numel * edges)
     return total

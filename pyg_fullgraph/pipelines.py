@@ -108,11 +108,15 @@ class PreparedPipeline:
     def _add_total(self, totals: dict[Node, Tensor], step: Outer | Total, held: Mapping[Node, Tensor],
                    span: Span) -> None:
         """Add what the edges of ``span`` say of a sum over all, but for those that are in the next one as well."""
-        count = span.stop - span.first
-        values = [held[n][:count] for n in step.reads]
-        part = dense.outer(*values) if isinstance(step, Outer) else \
-            columns.total(values[0], chunks.compute_dtype(self.dtype))
-        totals[step.result] = totals[step.result].add_(part) if step.result in totals else part
+        count, earlier = span.stop - span.first, totals.get(step.result)
+        if isinstance(step, Total):
+            totals[step.result] = columns.total(held[step.x][:count], chunks.compute_dtype(self.dtype), earlier)
+            return
+        total = step.total
+        summed, before = (None, None) if total is None else (step.reads.index(total.x), totals.get(total.result))
+        totals[step.result], made = dense.outer(held[step.a][:count], held[step.b][:count], summed, (earlier, before))
+        if total is not None and made is not None:
+            totals[total.result] = made
 
     def _take(self, run: launches.Run, k: int, leaf: chunks.Leaf) -> None:
         self.running = run.prepared.sites[k].kernel

@@ -335,16 +335,17 @@ def compile_columns(num_columns: int) -> dict[str, dict[str, int]]:
     """
     tile, function = columns.tile_of(num_columns), columns.column_sum_kernel
     constants = {"COLUMNS": num_columns, "BLOCK_R": tile.rows, "BLOCK_C": tile.columns, "FLOAT": tl.float32}
-    even = ["x_stride"] if num_columns % 16 == 0 else []
-    found = {}
+    is_even, found = num_columns % 16 == 0, {}
     for dtype in ("fp32", "bf16"):
         signature = dict.fromkeys(function.arg_names, "i32") | {"x_ptr": f"*{dtype}", "part_ptr": "*fp32"}
-        found[dtype] = _compile(_source(function, signature, constants, even), columns.NUM_WARPS)
+        source = _source(function, signature, constants, ["x_stride"] * is_even)
+        found[dtype] = _compile(source, columns.NUM_WARPS)
         kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
-        folds = columns._fold(columns.MAX_WORKERS, num_columns, torch.float32, kind, torch.device("cpu"))
         signature = dict.fromkeys(columns.fold_kernel.arg_names, "i32") | {"part_ptr": "*fp32", "out_ptr": f"*{dtype}"}
-        source = _source(columns.fold_kernel, signature, folds.constants, ["width"] if num_columns % 16 == 0 else [])
-        found[f"{dtype} folded"] = _compile(source, folds.num_warps)
+        for adds in (False, True):
+            folds = columns._fold(columns.MAX_WORKERS, num_columns, torch.float32, kind, torch.device("cpu"), adds)
+            source = _source(columns.fold_kernel, signature, folds.constants, ["width"] * is_even)
+            found[f"{dtype} {'added' if adds else 'folded'}"] = _compile(source, folds.num_warps)
     return found
 
 

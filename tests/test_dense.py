@@ -44,7 +44,10 @@ def normal(*shape, seed=0):
 
 def three(g, x, weight, bias, tile):
     """Result, gradients of features, weight and bias."""
-    grad_weight, grad_bias = kernels.weight_gradient(g, x, True, tile)
+    first = len(g) // 3
+    earlier = kernels.weight_gradient(g[:first], x[:first], True, tile)
+    grad_weight, grad_bias = kernels.weight_gradient(g[first:], x[first:], True, tile, earlier)
+    assert grad_weight is earlier[0] and grad_bias is earlier[1]
     y, grad_x = kernels.product(x, weight, bias, tile=tile), kernels.product(g, weight.t(), tile=tile)
     return {"y": y, "grad_x": grad_x, "grad_weight": grad_weight, "grad_bias": grad_bias}
 
@@ -253,10 +256,10 @@ def taken(monkeypatch):
             seen.append(("product" if add is None else "added", *x.shape, weight.shape[0]))
         return product(x, weight, bias, add, tile_for(x.device.type))
 
-    def recorded_gradient(g, x, with_bias=False, tile=None):
+    def recorded_gradient(g, x, with_bias=False, tile=None, into=(None, None)):
         if x.device.type != "meta":
             seen.append(("gradient", *g.shape, x.shape[1]))
-        return gradient(g, x, with_bias, tile_for(x.device.type))
+        return gradient(g, x, with_bias, tile_for(x.device.type), into)
 
     monkeypatch.setattr(kernels, "product", recorded)
     monkeypatch.setattr(kernels, "weight_gradient", recorded_gradient)
@@ -286,6 +289,24 @@ def layer_case(name, device):
     torch.manual_seed(0)
     edge_index = torch.randint(30, (2, 200), generator=torch.Generator().manual_seed(1)).to(device)
     return LAYERS[name]().to(device), normal(30, 12).to(device).requires_grad_(), edge_index
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+@pytest.mark.parametrize("summed", [None, 0, 1])
+def test_sums_of_outer_products(summed, dtype, device, taken):
+    """Of two parts of the rows, by our kernel and by torch, with the sum of one factor."""
+    a, b = normal(70, 24).to(device, dtype), normal(70, 40, seed=1).to(device, dtype)
+    made = None, None
+    for rows in (slice(0, 30), slice(30, 30), slice(30, 70)):
+        made = dense.outer(a[rows], b[rows], summed, made)
+    exact, limit = (torch.float64, 1e-12) if dtype == torch.float64 else (torch.float32, 1e-5)
+    assert made[0].dtype == exact and error(made[0], a.double().t() @ b.double()) < limit
+    assert len(taken) == 3 * (dtype == torch.float32)
+    if summed is None:
+        assert made[1] is None
+    else:
+        assert made[1].dtype == exact and error(made[1], (a, b)[summed].double().sum(0)) < limit
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])

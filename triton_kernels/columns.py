@@ -56,12 +56,13 @@ def tile_of(num_columns: int) -> Tile:
     return Tile(VALUES // columns, columns)
 
 
-def column_sum(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """``x.sum(0, dtype=dtype)``. Twin: :func:`reference.column_sum`.
+def column_sum(x: Tensor, dtype: torch.dtype | None = None, into: Tensor | None = None) -> Tensor:
+    """``x.sum(0, dtype=dtype)``, or ``into`` with that added, as of :func:`fold`. Twin: :func:`reference.column_sum`.
 
     Args:
         x: ``[N, C]``; rows of ``C`` numbers side by side are read as they are.
         dtype: Of the result; None for that of ``x``.
+        into: ``[C]``, an earlier result in float32 (float64 for float64).
 
     Returns: ``[C]``.
     Numerics: sums in float32 (float64 for float64) and in a fixed order, rounds once; bit-identical from run to run.
@@ -69,12 +70,12 @@ def column_sum(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """
     num_rows, num_columns = x.shape
     if num_rows == 0 or num_columns == 0:
-        return x.new_zeros(num_columns, dtype=dtype)
+        return x.new_zeros(num_columns, dtype=dtype) if into is None else into
     x = x if num_columns == 1 or x.stride(1) == 1 else x.contiguous()
     start, num_workers, wide = _start(num_rows, num_columns, x.stride(0), x.dtype, x.device, MAX_WORKERS)
     parts = x.new_empty((num_workers, num_columns), dtype=wide)
     start.run([x, parts], [x])
-    return fold(parts, dtype or x.dtype)
+    return fold(parts, dtype or x.dtype, into)
 
 
 @lru_cache(maxsize=1024)
@@ -91,22 +92,27 @@ def _start(num_rows: int, num_columns: int, stride: int, dtype: torch.dtype, dev
 
 
 @triton.jit(do_not_specialize=("num_parts",))
-def fold_kernel(part_ptr, out_ptr, num_parts, width, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, FLOAT: tl.constexpr):
+def fold_kernel(part_ptr, out_ptr, num_parts, width, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, FLOAT: tl.constexpr,
+                ADDS: tl.constexpr):
     column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     in_row = column < width
     total = tl.full([BLOCK_P, BLOCK_C], 0.0, FLOAT)
     for first in range(0, num_parts, BLOCK_P):
         part = first + tl.arange(0, BLOCK_P)[:, None]
         total += tl.load(part_ptr + part.to(tl.int64) * width + column, mask=(part < num_parts) & in_row, other=0.0)
-    tl.store(out_ptr + column, tl.sum(total, 0, keep_dims=True), mask=in_row)
+    total = tl.sum(total, 0, keep_dims=True)
+    if ADDS:
+        total += tl.load(out_ptr + column, mask=in_row, other=0.0)
+    tl.store(out_ptr + column, total, mask=in_row)
 
 
-def fold(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """``parts.sum(0).to(dtype)``. Twin: that.
+def fold(parts: Tensor, dtype: torch.dtype, into: Tensor | None = None) -> Tensor:
+    """``parts.sum(0).to(dtype)``, or ``into.add_(parts.sum(0))``. Twin: that.
 
     Args:
         parts: ``[P, *shape]``, new, contiguous, in float32 or float64.
         dtype: Of the result.
+        into: ``[*shape]``, contiguous, an earlier result in the dtype of ``parts``.
 
     Returns: ``[*shape]``; zeros where P is 0.
     Numerics: sums in the dtype of ``parts`` and in a fixed order, rounds once; bit-identical from run to run.
@@ -115,18 +121,19 @@ def fold(parts: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if parts.shape[0] > MAX_WORKERS:
         total = parts.sum(0)
-        return total if total.dtype is dtype else total.to(dtype)
-    out = parts.new_empty(parts.shape[1:], dtype=dtype)
-    _fold(parts.shape[0], out.numel(), parts.dtype, dtype, parts.device).run([parts, out], ())
+        return into.add_(total) if into is not None else total if total.dtype is dtype else total.to(dtype)
+    out = parts.new_empty(parts.shape[1:], dtype=dtype) if into is None else into
+    _fold(parts.shape[0], out.numel(), parts.dtype, dtype, parts.device, into is not None).run([parts, out], ())
     return out
 
 
 @lru_cache(maxsize=1024)
-def _fold(num_parts: int, width: int, wide: torch.dtype, dtype: torch.dtype, device: torch.device) -> launch.Launch:
+def _fold(num_parts: int, width: int, wide: torch.dtype, dtype: torch.dtype, device: torch.device,
+          adds: bool = False) -> launch.Launch:
     """The launch of :func:`fold`."""
     block_c = min(FOLDED_COLUMNS[width >= MANY_COLUMNS], triton.next_power_of_2(max(width, 1)))
     # As many rows whatever the number of programs: no graph has a kernel of its own.
     constants = {"BLOCK_P": FOLDED_VALUES // block_c, "BLOCK_C": block_c,
-                 "FLOAT": tl.float64 if wide == torch.float64 else tl.float32}
+                 "FLOAT": tl.float64 if wide == torch.float64 else tl.float32, "ADDS": adds}
     return launch.Launch(fold_kernel, -(-width // block_c), constants, FOLDING_WARPS, device, made=[wide, dtype],
                          last=[num_parts, width])

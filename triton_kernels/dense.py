@@ -314,8 +314,8 @@ def _product(x_shape: torch.Size, x_strides: tuple[int, ...], x_place: int, shap
     return multiply, (split, (2, height, pitch))
 
 
-def weight_gradient(g: Tensor, x: Tensor, with_bias: bool = False,
-                    tile: Tile | None = None) -> tuple[Tensor, Tensor | None]:
+def weight_gradient(g: Tensor, x: Tensor, with_bias: bool = False, tile: Tile | None = None,
+                    into: tuple[Tensor | None, Tensor | None] = (None, None)) -> tuple[Tensor, Tensor | None]:
     """``g^T x``, the gradient of a weight, and with ``with_bias`` that of a bias, the sum of the rows of ``g``.
 
     Args:
@@ -324,6 +324,7 @@ def weight_gradient(g: Tensor, x: Tensor, with_bias: bool = False,
         with_bias: Whether rows are summed.
         tile: Shape of a launch of Triton's kernel, which then runs where Gluon's would; ``block_m`` of N, ``block_n``
             of K.
+        into: Earlier results, to which these are added, or None.
 
     Returns: float32 ``[N, K]``, and ``[N]`` or None.
     Numerics: see the module; rows in parts that are summed in a fixed order, bit-identical from run to run.
@@ -332,7 +333,10 @@ def weight_gradient(g: Tensor, x: Tensor, with_bias: bool = False,
     """
     (num_rows, num_out), num_in = g.shape, x.shape[1]
     if 0 in (num_rows, num_out, num_in):
-        return g.new_zeros((num_out, num_in)), g.sum(0) if with_bias else None
+        out, bias = into
+        if with_bias:
+            bias = g.sum(0) if bias is None else bias.add_(g.sum(0))
+        return g.new_zeros((num_out, num_in)) if out is None else out, bias
     if num_out > 1 and g.stride(1) != 1:
         g = g.contiguous()
     if num_in > 1 and x.stride(1) != 1:
@@ -342,7 +346,7 @@ def weight_gradient(g: Tensor, x: Tensor, with_bias: bool = False,
     out = g.new_empty((num_parts, num_out, num_in))
     bias = g.new_empty((num_parts, num_out)) if with_bias else out
     gradient.run([g, x, out, bias], [g, x])
-    return fold(out, torch.float32), fold(bias, torch.float32) if with_bias else None
+    return fold(out, torch.float32, into[0]), fold(bias, torch.float32, into[1]) if with_bias else None
 
 
 @lru_cache(maxsize=1024)

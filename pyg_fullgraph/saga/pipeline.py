@@ -12,6 +12,7 @@ row.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -52,19 +53,6 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Outer:
-    """What the edges of a span add to ``result``: ``sum_e a_e^T b_e``."""
-
-    result: Node
-    a: Node
-    b: Node
-
-    @property
-    def reads(self) -> tuple[Node, ...]:
-        return self.a, self.b
-
-
-@dataclass(frozen=True)
 class Total:
     """What the edges of a span add to ``result``: the sum of ``x`` over them."""
 
@@ -74,6 +62,25 @@ class Total:
     @property
     def reads(self) -> tuple[Node, ...]:
         return (self.x,)
+
+
+@dataclass(frozen=True)
+class Outer:
+    """What the edges of a span add to ``result``: ``sum_e a_e^T b_e``; and ``total``, the sum of ``a`` or ``b``, in the
+    same pass.
+    """
+
+    result: Node
+    a: Node
+    b: Node
+    total: Total | None = None
+
+    @property
+    def reads(self) -> tuple[Node, ...]:
+        return self.a, self.b
+
+
+Step = Values | Product | Outer | Total
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +99,7 @@ class Pipeline:
             0 without any. Each sweep with the scores has them, forward and backward.
     """
 
-    steps: tuple[Values | Product | Outer | Total, ...]
+    steps: tuple[Step, ...]
     last: Sweep | None
     across: Sweep | None
     blocks: tuple[tuple[int, int], ...]
@@ -118,7 +125,8 @@ class Pipeline:
     @cached_property
     def totals(self) -> tuple[Node, ...]:
         """The sums over all edges of what is held, and of products of it."""
-        return tuple(s.result for s in self.steps if isinstance(s, Outer | Total))
+        within = (s.total for s in self.steps if isinstance(s, Outer) and s.total is not None)
+        return tuple(s.result for s in (*self.steps, *within) if isinstance(s, Outer | Total))
 
     @cached_property
     def shapes(self) -> tuple[tuple[int, int], ...]:
@@ -177,7 +185,7 @@ def pipeline_of(sweep: Sweep, least: int = 1, across: Sweep | None = None,
 class _Builder:
     def __init__(self, sweep: Sweep, least: int, across: Sweep | None, takes_rows: bool) -> None:
         self.sweep, self.least, self.across, self.takes_rows = sweep, least, across, takes_rows
-        self.steps: list[Values | Product | Outer | Total] = []
+        self.steps: list[Step] = []
         self.local: dict[Node, Node] = {}
 
     def build(self) -> Pipeline | None:
@@ -222,7 +230,8 @@ class _Builder:
         across = self.across
         if across is not None:
             across = across.over([ir.substitute(a, made) for a in across.operands])
-        return Pipeline(tuple(self.steps), last, across, tuple(blocks), is_mixed, any(map(is_spread, products)), score)
+        return Pipeline(_joined(self.steps), last, across, tuple(blocks), is_mixed, any(map(is_spread, products)),
+                        score)
 
     def _is_taken(self, product: Node) -> bool:
         rows, columns = _shape(product.args[1])
@@ -244,6 +253,20 @@ class _Builder:
     def _name(self, value: Node) -> Node:
         """A name for ``value``, the same for equal values."""
         return ir.input(f"{LOCAL}{value.digest}", Domain.EDGE, value.shape)
+
+
+def _joined(steps: Sequence[Step]) -> tuple[Step, ...]:
+    """``steps`` with sums of what is multiplied for the gradient of a matrix in that pass."""
+    apart = [s for s in steps if isinstance(s, Total)]
+    joined: list[Step] = []
+    for step in steps:
+        if isinstance(step, Outer):
+            total = next((t for t in apart if t.x in step.reads), None)
+            if total is not None:
+                apart.remove(total)
+            step = replace(step, total=total)
+        joined.append(step)
+    return tuple(s for s in joined if not isinstance(s, Total) or s in apart)
 
 
 def _shape(matrix: Node) -> tuple[int, int]:
