@@ -115,7 +115,7 @@ def traced(conv: Module, function: str, args: Arguments, dtypes: Callable[[], Se
     else:
         if not found.reads_dtype:
             return found
-    seen = dtypes()
+    seen = dtypes() or [torch.get_default_dtype()]  # there may be integers alone
     found, *others = [_traced_in(conv, function, args, dtype) for dtype in seen]
     if any(o.value is not found.value or o.side != found.side for o in others):
         raise NotFusable([f"{METHODS[function][0]} computes with a dtype, and sees tensors of several: "
