@@ -87,6 +87,18 @@ def test_what_differs_is_another_object(other):
     assert other.digest != x.digest
 
 
+def test_threads_that_make_a_node_at_once_get_one_object(monkeypatch):
+    is_integer, others = ir._is_integer, []
+
+    def meanwhile(*args):
+        monkeypatch.undo()
+        others.append(ir.input("only here", SRC, (7,)))  # as another thread does
+        return is_integer(*args)
+
+    monkeypatch.setattr(ir, "_is_integer", meanwhile)
+    assert ir.input("only here", SRC, (7,)) is others[0]
+
+
 def test_one_and_true_are_not_confused():
     """Attributes are compared by their text: 1, 1.0 and True are equal in Python."""
     one, real = Node("slice", (), (1,), SRC, dim=1), Node("slice", (), (1,), SRC, dim=True)

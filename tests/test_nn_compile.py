@@ -2,7 +2,7 @@
 
 import copy
 import gc
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 import torch
@@ -14,7 +14,8 @@ import pyg_fullgraph.nn as fused_nn
 from pyg_fullgraph import debug
 from pyg_fullgraph.errors import CompiledResultError
 from pyg_fullgraph.graph import Graph
-from pyg_fullgraph.nn import compiled
+from pyg_fullgraph.nn import compiled, tracing
+from pyg_fullgraph.saga import trace
 
 LAYERS = {
     "gcn": lambda: fused_nn.GCNConv(8, 4),
@@ -367,6 +368,40 @@ def test_first_calls_of_several_threads():
         want = layer(x, edge_index)
         assert all(type(got) is torch.Tensor for got in found)
         torch.testing.assert_close(found, [want] * 8)
+
+
+def test_a_call_while_another_thread_traces_the_layer(monkeypatch):
+    """Which has set attributes of it to what has no numbers."""
+    x, edge_index = case(20, 60)
+    layer = fused_nn.TransformerConv(8, 3)
+    left_behind, others = trace._Trace._left_behind, []
+
+    def meanwhile(self, *args):
+        monkeypatch.undo()
+        others.append(threads.submit(layer, x, edge_index))
+        wait(others, timeout=0.2)
+        return left_behind(self, *args)
+
+    monkeypatch.setattr(trace._Trace, "_left_behind", meanwhile)
+    with ThreadPoolExecutor(1) as threads:
+        want = layer(x, edge_index)
+        torch.testing.assert_close(others[0].result(), want)
+
+
+def test_parameters_while_another_thread_asks_for_a_dtype(monkeypatch):
+    layer, seen, blank = fused_nn.SAGEConv(8, 4, aggr="std"), [], tracing._blank
+    parameters = [id(p) for p in layer.parameters()]
+
+    def meanwhile(*args):
+        with ThreadPoolExecutor(1) as threads:
+            seen.append(threads.submit(lambda: [id(p) for p in layer.parameters()]).result())
+        return blank(*args)
+
+    monkeypatch.setattr(tracing, "_blank", meanwhile)
+    x, edge_index = case(20, 60)
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(x, edge_index)
+    assert seen and all(ids == parameters for ids in seen)
 
 
 def test_parameters_of_a_call_have_gradients_where_the_own_have_none():

@@ -147,6 +147,13 @@ HOLDS = {"compare": lambda s, x, k, a, b, i: (k > 2) * x, "scale": lambda s, x, 
          "clamp": lambda s, x, k, a, b, i: torch.maximum(k.clamp(1, 3), k.flip(-1)) * x}
 
 
+def test_a_mean_of_truth_values():
+    """Which asks for a dtype, beside no floating point numbers."""
+    x, edge_index = torch.arange(10).view(5, 2) % 3 == 0, torch.tensor([[0, 1, 2, 4], [1, 1, 0, 3]])
+    got, want = (layer(x, edge_index) for layer in (convert(pyg_nn.SimpleConv("mean")), pyg_nn.SimpleConv("mean")))
+    torch.testing.assert_close(got, want)
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
 def test_arguments_of_fewer_bits(dtype):
     """What torch would wrap around is left to PyG; the same layer knows int64 as another case."""

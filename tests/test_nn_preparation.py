@@ -86,6 +86,16 @@ def test_gcn_norm(case, flow, add_loops, is_weighted):
         assert_equal_pair(got, expected, expected[1] if weight is None else weight)
 
 
+@pytest.mark.filterwarnings("ignore::pyg_fullgraph.debug.PlainPathWarning")
+def test_gcn_norm_of_complex_features_and_of_integers():
+    """The first have PyG's coefficients, the second its error."""
+    x = torch.randn(5, 2, dtype=torch.complex128)
+    for _ in range(2):
+        torch.testing.assert_close(fused_nn.LGConv()(x, LOOPS.edge_index), pyg_nn.LGConv()(x, LOOPS.edge_index))
+        with pytest.raises(RuntimeError, match="can't be cast"):
+            fused_nn.LGConv()(x.real.long(), LOOPS.edge_index)
+
+
 def test_gcn_norm_without_weights_holds_no_edge_values():
     _, norm = preparation.gcn_norm(LOOPS.edge_index, None, 5, dtype=torch.float64)
     assert all(t.shape == (5,) for t in norm.tensors.values())

@@ -519,7 +519,8 @@ def gcn_norm(edge_index: Tensor, edge_weight: Tensor | None = None, num_nodes: i
                                            and edge_weight.is_floating_point())
     if pyg_typing.WITH_TORCH_SPARSE and isinstance(edge_index, pyg_typing.SparseTensor):
         return _gcn_norm_of_matrix(edge_index, (edge_weight, num_nodes, improved, add_self_loops, flow, dtype))
-    if not _is_known(edge_index, edge_weight) or not plain_weight:
+    is_real = dtype is None or dtype.is_floating_point
+    if not _is_known(edge_index, edge_weight) or not plain_weight or not is_real:
         return pyg_gcn.gcn_norm(edge_index, edge_weight, num_nodes, improved, add_self_loops, flow, dtype)
     if edge_weight is not None:
         check_edge_rows("edge_weight", edge_weight, edge_index)

@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import Module
-from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyg_fullgraph.errors import FunctionTransformError, NotFusable
 from pyg_fullgraph.functions import has_transforms
 from pyg_fullgraph.nn.surroundings import Key, Numbers, initialized, is_lazy, reached, submodules
-from pyg_fullgraph.saga.aten import without_log
+from pyg_fullgraph.saga.aten import TRACING, without_log
 from pyg_fullgraph.saga.ir import Domain
 from pyg_fullgraph.saga.trace import (
     INDEX,
@@ -32,9 +31,10 @@ from pyg_fullgraph.saga.trace import (
     ArgSpec,
     Number,
     Traced,
+    restored,
     trace_edge_update,
     trace_propagate,
-    without_cached_parametrizations,
+    with_parameters,
 )
 
 __all__ = ["METHODS", "attribute", "initialize_lazy", "mentioned", "result_dtype", "traced"]
@@ -115,7 +115,7 @@ def traced(conv: Module, function: str, args: Arguments, dtypes: Callable[[], Se
     else:
         if not found.reads_dtype:
             return found
-    seen = dtypes()
+    seen = dtypes() or [torch.get_default_dtype()]  # there may be integers alone
     found, *others = [_traced_in(conv, function, args, dtype) for dtype in seen]
     if any(o.value is not found.value or o.side != found.side for o in others):
         raise NotFusable([f"{METHODS[function][0]} computes with a dtype, and sees tensors of several: "
@@ -140,18 +140,19 @@ def _traced_in(conv: Module, function: str, args: Arguments, dtype: torch.dtype)
 
 def _remembered(conv: Module, methods: Sequence[str], args: Arguments, what: Any,
                 build: Callable[[frozenset[str]], Any]) -> Any:
-    key = Key(conv, tuple(methods))
-    if key.is_opaque:
-        return build(frozenset())
-    whole = (what, key.structure, tuple((k, key.value(v)) for a in args for k, v in a.items()))
-    kept = _kept.setdefault(type(conv), OrderedDict())
-    entry = kept.get(whole)
-    if entry is None or any(ref() is None for ref in entry.refs):
-        entry = kept[whole] = _Kept(key.refs)
-        while len(kept) > _MAX_PER_CLASS:
-            kept.popitem(last=False)
-    kept.move_to_end(whole)
-    return entry.find(key.numbers, build)
+    with TRACING:  # a trace sets attributes of the layer, which no key may be made of
+        key = Key(conv, tuple(methods))
+        if key.is_opaque:
+            return build(frozenset())
+        whole = (what, key.structure, tuple((k, key.value(v)) for a in args for k, v in a.items()))
+        kept = _kept.setdefault(type(conv), OrderedDict())
+        entry = kept.get(whole)
+        if entry is None or any(ref() is None for ref in entry.refs):
+            entry = kept[whole] = _Kept(key.refs)
+            while len(kept) > _MAX_PER_CLASS:
+                kept.popitem(last=False)
+        kept.move_to_end(whole)
+        return entry.find(key.numbers, build)
 
 
 def attribute(conv: Module, path: str) -> Any:
@@ -271,19 +272,13 @@ class _Products(TorchDispatchMode):
 
 def _fake_dtype(conv: Module, methods: Sequence[str], args: Arguments, dtypes: Mapping[str, torch.dtype],
                 device: torch.device) -> torch.dtype | RuntimeError:
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    saved = {m: dict(m.__dict__) for m in conv.modules()}
     try:
-        with mode, torch.no_grad(), _Products(), without_log(), without_cached_parametrizations():
+        with restored(conv), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), _Products(), without_log():
             state = {k: torch.empty(v.shape, dtype=v.dtype, device=device) for k, v in initialized(conv)}
             out: Any = ()
-            with _reparametrize_module(conv, state):
+            with with_parameters(conv, state):
                 for method, given in zip(methods, args, strict=True):
                     out = (getattr(conv, method)(*out, **{k: _blank(v, dtypes, device) for k, v in given.items()}),)
             return out[0].dtype
     except RuntimeError as error:
         return RuntimeError(str(error))
-    finally:
-        for module, attributes in saved.items():
-            module.__dict__.clear()
-            module.__dict__.update(attributes)

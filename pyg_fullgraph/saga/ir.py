@@ -15,6 +15,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import math
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -186,6 +187,7 @@ class Node:
     is_row: bool
     _digest: str | None
     _interned: weakref.WeakValueDictionary[tuple, Node] = weakref.WeakValueDictionary()
+    _making = threading.RLock()
 
     def __new__(cls, op: str, args: Iterable[Node] = (), shape: Shape = (), domain: Domain = Domain.PARAM,
                 **attrs: Any) -> Node:
@@ -193,13 +195,16 @@ class Node:
         key = (op, tuple(id(a) for a in args), repr(items), tuple(shape), int(domain))
         node = cls._interned.get(key)
         if node is None:
-            node = super().__new__(cls)
-            node.op, node.args, node.attrs = op, args, items
-            node.shape, node.domain, node._digest = tuple(shape), Domain(domain), None
-            node.name, node.numel = attrs.get("name", ""), math.prod(node.shape)
-            node.is_integer = _is_integer(op, args, attrs)
-            node.is_row = node.domain != Domain.PARAM
-            cls._interned[key] = node
+            made = super().__new__(cls)
+            made.op, made.args, made.attrs = op, args, items
+            made.shape, made.domain, made._digest = tuple(shape), Domain(domain), None
+            made.name, made.numel = attrs.get("name", ""), math.prod(made.shape)
+            made.is_integer = _is_integer(op, args, attrs)
+            made.is_row = made.domain != Domain.PARAM
+            with cls._making:  # another thread may have made the same one meanwhile
+                node = cls._interned.get(key)
+                if node is None:
+                    node = cls._interned[key] = made
         return node
 
     def attr(self, name: str, default: Any = None) -> Any:

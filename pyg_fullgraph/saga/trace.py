@@ -393,7 +393,7 @@ class _Trace:
             for name, tensor in p.items():
                 if isinstance(state[name], Number):
                     tensor.__class__ = _Unknown
-            with _with_parameters(conv, p), torch.enable_grad():
+            with with_parameters(conv, p), torch.enable_grad():
                 before = {m: dict(m.__dict__) for m in conv.modules()}
                 buffers = {m: dict(m._buffers.items()) for m in conv.modules()}
                 with _Watch(way, indices, num_targets) as watch:
@@ -407,7 +407,7 @@ class _Trace:
             specs[:] = left
             return [out, *left.values()]
 
-        with _restored(conv):
+        with restored(conv):
             try:
                 graph = way.record(call_methods_of_layer, fakes, inputs)
             except NotFusable:
@@ -532,7 +532,7 @@ class _Lent(dict):
 
 
 @contextmanager
-def _with_parameters(module: torch.nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+def with_parameters(module: torch.nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
     """``module`` with other parameters and buffers, by their dotted names, as far as this thread sees."""
     held = [(prefix, inner, kind, own) for prefix, inner in module.named_modules()
             for kind in ("_parameters", "_buffers")
@@ -567,7 +567,7 @@ def without_cached_parametrizations() -> Iterator[None]:
 
 
 @contextmanager
-def _restored(conv: torch.nn.Module) -> Iterator[None]:
+def restored(conv: torch.nn.Module) -> Iterator[None]:
     """Leaves every module of ``conv`` as it was, whatever the methods set.
 
     Raises:
