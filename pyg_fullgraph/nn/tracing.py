@@ -259,10 +259,14 @@ def result_dtype(conv: Module, function: str, args: Arguments, dtypes: Mapping[s
     return found
 
 
-class _Products(TorchDispatchMode):
-    """Refuses matrix products of two dtypes, which fake tensors let pass."""
+class _OnFakes(TorchDispatchMode):
+    """Refuses matrix products of two dtypes, which fake tensors let pass, and knows the one number that a method which
+    was traced may read off a tensor: the largest index.
+    """
 
     def __torch_dispatch__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.overloadpacket is aten._local_scalar_dense:
+            return _NUM_BLANK - 1
         if function.overloadpacket in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm) and \
                 len({t.dtype for t in args if isinstance(t, Tensor)}) > 1:
             raise RuntimeError("matrices of different dtypes")
@@ -274,7 +278,7 @@ def _fake_dtype(conv: Module, methods: Sequence[str], args: Arguments, dtypes: M
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     saved = {m: dict(m.__dict__) for m in conv.modules()}
     try:
-        with mode, torch.no_grad(), _Products(), without_log(), without_cached_parametrizations():
+        with mode, torch.no_grad(), _OnFakes(), without_log(), without_cached_parametrizations():
             state = {k: torch.empty(v.shape, dtype=v.dtype, device=device) for k, v in initialized(conv)}
             out: Any = ()
             with _reparametrize_module(conv, state):
