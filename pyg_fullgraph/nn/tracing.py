@@ -240,8 +240,9 @@ def mentioned(kind: type, function: str) -> frozenset[str] | None:
 
 
 def result_dtype(conv: Module, function: str, args: Arguments, dtypes: Mapping[str, torch.dtype],
-                 device: torch.device) -> torch.dtype:
-    """The dtype that PyG's result has for arguments of several dtypes, or under autocast; nothing is computed.
+                 device: torch.device) -> tuple[torch.dtype, ...]:
+    """The dtype that PyG's result has for arguments of several dtypes, or under autocast, of each tensor if it is a
+    tuple; nothing is computed.
 
     Args:
         conv, function, args: as for :func:`traced`.
@@ -274,7 +275,7 @@ class _OnFakes(TorchDispatchMode):
 
 
 def _fake_dtype(conv: Module, methods: Sequence[str], args: Arguments, dtypes: Mapping[str, torch.dtype],
-                device: torch.device) -> torch.dtype | RuntimeError:
+                device: torch.device) -> tuple[torch.dtype, ...] | RuntimeError:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     saved = {m: dict(m.__dict__) for m in conv.modules()}
     try:
@@ -284,7 +285,7 @@ def _fake_dtype(conv: Module, methods: Sequence[str], args: Arguments, dtypes: M
             with _reparametrize_module(conv, state):
                 for method, given in zip(methods, args, strict=True):
                     out = (getattr(conv, method)(*out, **{k: _blank(v, dtypes, device) for k, v in given.items()}),)
-            return out[0].dtype
+            return tuple(t.dtype for t in (out[0] if isinstance(out[0], tuple) else out))
     except RuntimeError as error:
         return RuntimeError(str(error))
     finally:
