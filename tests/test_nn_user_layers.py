@@ -317,6 +317,43 @@ def test_aggregate_returns_a_tuple():
     assert debug.counters() == {"fused": 2, "plain": 0}
 
 
+PRODUCTS = {
+    "joined": lambda self, x_i, x_j: self.lin(torch.cat([x_i[..., :2], x_j[..., 2:]], -1)) * x_j[..., :1],
+    "linear": lambda self, x_i, x_j: self.lin(x_i + x_j).relu(),
+    "matmul": lambda self, x_i, x_j: torch.matmul(x_i, self.lin.weight.t()) * x_j[..., :1],
+    "operator": lambda self, x_i, x_j: (x_i * x_j) @ self.lin.weight.t() + self.lin.bias,
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("node_dim", [-2, -3])
+def test_products_of_static_graphs_in_a_message(name, node_dim):
+    """Nodes behind batches, perhaps before steps of time."""
+    def layer(base):
+        class Static(base):
+            def __init__(self):
+                super().__init__(aggr="mean", node_dim=node_dim)
+                torch.manual_seed(0)
+                self.lin = nn.Linear(4, 3)
+
+            def forward(self, x, edge_index):
+                return self.propagate(edge_index, x=x)
+
+        message = PRODUCTS[name]
+        named = types.FunctionType(message.__code__, message.__globals__, "message")
+        return type("Static", (Static,), {"message": named})().double()
+
+    x = torch.randn(2, CASE.num_src, *[5] * (-2 - node_dim), 4, dtype=torch.float64).requires_grad_()
+    debug.reset()
+    found = []
+    for base in (pyg_nn.MessagePassing, fused_nn.MessagePassing):
+        module = layer(base)
+        out = module(x, CASE.edge_index)
+        found.append([out, *torch.autograd.grad(out.sin().sum(), [x, *module.parameters()], allow_unused=True)])
+    torch.testing.assert_close(*found)
+    assert debug.counters() == {"fused": 1, "plain": 0}
+
+
 def largest(self, x_i, x_j):
     return (x_i * x_j).max(-1, keepdim=True)[0] * x_j
 

@@ -163,6 +163,21 @@ def _is_floating(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
+_PRODUCTS = {F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__}
+
+
+def _product(function: Any, args: Any, kwargs: Any) -> Any:
+    """What ``function`` gives; where torch would fold the rows of static graphs, which are behind features, into these
+    to multiply by a matrix, it is done with the rows in front.
+    """
+    if function in _PRODUCTS and len(args) > 1 and args[0].dim() > 2 and args[1].dim() == 2:
+        x = args[0]
+        dim = next((k for k, size in enumerate(x.shape) if isinstance(size, torch.SymInt)), 0)
+        if 0 < dim < x.dim() - 2 or (0 < dim < x.dim() - 1 and x.is_contiguous()):
+            return function(x.movedim(dim, 0), *args[1:], **kwargs).movedim(0, dim)
+    return function(*args, **kwargs)
+
+
 class _Watch(TorchFunctionMode):
     """Sees every torch function that a method calls.
 
@@ -204,7 +219,7 @@ class _Watch(TorchFunctionMode):
             raise NotFusable([at("draws random numbers other than dropout", line)])
         else:
             out = self._number_of_targets(function, args, kwargs)
-            out = function(*args, **kwargs) if out is None else out
+            out = _product(function, args, kwargs) if out is None else out
         self.casts |= _is_floating(out) and out.dim() > 0 and not any(map(_is_floating, tree_leaves((args, kwargs))))
         if not torch.is_grad_enabled():
             out = self._without_gradient(function, args, out, line)
