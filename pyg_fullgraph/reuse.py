@@ -68,8 +68,11 @@ def constant_inputs(program: EdgeProgram, graph: Graph, env: Mapping[Node, Tenso
 def was_seen(graph: Graph, place: object, value: Tensor, is_noted: bool = True) -> bool:
     """Whether ``value``, unchanged and without gradient, is what came at ``place`` the last time; else it has come
     there now, if ``is_noted``.
+
+    Never where hooks see what is saved for backward: a checkpoint takes what is saved when it runs again for what was
+    saved before.
     """
-    if not _enabled or not is_constant(value):
+    if not _enabled or not is_constant(value) or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return False
     seen = graph.memo.setdefault("seen", {})
     known = seen.get(place)

@@ -222,6 +222,26 @@ def test_checkpoint_in_every_step(make, evaluates):
             torch.testing.assert_close(got, torch.autograd.grad(plain.sin().sum(), x)[0])
 
 
+def test_checkpoint_of_features_without_gradient():
+    """Which the second run of a checkpoint does not take for seen before: it would save something else."""
+    class Mapped(fused_nn.MessagePassing):
+        def __init__(self):
+            super().__init__()
+            self.lin, self.gate = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+
+        def forward(self, x, edge_index):
+            return self.propagate(edge_index, x=x)
+
+        def message(self, x_i, x_j):
+            return self.lin(x_i + self.gate(x_j).tanh())
+
+    layer, x = Mapped().double(), draw(CASE.num_src, 6).detach()
+    wanted = torch.autograd.grad(layer(x.clone(), CASE.edge_index).sin().sum(), list(layer.parameters()))
+    for _ in range(4):
+        out = torch.utils.checkpoint.checkpoint(layer, x, CASE.edge_index, use_reentrant=False)
+        torch.testing.assert_close(torch.autograd.grad(out.sin().sum(), list(layer.parameters())), wanted)
+
+
 def test_full_backward_hooks_of_a_submodule():
     seen, layer, x = [], fused_nn.GATv2Conv(12, 8).double(), draw(CASE.num_src, 12)
     layer.lin_l.register_full_backward_hook(lambda module, grad_input, grad_output: seen.append(grad_output[0].shape))

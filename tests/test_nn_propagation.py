@@ -397,6 +397,26 @@ def test_autocast_takes_the_common_type():
     assert_fused()
 
 
+def test_autocast_and_the_number_of_targets_read_off_the_index():
+    """As PyG's softmax does where nobody says how many there are."""
+    def by_softmax(base):
+        class Softmax(base):
+            def forward(self, x, edge_index):
+                return self.propagate(edge_index, x=x)
+
+            def message(self, x_j, index):
+                return softmax(x_j @ x_j.new_ones(6, 6), index) * x_j
+
+        return Softmax()
+
+    x = BY_NAME["gat"].inputs(CASE)[0].float()
+    with torch.autocast("cpu", torch.bfloat16):
+        out, expected = (by_softmax(n.MessagePassing)(x, CASE.edge_index) for n in (fused_nn, pyg_nn))
+    assert out.dtype == expected.dtype
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+    assert_fused()
+
+
 # What is kept, and what is not
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import torch_geometric.nn as pyg_nn
 from layers import kernels_of
 from torch import Tensor, nn
-from torch_geometric.utils import softmax
+from torch_geometric.utils import scatter, softmax
 
 import pyg_fullgraph.nn as fused_nn
 import zoo
@@ -233,6 +233,125 @@ def test_a_table_with_fewer_rows_than_nodes_runs_plain():
     debug.reset()
     torch.testing.assert_close(lookup_results(fused_nn.MessagePassing, message, num_nodes=CASE.num_dst + 1), want)
     assert "with 5 rows by the target index, with 6 target nodes" in str(debug.plain_reasons())
+
+
+def gated_by_sums(self, inputs, index, gate, dim_size):
+    out = scatter(inputs, index, 0, gate.shape[0], reduce="sum")
+    return out / (1 + gate.square()) + gate.tanh() * scatter(gate[index] * inputs, index, 0, dim_size, reduce="max")
+
+
+def by_type(self, inputs, index, gate, kind, dim_size):
+    return scatter(inputs * gate[kind], index, 0, dim_size, reduce="sum")
+
+
+@pytest.mark.parametrize("aggregate", [gated_by_sums, by_type], ids=lambda a: a.__name__)
+def test_aggregate_reads_a_row_per_target_node(aggregate, monkeypatch):
+    """Of an argument with as many rows, unless it is read as something else; traced once for all graphs."""
+    def layer(base):
+        class Layer(base):
+            def forward(self, x, edge_index, **given):
+                return self.propagate(edge_index, x=x, size=(x.size(0),) * 2, **given)
+
+            def message(self, x_j):
+                return x_j.sin()
+
+        named = types.FunctionType(aggregate.__code__, aggregate.__globals__, "aggregate")
+        return type("Layer", (Layer,), {"aggregate": named})()
+
+    made = []
+    trace = tracing._TRACERS["propagate"]
+    monkeypatch.setitem(tracing._TRACERS, "propagate", lambda *args: made.append(args) or trace(*args))
+    layers = layer(pyg_nn.MessagePassing), layer(fused_nn.MessagePassing)
+    debug.reset()
+    for num_nodes in (CASE.num_dst, CASE.num_dst + 4):
+        x, gate = (torch.randn(num_nodes, 4, dtype=torch.float64).requires_grad_() for _ in range(2))
+        kind = {"kind": torch.arange(CASE.num_edges) % num_nodes} if aggregate is by_type else {}
+        outs = [module(x, CASE.edge_index, gate=gate, **kind) for module in layers]
+        torch.testing.assert_close(*outs)
+        torch.testing.assert_close(*(torch.autograd.grad(o.square().sum(), [x, gate]) for o in outs))
+    assert debug.counters() == {"fused": 2, "plain": 0}
+    assert aggregate is by_type or len(made) == 1
+
+
+def test_aggregate_returns_a_tuple():
+    """As layers do that have scalars and vectors; update, and who calls, may write to any of them."""
+    def layer(base):
+        class Equivariant(base):
+            def __init__(self):
+                super().__init__(node_dim=0)
+                torch.manual_seed(0)
+                self.lin = nn.Linear(4, 8)
+
+            def forward(self, x, edge_index, v):
+                return self.propagate(edge_index, x=x, v=v)
+
+            def message(self, x_i, x_j, v_j):
+                a, b = self.lin(x_i * x_j).chunk(2, dim=-1)
+                return a, b.unsqueeze(1) * v_j, a.sum(dim=-1)
+
+            def aggregate(self, inputs, index, dim_size):
+                a, v, s = inputs
+                share = softmax(s, index, num_nodes=dim_size)
+                return tuple(scatter(t, index, 0, dim_size, reduce="sum") for t in (a, share.view(-1, 1, 1) * v, s))
+
+            def update(self, inputs):
+                inputs[1].mul_(2)
+                return inputs
+
+        return Equivariant()
+
+    x, v = torch.randn(CASE.num_src, 4).requires_grad_(), torch.randn(CASE.num_src, 3, 4).requires_grad_()
+    debug.reset()
+    found = []
+    for base in (pyg_nn.MessagePassing, fused_nn.MessagePassing):
+        module = layer(base)
+        outs = module(x, CASE.edge_index, v)
+        outs[0].add_(1)
+        grads = torch.autograd.grad(sum(o.square().sum() for o in outs), [x, v, *module.parameters()])
+        with torch.autocast("cpu", torch.bfloat16):
+            dtypes = [o.dtype for o in module(x, CASE.edge_index, v)]
+        found.append((outs, grads, dtypes))
+    (outs, grads, dtypes), want = found[1], found[0]
+    assert type(outs) is tuple and all(o.is_contiguous() for o in outs) and dtypes == want[2]
+    torch.testing.assert_close([outs, grads], [*want[:2]])
+    assert debug.counters() == {"fused": 2, "plain": 0}
+
+
+PRODUCTS = {
+    "joined": lambda self, x_i, x_j: self.lin(torch.cat([x_i[..., :2], x_j[..., 2:]], -1)) * x_j[..., :1],
+    "linear": lambda self, x_i, x_j: self.lin(x_i + x_j).relu(),
+    "matmul": lambda self, x_i, x_j: torch.matmul(x_i, self.lin.weight.t()) * x_j[..., :1],
+    "operator": lambda self, x_i, x_j: (x_i * x_j) @ self.lin.weight.t() + self.lin.bias,
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("node_dim", [-2, -3])
+def test_products_of_static_graphs_in_a_message(name, node_dim):
+    """Nodes behind batches, perhaps before steps of time."""
+    def layer(base):
+        class Static(base):
+            def __init__(self):
+                super().__init__(aggr="mean", node_dim=node_dim)
+                torch.manual_seed(0)
+                self.lin = nn.Linear(4, 3)
+
+            def forward(self, x, edge_index):
+                return self.propagate(edge_index, x=x)
+
+        message = PRODUCTS[name]
+        named = types.FunctionType(message.__code__, message.__globals__, "message")
+        return type("Static", (Static,), {"message": named})().double()
+
+    x = torch.randn(2, CASE.num_src, *[5] * (-2 - node_dim), 4, dtype=torch.float64).requires_grad_()
+    debug.reset()
+    found = []
+    for base in (pyg_nn.MessagePassing, fused_nn.MessagePassing):
+        module = layer(base)
+        out = module(x, CASE.edge_index)
+        found.append([out, *torch.autograd.grad(out.sin().sum(), [x, *module.parameters()], allow_unused=True)])
+    torch.testing.assert_close(*found)
+    assert debug.counters() == {"fused": 1, "plain": 0}
 
 
 def largest(self, x_i, x_j):

@@ -146,6 +146,7 @@ OPERATIONS = {
     "repeat": lambda x: x.repeat(1, 2) * x.unsqueeze(1).repeat(1, 2, 1).view(-1, 8) + x.tile(2),
     "repeat_interleave": lambda x: x.repeat_interleave(2, dim=-1),
     "chunk": lambda x: x.chunk(2, -1)[0] * x.tensor_split(2, -1)[1] + x.split([2, 2], -1)[1],
+    "cell of a recurrent network": lambda x: torch.gru_cell(x, x.sin(), x.new_full((12, 4), 0.3), x.new_ones(12, 4)),
     "unbind": lambda x: torch.stack([x.unbind(-1)[0] * x.unbind(-1)[3], x.unbind(1)[2]], -1),
     "features by constant numbers": lambda x: x[:, [0, 2]] * x.index_select(1, torch.tensor([2, 1])),
     "features again and again": lambda x: x[:, torch.tensor([3, 0, 0])],

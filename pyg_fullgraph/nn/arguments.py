@@ -1,13 +1,14 @@
 """The arguments of one edge phase, by PyG's rules: which tensor is whose, how many rows each side has, which graph.
 
-Every tensor becomes an input of the program: node data of ``_j`` arguments in domain SRC, of ``_i`` in DST, one row per
-edge in EDGE, everything else in PARAM.
+Every tensor becomes an input of the program: node data of ``_j`` arguments in domain SRC, of ``_i`` in DST, and of
+those of ``aggregate`` with a row per target node, one row per edge in EDGE, everything else in PARAM.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -63,7 +64,9 @@ class Call:
         tensors: inputs of the program by name.
         program: what to run.
         side: edge expressions that the methods leave on the layer, by attribute.
-        dtype, dim: dtype of the result, and the position of its rows.
+        dtype, dim: dtype of the result, of several the common one, and the position of its rows.
+        parts: feature shapes of the tensors that the result is a tuple of, None if it is one tensor.
+        dtypes: of these, or of the one.
         wanted: sources and destinations of the edges as they are given.
         seeds: names of inputs that were drawn.
         has_asked: whether the holders of parts of the graph asked each other what the arguments are.
@@ -110,14 +113,24 @@ class Call:
             self.kwargs = {k: v.materialize() if isinstance(v, EdgeExpr) else v for k, v in kwargs.items()}
             self._read()
 
-    def _read(self) -> None:
-        """Find inputs and program."""
+    def _read(self, may_be_whole: bool = True) -> None:
+        """Find inputs and program.
+
+        Args:
+            may_be_whole: whether what has a row per target node is data of these, where it may be anything.
+        """
+        self.may_be_whole = may_be_whole
         self.tensors: dict[str, Tensor] = {}
         self.exprs: dict[Node, EdgeExpr | LinearExpr] = {}
         self.args = [{n: self._classify(m, n, p) for n, p in self.conv.inspector.get_param_dict(m).items()}
                      for m in self.methods]
         self._check_tensors()
-        self._trace()
+        try:
+            self._trace()
+        except NotFusable:
+            if not any(isinstance(spec, ArgSpec) and spec.is_whole for args in self.args for spec in args.values()):
+                raise
+            self._read(may_be_whole=False)
 
     def _collect(self, names: Sequence[str], slots: list[int | None]) -> dict[str, Tensor | None]:
         """Node tensors by argument name; fills the open ``slots``."""
@@ -190,7 +203,13 @@ class Call:
         # By its size, never by its name: one row per edge where PyG has them, in front or beside the nodes' dimension.
         found = next((d for d in (0, self._dim(value)) if 0 <= d < value.dim() and
                       self._holds(value.size(d) == self.graph.num_edges)), None)
-        return self._tensor(name, value, Domain.PARAM if found is None else Domain.EDGE, found or 0)
+        if found is not None:
+            return self._tensor(name, value, Domain.EDGE, found)
+        dim = self._dim(value)
+        is_whole = method == "aggregate" and name not in self.conv.inspector.get_param_dict("message") and \
+            self.may_be_whole and 0 <= dim < value.dim() and self._holds(value.size(dim) == self.graph.num_dst)
+        return self._tensor(name, value, Domain.DST, dim, True) if is_whole else \
+            self._tensor(name, value, Domain.PARAM)
 
     def _holds(self, fact: bool) -> bool:
         """Whether something holds in all parts of the graph."""
@@ -199,7 +218,7 @@ class Call:
             running.recorder.refuse()
         return self.graph.holds_everywhere(fact)
 
-    def _tensor(self, name: str, value: Tensor, domain: Domain, dim: int = 0) -> ArgSpec:
+    def _tensor(self, name: str, value: Tensor, domain: Domain, dim: int = 0, is_whole: bool = False) -> ArgSpec:
         value = as_plain(value)
         if value.layout != torch.strided or value.is_complex():
             raise NotFusable([f"'{_shown(name)}' is a tensor of {value.dtype}, {value.layout}"])
@@ -215,7 +234,7 @@ class Call:
         shape = tuple(value.shape) if domain == Domain.PARAM else tuple(value.shape[1:])
         key = f"{self.methods[0]}.{name}"
         self.tensors[key] = value
-        return ArgSpec(domain, shape, key, not value.is_floating_point(), is_bool, dim, dtype)
+        return ArgSpec(domain, shape, key, not value.is_floating_point(), is_bool, dim, dtype, is_whole)
 
     def _clashes(self, expr: EdgeExpr) -> bool:
         return any(k in self.tensors and self.tensors[k] is not t for k, t in expr.tensors.items())
@@ -253,8 +272,8 @@ class Call:
                 # Drawn here, so that an expression gives the same values each time it is computed.
                 used[node] = draw_seed(self.graph)
                 self.seeds.add(node.name)
+        self.program, self.side, self.dim, self.parts = program, side, found.dim, found.parts
         self._settle_dtype(used, found.casts)
-        self.program, self.side, self.dim = program, side, found.dim
         self.tensors = {n.name: self._cast(used[n]) for n in inputs if n in used}
 
     def _visible_dtypes(self) -> list[torch.dtype]:
@@ -282,6 +301,7 @@ class Call:
         if not any(t.is_floating_point() for t in used.values()):
             raise NotFusable(["reads no data of nodes or edges"])
         self.computed = self.dtype = functools.reduce(torch.promote_types, dtypes)
+        self.dtypes = (self.dtype,) * (1 if self.parts is None else len(self.parts))
         floating = {n: t for n, t in used.items() if t.is_floating_point() and not (t.dim() == 0 and not n.is_row)}
         is_mixed = any(t.dtype != self.computed for t in floating.values())
         is_autocast = torch.is_autocast_enabled(self.graph.device.type)
@@ -289,7 +309,7 @@ class Call:
             return
         given = {**{k: t.dtype for k, t in self.tensors.items()}, **{n.name: e.dtype for n, e in self.exprs.items()}}
         try:
-            self.dtype = result_dtype(self.conv, self.function, self.args, given, self.graph.device)
+            self.dtypes = result_dtype(self.conv, self.function, self.args, given, self.graph.device)
         except RuntimeError as error:
             if not (is_mixed or is_autocast):
                 return
@@ -297,6 +317,7 @@ class Call:
             name, odd = next(((n.name, t.dtype) for n, t in floating.items() if t.dtype != first[1].dtype),
                              (first[0].name, first[1].dtype))
             raise DtypeError(_shown(name), f"{first[1].dtype} like '{_shown(first[0].name)}'", odd) from error
+        self.dtype = functools.reduce(torch.promote_types, self.dtypes)
         self.computed = functools.reduce(torch.promote_types, (t.dtype for t in floating.values()), self.dtype)
 
     def _cast(self, value: Tensor) -> Tensor:
@@ -354,10 +375,15 @@ class Call:
     @property
     def is_plain(self) -> bool:
         """Whether the result of the program is the result of PyG's methods as it is."""
-        return self.dim == 0 and self.dtype == self.computed
+        return self.dim == 0 and self.dtype == self.computed and self.parts is None
 
-    def result(self, out: Tensor) -> Tensor:
+    def result(self, out: Tensor) -> Tensor | tuple[Tensor, ...]:
         """What PyG's methods return, from what the program does."""
+        if self.parts is not None:
+            pieces = out.split([math.prod(shape) for shape in self.parts], dim=1)
+            # Copies, as nobody can write to such views; contiguous ones.
+            return tuple(t.to(dtype, copy=True).view(len(t), *shape)
+                         for t, dtype, shape in zip(pieces, self.dtypes, self.parts, strict=True))
         out = out.to(self.dtype)
         return out.movedim(0, self.dim).contiguous() if self.dim else out
 

@@ -241,8 +241,9 @@ def mentioned(kind: type, function: str) -> frozenset[str] | None:
 
 
 def result_dtype(conv: Module, function: str, args: Arguments, dtypes: Mapping[str, torch.dtype],
-                 device: torch.device) -> torch.dtype:
-    """The dtype that PyG's result has for arguments of several dtypes, or under autocast; nothing is computed.
+                 device: torch.device) -> tuple[torch.dtype, ...]:
+    """The dtype that PyG's result has for arguments of several dtypes, or under autocast, of each tensor if it is a
+    tuple; nothing is computed.
 
     Args:
         conv, function, args: as for :func:`traced`.
@@ -260,10 +261,14 @@ def result_dtype(conv: Module, function: str, args: Arguments, dtypes: Mapping[s
     return found
 
 
-class _Products(TorchDispatchMode):
-    """Refuses matrix products of two dtypes, which fake tensors let pass."""
+class _OnFakes(TorchDispatchMode):
+    """Refuses matrix products of two dtypes, which fake tensors let pass, and knows the one number that a method which
+    was traced may read off a tensor: the largest index.
+    """
 
     def __torch_dispatch__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.overloadpacket is aten._local_scalar_dense:
+            return _NUM_BLANK - 1
         if function.overloadpacket in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm) and \
                 len({t.dtype for t in args if isinstance(t, Tensor)}) > 1:
             raise RuntimeError("matrices of different dtypes")
@@ -271,14 +276,14 @@ class _Products(TorchDispatchMode):
 
 
 def _fake_dtype(conv: Module, methods: Sequence[str], args: Arguments, dtypes: Mapping[str, torch.dtype],
-                device: torch.device) -> torch.dtype | RuntimeError:
+                device: torch.device) -> tuple[torch.dtype, ...] | RuntimeError:
     try:
-        with restored(conv), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), _Products(), without_log():
+        with restored(conv), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), _OnFakes(), without_log():
             state = {k: torch.empty(v.shape, dtype=v.dtype, device=device) for k, v in initialized(conv)}
             out: Any = ()
             with with_parameters(conv, state):
                 for method, given in zip(methods, args, strict=True):
                     out = (getattr(conv, method)(*out, **{k: _blank(v, dtypes, device) for k, v in given.items()}),)
-            return out[0].dtype
+            return tuple(t.dtype for t in (out[0] if isinstance(out[0], tuple) else out))
     except RuntimeError as error:
         return RuntimeError(str(error))

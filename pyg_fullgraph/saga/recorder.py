@@ -44,8 +44,8 @@ _WHOLE = 2**63 - 1  # the end of a slice that has none
 
 _MAKES_ANEW = frozenset({aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default})
 # What may take fewer than all rows: position of the dimension among the arguments.
-_CUTS: Mapping[Any, int] = {aten.split.Tensor: 2, aten.split_with_sizes.default: 2, aten.unbind.int: 1,
-                            aten.slice.Tensor: 1}
+_CUTS: Mapping[Any, int] = {aten.split.Tensor: 2, aten.split_with_sizes.default: 2, aten.unsafe_split.Tensor: 2,
+                            aten.unbind.int: 1, aten.slice.Tensor: 1}
 # Functions that change a tensor and may dispatch nothing, and those that look at values behind the recorder's back.
 _UNSEEN = frozenset({"detach_", "__set__", "__repr__", "__format__"})
 _BY_INDEX = frozenset({aten.scatter.src, aten.scatter.value, aten.scatter.reduce, aten.scatter.value_reduce,

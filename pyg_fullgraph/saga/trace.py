@@ -7,6 +7,7 @@ ATen graph that comes out is imported operation by operation by ``aten``.
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,6 +53,7 @@ class ArgSpec:
         dtype: Of the integers that the method sees; int64 if None.
         is_bool: Whether the method sees truth values.
         dim: Position of the rows in the tensor that the method sees; the features are the other dimensions in order.
+        is_whole: Whether the method sees one row per target node, and not those of the edges.
     """
 
     domain: Domain
@@ -61,6 +63,7 @@ class ArgSpec:
     is_bool: bool = False
     dim: int = 0
     dtype: torch.dtype | None = None
+    is_whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,8 @@ class Traced:
             ``edge_update`` the edge value.
         side: Edge expressions that the methods leave on the layer, by attribute.
         dim: Position of the rows in the tensor that the methods return.
+        parts: Where they return a tuple of tensors, the feature shape of each; ``value`` has their features one after
+            the other.
         reads_dtype: Whether the trace may be another one for tensors of another dtype.
         casts: Whether the result may be of another dtype than the arguments.
     """
@@ -79,6 +84,7 @@ class Traced:
     value: Node
     side: Mapping[str, Node] = field(default_factory=dict)
     dim: int = 0
+    parts: tuple[tuple[int, ...], ...] | None = None
     reads_dtype: bool = False
     casts: bool = False
 
@@ -103,14 +109,19 @@ def trace_propagate(conv: torch.nn.Module, message_args: Mapping[str, Any], aggr
         shared = isinstance(value, ArgSpec) and value == known and value.name is None
         both[f"aggregate.{key}"] = replace(value, name=f"message.{key}") if shared else value
 
+    parts: list[tuple[int, ...]] = []  # of the last call
+
     def call(layer: Any, args: Mapping[str, Any]) -> Any:
         message = type(layer).message(layer, **_prefixed("message.", args))
-        return type(layer).aggregate(layer, message, **_prefixed("aggregate.", args))
+        out = type(layer).aggregate(layer, message, **_prefixed("aggregate.", args))
+        is_tuple = type(out) is tuple and len(out) > 0 and all(map(_is_floating, out))
+        parts[:] = [tuple(t.shape[1:]) for t in out] if is_tuple else []
+        return torch.cat([t.reshape(t.shape[0], math.prod(t.shape[1:])) for t in out], 1) if is_tuple else out
 
     traced = _Trace(conv, "message", both, dtype).run(call)
-    if not traced.is_target_rows:
+    if not traced.is_target_rows or (parts and traced.dim):
         raise NotFusable([f"{type(conv).__name__}.aggregate returns something that has not one row per target node"])
-    return Traced(traced.value, traced.side, traced.dim, traced.reads_dtype, traced.casts)
+    return Traced(traced.value, traced.side, traced.dim, tuple(parts) or None, traced.reads_dtype, traced.casts)
 
 
 def trace_edge_update(conv: torch.nn.Module, args: Mapping[str, Any], dtype: torch.dtype | None = None) -> Traced:
@@ -127,7 +138,7 @@ def trace_method(conv: torch.nn.Module, method: str, args: Mapping[str, Any],
     traced = _Trace(conv, method, {f"{method}.{k}": v for k, v in args.items()}, dtype).run(call)
     if not traced.is_edge_rows:
         raise NotFusable([f"{type(conv).__name__}.{method} returns something that has not one row per edge"])
-    return Traced(traced.value, traced.side, traced.dim, traced.reads_dtype, traced.casts)
+    return Traced(traced.value, traced.side, traced.dim, None, traced.reads_dtype, traced.casts)
 
 
 def _prefixed(prefix: str, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,6 +161,21 @@ _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-de
 
 def _is_floating(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
+
+
+_PRODUCTS = {F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__}
+
+
+def _product(function: Any, args: Any, kwargs: Any) -> Any:
+    """What ``function`` gives; where torch would fold the rows of static graphs, which are behind features, into these
+    to multiply by a matrix, it is done with the rows in front.
+    """
+    if function in _PRODUCTS and len(args) > 1 and args[0].dim() > 2 and args[1].dim() == 2:
+        x = args[0]
+        dim = next((k for k, size in enumerate(x.shape) if isinstance(size, torch.SymInt)), 0)
+        if 0 < dim < x.dim() - 2 or (0 < dim < x.dim() - 1 and x.is_contiguous()):
+            return function(x.movedim(dim, 0), *args[1:], **kwargs).movedim(0, dim)
+    return function(*args, **kwargs)
 
 
 class _Watch(TorchFunctionMode):
@@ -193,7 +219,7 @@ class _Watch(TorchFunctionMode):
             raise NotFusable([at("draws random numbers other than dropout", line)])
         else:
             out = self._number_of_targets(function, args, kwargs)
-            out = function(*args, **kwargs) if out is None else out
+            out = _product(function, args, kwargs) if out is None else out
         self.casts |= _is_floating(out) and out.dim() > 0 and not any(map(_is_floating, tree_leaves((args, kwargs))))
         if not torch.is_grad_enabled():
             out = self._without_gradient(function, args, out, line)
@@ -335,7 +361,8 @@ class _Trace:
             spec = self.args[key]
             if isinstance(spec, ArgSpec):
                 dtype = torch.bool if spec.is_bool else spec.dtype or torch.long if spec.integer else self.dtype
-                made[key] = way.tensor(key, spec.shape, dtype, EDGE_HINT if spec.domain else None)
+                rows = EDGE_HINT + 2 * spec.is_whole if spec.domain else None
+                made[key] = way.tensor(key, spec.shape, dtype, rows)
             else:
                 # A size is read off a tensor of that many rows, so that arithmetic on it shows in the graph.
                 rows = EDGE_HINT + {INDEX: 0, SIZE_I: 2, SIZE_J: 4}[spec]

@@ -282,6 +282,7 @@ IMPORTS: Mapping[str, Callable[..., Any]] = {
     "aten.select.int": _select,
     "aten.split.Tensor": _split,
     "aten.split_with_sizes.default": _split,
+    "aten.unsafe_split.Tensor": _split,
     "aten.unbind.int": _unbind,
     "aten.flip.default": _flip,
     "aten.roll.default": _roll,
