@@ -122,7 +122,7 @@ REFUSED = {
     "item": lambda self, x_j: x_j * x_j[0, 0].item(),
     "function": lambda self, x_j: Twice.apply(x_j),
     "fft": lambda self, x_j: torch.fft.fft(x_j).real,
-    "write": lambda self, x_j: x_j + self.norm.running_mean.add_(1),
+    "write": lambda self, x_j: x_j.mul_(2),
     "list": collect,
     "index": lambda self, x_j, index: x_j * index[:, None],
 }
@@ -130,7 +130,7 @@ FUSED = {
     "layer norm": lambda self, x_j: torch.nn.functional.layer_norm(x_j, (16,)),
     "where": lambda self, x_j: torch.where(x_j[:, :1] > 0, x_j, 0.0),
     "dropout": lambda self, x_j: torch.nn.functional.dropout(x_j, 0.5),
-    "write": lambda self, x_j: x_j.mul_(2) + self.norm.running_mean.clone().add_(1),
+    "write": lambda self, x_j: x_j.clone().mul_(2),
     "detach": lambda self, x_j: x_j.detach() * x_j,
     "cumsum of features": lambda self, x_j: x_j.cumsum(dim=1),
     "softmax of features": lambda self, x_j: torch.softmax(x_j, dim=-1),

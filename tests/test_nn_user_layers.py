@@ -354,45 +354,6 @@ def test_products_of_static_graphs_in_a_message(name, node_dim):
     assert debug.counters() == {"fused": 1, "plain": 0}
 
 
-def adds_in_place(self, x_i, x_j):
-    x_j += x_i
-    return x_j * x_i
-
-
-def writes_features(self, x_i, x_j):
-    x_j[:, 1:3] = x_i[:, :2]
-    x_i.view(-1, 2, 2)[:, 0] *= 2
-    return F.leaky_relu(x_j, 0.2, inplace=True) * x_i
-
-
-@pytest.mark.parametrize("message", [adds_in_place, writes_features])
-def test_what_pyg_gathers_may_be_written_to(message):
-    """By message, so that aggregate sees it, and nobody else: not the features, nor another call."""
-    def written(base):
-        class Written(base):
-            def forward(self, x, edge_index):
-                self.edge_updater(edge_index, x=x)
-                return self.propagate(edge_index, x=x) + x
-
-            def edge_update(self, x_j):
-                return x_j.mul_(0)
-
-            def aggregate(self, inputs, index, x_j, dim_size):
-                return scatter(inputs + x_j, index, 0, dim_size=dim_size)
-
-        return layer(Written, message)
-
-    x = torch.randn(CASE.num_dst, 4, dtype=torch.float64)
-    found = []
-    for base in (pyg_nn.MessagePassing, fused_nn.MessagePassing):
-        given = x.clone().requires_grad_()
-        out = written(base)(given, CASE.edge_index)
-        found.append((out, *torch.autograd.grad(out.sin().sum(), given)))
-        assert torch.equal(given, x)
-    torch.testing.assert_close(found[1], found[0])
-    assert debug.counters() == {"fused": 2, "plain": 0}
-
-
 def largest(self, x_i, x_j):
     return (x_i * x_j).max(-1, keepdim=True)[0] * x_j
 

@@ -165,7 +165,7 @@ LEFT_TO_MAKE_FX = {
     "a write to a view": lambda x_j, x_i, index, size_i: (x_j * 1).view(-1, 2, 2).mul_(2).view(-1, 4),
     "a write to an alias": alias_written,
     "a write to what was filled": filled_written,
-    "a write to an argument": lambda x_j, x_i, index, size_i: x_j * index.mul_(2).view(-1, 1),
+    "a write to an argument": lambda x_j, x_i, index, size_i: x_j.mul_(2),
     "a detach in place": detached_in_place,
     "a hidden write": lambda x_j, x_i, index, size_i: setattr(out := x_j * 2, "data", x_i) or out,
     "text": lambda x_j, x_i, index, size_i: x_j * len(repr(x_j)),

@@ -174,7 +174,7 @@ class Importer:
                 try:
                     self.values[node] = self.call(node)
                 except NotFusable as error:
-                    raise NotFusable([at(r, _line_of(node)) for r in error.reasons]) from error
+                    raise NotFusable([at(r, node.meta.get("stack_trace")) for r in error.reasons]) from error
         raise AssertionError("a traced graph ends with its output")
 
     def call(self, node: FxNode) -> Any:
@@ -230,13 +230,6 @@ class Importer:
         if any(isinstance(a, _Foreign) for a in tree_leaves((args, kwargs))):
             raise NotFusable(["uses a tensor that is neither an argument nor a parameter"])
         return args, kwargs
-
-
-def _line_of(node: FxNode) -> str | None:
-    """Where ``node`` comes from; writes that torch puts at the end of a graph, from where what they write does."""
-    made = node.args[1] if node.target is torch.ops.aten.copy_.default else node
-    line: str | None = made.meta.get("stack_trace") if isinstance(made, FxNode) else None
-    return line
 
 
 def _is_known(name: str, leaves: Sequence[Any]) -> bool:

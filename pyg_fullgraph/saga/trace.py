@@ -12,7 +12,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -65,11 +65,6 @@ class ArgSpec:
     dtype: torch.dtype | None = None
     is_whole: bool = False
 
-    @property
-    def is_gathered(self) -> bool:
-        """Whether PyG makes the tensor in each call, so that the method may write to it."""
-        return self.domain in (Domain.SRC, Domain.DST) and not self.is_whole
-
 
 @dataclass(frozen=True)
 class Traced:
@@ -109,19 +104,16 @@ def trace_propagate(conv: torch.nn.Module, message_args: Mapping[str, Any], aggr
         NotFusable: With the reason and its place in the source.
     """
     both = {f"message.{k}": v for k, v in message_args.items()}
-    shared: list[str] = []  # one tensor, which message may have written to
     for key, value in aggregate_args.items():
-        if isinstance(value, ArgSpec) and value == message_args.get(key):
-            shared.append(key)
-        else:
-            both[f"aggregate.{key}"] = value
+        known = message_args.get(key)
+        shared = isinstance(value, ArgSpec) and value == known and value.name is None
+        both[f"aggregate.{key}"] = replace(value, name=f"message.{key}") if shared else value
 
     parts: list[tuple[int, ...]] = []  # of the last call
 
     def call(layer: Any, args: Mapping[str, Any]) -> Any:
-        given = _prefixed("message.", args)
-        message = type(layer).message(layer, **given)
-        out = type(layer).aggregate(layer, message, **_prefixed("aggregate.", args), **{k: given[k] for k in shared})
+        message = type(layer).message(layer, **_prefixed("message.", args))
+        out = type(layer).aggregate(layer, message, **_prefixed("aggregate.", args))
         is_tuple = type(out) is tuple and len(out) > 0 and all(map(_is_floating, out))
         parts[:] = [tuple(t.shape[1:]) for t in out] if is_tuple else []
         return torch.cat([t.reshape(t.shape[0], math.prod(t.shape[1:])) for t in out], 1) if is_tuple else out
@@ -424,7 +416,6 @@ class _Trace:
             args = {**self.args, **t}
             args.update({k: v.shape[0] for k, v in t.items() if self.args[k] in (SIZE_I, SIZE_J)})
             args.update({k: t[k].movedim(0, s.dim) for k, s in self.args.items() if isinstance(s, ArgSpec) and s.dim})
-            args.update({k: args[k].clone() for k, s in self.args.items() if isinstance(s, ArgSpec) and s.is_gathered})
             indices = [v for k, v in t.items() if self.args[k] == INDEX]
             for name, tensor in p.items():
                 if isinstance(state[name], Number):
