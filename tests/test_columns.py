@@ -44,7 +44,9 @@ def test_what_programs_leave_is_added_up(shape, device):
         if dtype == wide:
             earlier = normal(*shape[1:], dtype=wide, seed=1).to(device)
             want += earlier.double()
+            sparse = earlier.repeat_interleave(2, -1)[..., ::2]
             assert kernels.fold(parts, dtype, earlier) is earlier and error(earlier, want) < limit
+            assert kernels.fold(parts, dtype, sparse) is sparse and error(sparse, want) < limit
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])

@@ -112,14 +112,14 @@ def fold(parts: Tensor, dtype: torch.dtype, into: Tensor | None = None) -> Tenso
     Args:
         parts: ``[P, *shape]``, new, contiguous, in float32 or float64.
         dtype: Of the result.
-        into: ``[*shape]``, contiguous, an earlier result in the dtype of ``parts``.
+        into: ``[*shape]``, an earlier result in the dtype of ``parts``.
 
     Returns: ``[*shape]``; zeros where P is 0.
     Numerics: sums in the dtype of ``parts`` and in a fixed order, rounds once; bit-identical from run to run.
     Cost: reads ``parts`` once; torch takes two to four times as long for the call. More rows than :data:`MAX_WORKERS`
-        torch adds up, which shares them among programs.
+        torch adds up, which shares them among programs, and where ``into`` is not contiguous.
     """
-    if parts.shape[0] > MAX_WORKERS:
+    if parts.shape[0] > MAX_WORKERS or not (into is None or into.is_contiguous()):
         total = parts.sum(0)
         return into.add_(total) if into is not None else total if total.dtype is dtype else total.to(dtype)
     out = parts.new_empty(parts.shape[1:], dtype=dtype) if into is None else into
