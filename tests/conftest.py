@@ -58,7 +58,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     interpreter._get_np_dtype = numpy_dtype
 
 
-@pytest.hookimpl(trylast=True)  # when what was not asked for is gone: it would not keep the longest apart
+@pytest.hookimpl(trylast=True)  # after `-m` and `-k`, which may take away what is put between the longest
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if os.environ.get("TRITON_INTERPRET") != "1":
         elsewhere = [item for item in items if item.get_closest_marker("interpreter")]

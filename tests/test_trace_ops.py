@@ -147,6 +147,8 @@ OPERATIONS = {
     "repeat_interleave": lambda x: x.repeat_interleave(2, dim=-1),
     "chunk": lambda x: x.chunk(2, -1)[0] * x.tensor_split(2, -1)[1] + x.split([2, 2], -1)[1],
     "cell of a recurrent network": lambda x: torch.gru_cell(x, x.sin(), x.new_full((12, 4), 0.3), x.new_ones(12, 4)),
+    "cell with a memory": lambda x: torch.cat(torch.lstm_cell(x, (x.sin(), x.cos()), x.new_full((16, 4), 0.3),
+                                                              x.new_ones(16, 4)), -1),
     "unbind": lambda x: torch.stack([x.unbind(-1)[0] * x.unbind(-1)[3], x.unbind(1)[2]], -1),
     "features by constant numbers": lambda x: x[:, [0, 2]] * x.index_select(1, torch.tensor([2, 1])),
     "features again and again": lambda x: x[:, torch.tensor([3, 0, 0])],
