@@ -317,6 +317,21 @@ def test_aggregate_returns_a_tuple():
     assert debug.counters() == {"fused": 2, "plain": 0}
 
 
+def test_aggregate_returns_a_list():
+    class Listed(fused_nn.MessagePassing):
+        def forward(self, x, edge_index):
+            return self.propagate(edge_index, x=x)
+
+        def message(self, x_j):
+            return x_j
+
+        def aggregate(self, inputs, index, dim_size):
+            return [scatter(inputs, index, 0, dim_size)]
+
+    assert type(Listed()(torch.ones(CASE.num_src, 4), CASE.edge_index)) is list
+    assert "Listed.aggregate returns something that is neither a tensor nor" in str(debug.plain_reasons())
+
+
 PRODUCTS = {
     "joined": lambda self, x_i, x_j: self.lin(torch.cat([x_i[..., :2], x_j[..., 2:]], -1)) * x_j[..., :1],
     "linear": lambda self, x_i, x_j: self.lin(x_i + x_j).relu(),

@@ -114,7 +114,10 @@ def trace_propagate(conv: torch.nn.Module, message_args: Mapping[str, Any], aggr
     def call(layer: Any, args: Mapping[str, Any]) -> Any:
         message = type(layer).message(layer, **_prefixed("message.", args))
         out = type(layer).aggregate(layer, message, **_prefixed("aggregate.", args))
-        is_tuple = type(out) is tuple and len(out) > 0 and all(map(_is_floating, out))
+        is_tuple = type(out) is tuple and len(out) > 0 and all(_is_floating(t) and t.dim() > 0 for t in out)
+        if not is_tuple and not isinstance(out, Tensor):
+            raise NotFusable([f"{type(conv).__name__}.aggregate returns something that is neither a tensor nor a tuple "
+                              f"of floating-point tensors, a {type(out).__name__}"])
         parts[:] = [tuple(t.shape[1:]) for t in out] if is_tuple else []
         return torch.cat([t.reshape(t.shape[0], math.prod(t.shape[1:])) for t in out], 1) if is_tuple else out
 
