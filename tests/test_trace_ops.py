@@ -87,6 +87,21 @@ def half_without_gradients(x):
     return y * x + z + x
 
 
+def data_replaced(x):
+    y = x * 1
+    y.data = y.data * 2
+    return y * y
+
+
+def kept(x):
+    with torch.no_grad():
+        y = x.contiguous()
+        z = (x * 2).exp()
+        z += 1
+        z.clamp_(max=3)
+    return y * y * z
+
+
 def positive(function):
     return lambda x: function(x.abs() + 0.5)
 
@@ -198,6 +213,7 @@ OPERATIONS = {
     "filled from empty": filled_from_empty,
     "detach": lambda x: x.detach() * x + x.data * x,
     "no_grad": half_without_gradients,
+    "kept and written where gradients are off": kept,
 }
 
 
@@ -217,6 +233,52 @@ def test_an_operation_means_what_it_means_in_torch(what):
         torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-9)
     # Its derivative is made of operations that the compiler has, too.
     adjoint((Output("sum", node),))
+
+
+def scaled_without(x):
+    y = x * 1
+    with torch.no_grad():
+        y *= 2
+    return y * y
+
+
+def shifted_without(x):
+    y = x * 1
+    with torch.no_grad():
+        y[:, :2].add_(1)
+    return y * y
+
+
+def initialized(x):
+    y = x * 1
+    torch.nn.init.constant_(y[:, :1], 2.0)
+    return y * y
+
+
+def scaled_through(alias):
+    def function(x):
+        y = x * 1
+        alias(y).mul_(2)
+        return y * y
+    return function
+
+
+WRITES = {
+    "augmented": scaled_without,
+    "through a view": shifted_without,
+    "data replaced": data_replaced,
+    "by torch.nn.init": initialized,
+    "through detach": scaled_through(lambda y: y.detach()),
+    "through data": scaled_through(lambda y: y.data),
+    "through a view of detach": scaled_through(lambda y: y.detach()[:, :2]),
+}
+
+
+@pytest.mark.parametrize("what", WRITES)
+def test_writes_that_would_lose_a_gradient_are_refused(what):
+    """Torch passes the gradient on as if nothing had been written."""
+    with pytest.raises(NotFusable, match="without gradients"):
+        trace(lambda self, x: WRITES[what](x))
 
 
 AT_ZERO = {

@@ -147,6 +147,10 @@ class Recorder(TorchDispatchMode):
             self._is_sure = False
             raise UnsureError("does not show what it does")
 
+    def shares(self, a: Tensor, b: Tensor) -> bool:
+        """No: it refuses writes to memory that others read."""
+        return False
+
     def stopped(self, made: Tensor) -> Tensor:
         """What a function gives out without gradients in place of ``made``.
 

@@ -150,7 +150,7 @@ def _prefixed(prefix: str, args: Mapping[str, Any]) -> dict[str, Any]:
 
 _DROPOUTS = (F.dropout, torch.dropout, torch.dropout_)
 _OTHER_DROPOUTS = (F.alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout)
-_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+_DATA, _SET_DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
 # Questions whose answer depends on the dtype.
 _ASK_DTYPE = {Tensor.dtype.__get__, Tensor.itemsize.__get__, Tensor.nbytes.__get__,  # type: ignore[attr-defined]
               Tensor.element_size, Tensor.type, torch.result_type}
@@ -166,6 +166,20 @@ def _is_floating(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
+def _written(function: Any, args: Any, kwargs: Any) -> Any:
+    """The tensor that ``function`` writes to; None if it makes one."""
+    name = getattr(function, "__name__", "")
+    is_write = name.endswith("_") and (not name.endswith("__") or name == "__setitem__" or name in _AUGMENTED)
+    if kwargs.get("out") is not None:
+        return kwargs["out"]
+    if is_write or kwargs.get("inplace") or function == _SET_DATA:
+        return args[0] if args else kwargs.get("tensor")  # torch.nn.init's
+    return None
+
+
+# ``x += y`` and the like.
+_AUGMENTED = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "div", "floordiv", "mod", "pow", "and", "or",
+                                          "xor", "lshift", "rshift")}
 _PRODUCTS = {F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__}
 
 
@@ -193,6 +207,9 @@ class _Watch(TorchFunctionMode):
         self.way, self.indices, self.num_targets = way, indices, num_targets
         self.has_lines = isinstance(way, _MakeFx)  # refusals of the recorder are forgotten
         self.largest: list[Tensor] = []
+        # Made where gradients are off, with memory of their own; and those that read another's memory without gradient.
+        self.without: list[Tensor] = []
+        self.detached: list[Tensor] = []
         self.count = 0
         self.asked_dtype = self.casts = False
 
@@ -214,6 +231,8 @@ class _Watch(TorchFunctionMode):
         if function in _ASK_GRADIENT and not is_asked_by_libraries():
             raise NotFusable([at("asks whether a tensor has a gradient", line)])
         self.way.begin(function)
+        if (written := _written(function, args, kwargs)) is not None:
+            self._refuse_lost_gradients(function, written, line)
         if function == _DATA:
             out = args[0].detach()
         elif function in _DROPOUTS:
@@ -225,7 +244,9 @@ class _Watch(TorchFunctionMode):
             out = _product(function, args, kwargs) if out is None else out
         self.casts |= _is_floating(out) and out.dim() > 0 and not any(map(_is_floating, tree_leaves((args, kwargs))))
         if not torch.is_grad_enabled():
-            out = self._without_gradient(function, args, out, line)
+            out = self._without_gradient(function, args, written, out, line)
+        elif function == _DATA or function in (Tensor.detach, torch.detach):
+            self.detached.append(out)
         return out
 
     def _dropout(self, function: Any, args: Any, kwargs: Any) -> Tensor:
@@ -250,15 +271,29 @@ class _Watch(TorchFunctionMode):
             return self.num_targets - 1
         return None
 
-    def _without_gradient(self, function: Any, args: Any, out: Any, line: str) -> Any:
-        name = getattr(function, "__name__", "")
-        if name == "__setitem__":
+    def _refuse_lost_gradients(self, function: Any, written: Any, line: str) -> None:
+        """In torch a tensor keeps its gradient through writes to its memory that have none; in a trace it would not."""
+        is_initial = getattr(function, "__module__", "") == "torch.nn.init"
+        has_gradients = torch.is_grad_enabled() and function != _SET_DATA and not is_initial
+        is_own = has_gradients or any(written is t for t in self.without)
+        if not is_own or any(self.way.shares(written, t) for t in self.detached):
+            raise NotFusable([at("writes without gradients into a tensor that may have one", line)])
+
+    def _without_gradient(self, function: Any, args: Any, written: Any, out: Any, line: str) -> Any:
+        if getattr(function, "__name__", "") == "__setitem__":
             raise NotFusable([at("writes into a tensor without gradients", line)])
-        if name.endswith("_") and not name.endswith("__") and args and out is args[0]:
-            return self.way.stop(args[0])
-        if isinstance(out, Tensor):
-            return self.way.stopped(out) if out.is_floating_point() else out
-        return tree_map_only(Tensor, lambda t: t.detach() if t.is_floating_point() else t, out)
+        if written is not None:
+            self.way.stop(written)
+            return out
+        if any(out is a for a in args):
+            return out  # as it came, with its gradient
+        if not isinstance(out, Tensor):
+            return tree_map_only(Tensor, lambda t: t.detach() if t.is_floating_point() else t, out)
+        if out.is_floating_point():
+            is_view = any(isinstance(a, Tensor) and self.way.shares(out, a) for a in args)
+            out = self.way.stopped(out)
+            (self.detached if is_view else self.without).append(out)
+        return out
 
 
 class _Result:
@@ -326,6 +361,10 @@ class _MakeFx:
 
     def begin(self, function: Any) -> None:
         pass
+
+    def shares(self, a: Tensor, b: Tensor) -> bool:
+        """Whether a write to one is a write to the other."""
+        return torch._C._is_alias_of(a, b)  # type: ignore[attr-defined]
 
     def stopped(self, made: Tensor) -> Tensor:
         return made.detach()
