@@ -19,9 +19,10 @@ from triton_kernels import tune
 __all__ = ["SPAN_BYTES", "PreparedPipeline", "span_edges"]
 
 #: Bytes of one of the values that are held of the edges of a span (twice as many of results of products of half
-#: precision), and in multiples of how many edges spans are. With fewer, launches take longer than what they launch (an
-#: MLP of 256 features per edge, arxiv size, H100: 22.5 ms with 128 MiB, 23.5 with 64, 90 MB less).
-SPAN_BYTES, SPAN_STEP = 64 << 20, 1 << 10
+#: precision), and in multiples of how many edges spans are. With fewer, the host takes longer to launch a span than the
+#: GPU to compute it (filters of 64 features of a million edges, H200: a step from Python takes 3.8 ms with 128 MiB, 5.8
+#: with 64; replayed 2.46 and 2.61; peaks of 617 and 367 MB).
+SPAN_BYTES, SPAN_STEP = 128 << 20, 1 << 10
 
 
 def span_edges(pipeline: Pipeline, num_edges: int, dtype: torch.dtype) -> int:
