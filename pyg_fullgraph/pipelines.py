@@ -20,8 +20,8 @@ __all__ = ["SPAN_BYTES", "PreparedPipeline", "span_edges"]
 
 #: Bytes of one of the values that are held of the edges of a span (twice as many of results of products of half
 #: precision), and in multiples of how many edges spans are. With fewer, the host takes longer to launch a span than the
-#: GPU to compute it (filters of 64 features of a million edges, H200: a step from Python takes 3.8 ms with 128 MiB, 5.8
-#: with 64; replayed 2.46 and 2.61; peaks of 617 and 367 MB).
+#: GPU to compute it (filters of 64 features of a million edges, H200: a step from Python takes 3.4 ms with 128 MiB, 5.8
+#: with 64; replayed 2.48 and 2.61; peaks of 647 and 385 MB).
 SPAN_BYTES, SPAN_STEP = 128 << 20, 1 << 10
 
 
