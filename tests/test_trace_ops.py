@@ -242,6 +242,24 @@ def scaled_without(x):
     return y * y
 
 
+def scaled_once_it_has_one(x):
+    with torch.no_grad():
+        y = x * 1
+    y += x
+    with torch.no_grad():
+        y *= 2
+    return y * y
+
+
+def partly_scaled_once_it_has_one(x):
+    with torch.no_grad():
+        y = x * 1
+    y[:, :2].add_(x[:, :2])
+    with torch.no_grad():
+        y *= 2
+    return y * y
+
+
 def shifted_without(x):
     y = x * 1
     with torch.no_grad():
@@ -265,6 +283,8 @@ def scaled_through(alias):
 
 WRITES = {
     "augmented": scaled_without,
+    "once it has a gradient": scaled_once_it_has_one,
+    "once a part of it has one": partly_scaled_once_it_has_one,
     "through a view": shifted_without,
     "data replaced": data_replaced,
     "by torch.nn.init": initialized,

@@ -278,6 +278,8 @@ class _Watch(TorchFunctionMode):
         is_own = has_gradients or any(written is t for t in self.without)
         if not is_own or any(self.way.shares(written, t) for t in self.detached):
             raise NotFusable([at("writes without gradients into a tensor that may have one", line)])
+        if has_gradients:
+            self.without = [t for t in self.without if t is not written and not self.way.shares(t, written)]
 
     def _without_gradient(self, function: Any, args: Any, written: Any, out: Any, line: str) -> Any:
         if getattr(function, "__name__", "") == "__setitem__":
