@@ -99,6 +99,7 @@ def kept(x):
         z = (x * 2).exp()
         z += 1
         z.clamp_(max=3)
+        z[:, 1:] = x[:, :3]
     return y * y * z
 
 
@@ -242,22 +243,15 @@ def scaled_without(x):
     return y * y
 
 
-def scaled_once_it_has_one(x):
-    with torch.no_grad():
-        y = x * 1
-    y += x
-    with torch.no_grad():
-        y *= 2
-    return y * y
-
-
-def partly_scaled_once_it_has_one(x):
-    with torch.no_grad():
-        y = x * 1
-    y[:, :2].add_(x[:, :2])
-    with torch.no_grad():
-        y *= 2
-    return y * y
+def scaled_after(add):
+    def function(x):
+        with torch.no_grad():
+            y = x * 1
+        add(y, x)
+        with torch.no_grad():
+            y *= 2
+        return y * y
+    return function
 
 
 def shifted_without(x):
@@ -283,8 +277,8 @@ def scaled_through(alias):
 
 WRITES = {
     "augmented": scaled_without,
-    "once it has a gradient": scaled_once_it_has_one,
-    "once a part of it has one": partly_scaled_once_it_has_one,
+    "once it has a gradient": scaled_after(lambda y, x: y.add_(x)),
+    "once a part of it has one": scaled_after(lambda y, x: y[:, :2].add_(x[:, :2])),
     "through a view": shifted_without,
     "data replaced": data_replaced,
     "by torch.nn.init": initialized,

@@ -166,6 +166,11 @@ def _is_floating(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
+# ``x += y`` and the like.
+_AUGMENTED = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "div", "floordiv", "mod", "pow", "and", "or",
+                                          "xor", "lshift", "rshift")}
+
+
 def _written(function: Any, args: Any, kwargs: Any) -> Any:
     """The tensor that ``function`` writes to; None if it makes one."""
     name = getattr(function, "__name__", "")
@@ -177,9 +182,6 @@ def _written(function: Any, args: Any, kwargs: Any) -> Any:
     return None
 
 
-# ``x += y`` and the like.
-_AUGMENTED = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "div", "floordiv", "mod", "pow", "and", "or",
-                                          "xor", "lshift", "rshift")}
 _PRODUCTS = {F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__}
 
 
@@ -244,7 +246,7 @@ class _Watch(TorchFunctionMode):
             out = _product(function, args, kwargs) if out is None else out
         self.casts |= _is_floating(out) and out.dim() > 0 and not any(map(_is_floating, tree_leaves((args, kwargs))))
         if not torch.is_grad_enabled():
-            out = self._without_gradient(function, args, written, out, line)
+            out = self._without_gradient(args, written, out)
         elif function == _DATA or function in (Tensor.detach, torch.detach):
             self.detached.append(out)
         return out
@@ -281,9 +283,7 @@ class _Watch(TorchFunctionMode):
         if has_gradients:
             self.without = [t for t in self.without if t is not written and not self.way.shares(t, written)]
 
-    def _without_gradient(self, function: Any, args: Any, written: Any, out: Any, line: str) -> Any:
-        if getattr(function, "__name__", "") == "__setitem__":
-            raise NotFusable([at("writes into a tensor without gradients", line)])
+    def _without_gradient(self, args: Any, written: Any, out: Any) -> Any:
         if written is not None:
             self.way.stop(written)
             return out
