@@ -28,6 +28,7 @@ from torch.nn import Module
 from torch.optim.optimizer import Optimizer
 
 from pyg_fullgraph import events, memo
+from pyg_fullgraph.bytecode import global_names
 from pyg_fullgraph.errors import CaptureError, InputError, PygFullgraphError
 from pyg_fullgraph.optimizers import Optimizers
 from pyg_fullgraph.saga.refusal import line_of
@@ -425,16 +426,8 @@ def _names(step: Any) -> Iterable[tuple[Any, Any]]:
     if not isinstance(step, types.FunctionType):
         bound, call = getattr(step, "__dict__", {}), type(step).__call__
         return [*((bound, name) for name in bound), *(_names(call) if isinstance(call, types.FunctionType) else ())]
-    names = [name for name in dict.fromkeys(_names_in(step.__code__)) if name in step.__globals__]
+    names = sorted(global_names(step.__code__) & step.__globals__.keys())
     return [*((cell, None) for cell in step.__closure__ or ()), *((step.__globals__, name) for name in names)]
-
-
-def _names_in(code: types.CodeType) -> Iterator[str]:
-    """The names of ``code``, and of the comprehensions, lambdas and functions in it."""
-    yield from code.co_names
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            yield from _names_in(inner)
 
 
 def _links(value: Any) -> list[tuple[Any, Any, Any]]:

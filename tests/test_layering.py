@@ -29,6 +29,7 @@ LAYERS = (
     "triton_kernels",
     "pyg_fullgraph._version",
     "pyg_fullgraph.errors",
+    "pyg_fullgraph.bytecode",
     "pyg_fullgraph.functions",
     "pyg_fullgraph.checkpoint",
     "pyg_fullgraph.columns",

@@ -3,8 +3,10 @@
 import array
 import collections
 import functools
+import importlib
 import math
 import random
+import sys
 import types
 
 import numpy as np
@@ -67,6 +69,7 @@ class Reader:
 CONFIG = Config()
 HELPERS = types.ModuleType("helpers_of_mine")
 HELPERS.slope = 1.0
+sys.modules[HELPERS.__name__] = HELPERS
 exec("def scaled(layer, x):\n    return layer.act(x) * layer.slope", vars(HELPERS))
 
 
@@ -368,6 +371,20 @@ def set_table(layer):
     TABLE["slope"] = 3.0
 
 
+def imports_a_name(layer):
+    from helpers_of_mine import slope
+    return slope
+
+
+def imports_a_module(layer):
+    import helpers_of_mine as mine
+    return mine.slope
+
+
+def set_helpers(layer):
+    HELPERS.slope = 3.0
+
+
 ODD = {
     "hasattr": (lambda self: 3.0 if hasattr(self, "more") else 1.0, lambda layer: setattr(layer, "more", 1)),
     "dir": (lambda self: 3.0 if "more" in dir(self) else 1.0, lambda layer: setattr(layer, "more", 1)),
@@ -399,6 +416,10 @@ ODD = {
     "optimizer": (lambda self: self.optimizer.param_groups[0]["lr"],
                   lambda layer: layer.optimizer.param_groups[0].update(lr=3.0)),
     "lru-cache": (lambda self: remembered(), lambda layer: (set_table(layer), remembered.cache_clear())),
+    "import-of-a-name": (imports_a_name, set_helpers),
+    "import-of-a-module": (imports_a_module, set_helpers),
+    "import-by-a-function": (lambda self: [imports_a_module][0](self), set_helpers),
+    "import-by-name": (lambda self: importlib.import_module("helpers_of_mine").slope, set_helpers),
     "minus-zero": (lambda self: math.copysign(2.0, self.hidden["zero"]) + 1.0,
                    lambda layer: layer.hidden.update(zero=0.0)),
 }
@@ -422,6 +443,7 @@ def reset(monkeypatch):
     for holder in (Above, Part):
         monkeypatch.setattr(holder, "rate", 1.0)
     monkeypatch.setattr(scaled, "factor", 1.0, raising=False)
+    monkeypatch.setattr(HELPERS, "slope", 1.0)
     remembered.cache_clear()
     ARRAY[0] = 1.0
 
@@ -454,6 +476,24 @@ def test_objects_that_stay_the_same_are_traced_once(reset, traces):
         for _ in range(3):
             layer(X, EDGES)
         assert len(traces) == 1, what
+
+
+def test_an_import_in_a_function_that_a_layer_holds(monkeypatch):
+    layer = make(fused_nn.MessagePassing, "function")()
+    layer.function = lambda layer, x: x * imports_a_name(layer)
+    before = [layer(X, EDGES) for _ in range(3)][-1]
+    monkeypatch.setattr(HELPERS, "slope", 3.0)
+    torch.testing.assert_close(layer(X, EDGES), 3 * before)
+
+
+def test_globals_with_the_names_of_attributes_are_not_read(monkeypatch, traces):
+    """In a notebook a global may well be named as an attribute of a layer, whatever it is."""
+    layer = make(fused_nn.MessagePassing, "decorated")()
+    for _ in range(3):
+        for name in ("slope", "act"):
+            monkeypatch.setitem(globals(), name, iter([]))
+        layer(X, EDGES)
+    assert len(traces) == 1
 
 
 @pytest.mark.parametrize("num_calls", [1, 6])

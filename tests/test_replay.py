@@ -501,3 +501,8 @@ class Scaled:
                          ids=["comprehension", "generator", "lambda", "object"])
 def test_globals_are_found_in_what_is_inside_a_step(step):
     assert [value for _, key, value in replay._bindings(step) if key == "SCALE"] == [SCALE]
+
+
+def test_a_global_with_the_name_of_an_attribute_is_not_found():
+    holder = types.SimpleNamespace(SCALE=1)
+    assert replay._bindings(lambda: holder.SCALE) == []

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from pyg_fullgraph import dense, functions
+from pyg_fullgraph.bytecode import global_names
 from pyg_fullgraph.errors import LayerInputError, NotFusedError, PygFullgraphError, RowCountError, ShardedGraphError
 from pyg_fullgraph.graph import is_part
 from pyg_fullgraph.nn import compiled, derived, dots, forwards, order, sums, tape
@@ -33,7 +34,6 @@ from pyg_fullgraph.nn.rebinding import (
     renewing,
     written,
 )
-from pyg_fullgraph.nn.surroundings import code_names
 
 __all__ = ["install_forward", "renew_forward"]
 
@@ -125,7 +125,7 @@ def _with_sums(forward: Any, original: Any) -> Any:
 
 def _names_replaced(function: types.FunctionType) -> bool:
     space = globals_of(function)
-    for name in set(code_names(function.__code__)):
+    for name in global_names(function.__code__):
         value = space.get(name)
         if isinstance(value, types.FunctionType) and value in REPLACEMENTS:
             return True

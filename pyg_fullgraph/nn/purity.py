@@ -28,8 +28,9 @@ from torch.nn import Module
 from torch_geometric.nn.conv import MessagePassing as PyGMessagePassing
 from torch_geometric.typing import SparseTensor
 
+from pyg_fullgraph.bytecode import code_names, codes_in
 from pyg_fullgraph.nn.preparation import REPLACEMENTS
-from pyg_fullgraph.nn.rebinding import codes_in, globals_of, is_ours
+from pyg_fullgraph.nn.rebinding import globals_of, is_ours
 from pyg_fullgraph.nn.surroundings import definitions, is_library, submodules
 from pyg_fullgraph.nn.tape import FUNCTIONS, QUESTIONS
 
@@ -139,7 +140,7 @@ class _Reader:
         """The functions of the layer's and the user's that it calls."""
         whole = function.__code__
         if is_library(function):  # which leaves nothing behind, but may call what the user put in the place of a method
-            names = {n for code in codes_in(whole) for n in code.co_names}
+            names = code_names(whole)
             return [(f, True) for name in names for f in definitions(self._kind, name, "super" in names)
                     if not (name in _OF_ALL_LAYERS and is_library(f))]
         if whole.co_flags & _GENERATES:

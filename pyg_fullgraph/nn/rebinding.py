@@ -7,11 +7,13 @@ import operator
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-__all__ = ["Made", "codes_in", "globals_of", "is_ours", "made_on", "mark", "may_be_copied", "rebind", "renewing",
-           "written"]
+from pyg_fullgraph.bytecode import codes_in
+
+__all__ = ["Made", "globals_of", "is_ours", "made_on", "mark", "may_be_copied", "rebind",
+           "renewing", "written"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _ours: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -100,14 +102,6 @@ def may_be_copied(code: types.CodeType) -> bool:
 
 _ALL_GLOBALS = frozenset({"globals", "locals", "vars", "eval", "exec", "__import__"})
 _BY_OTHER_WAYS = ("STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "LOAD_BUILD_CLASS", "LOAD_FROM_DICT")
-
-
-def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
-    """``code`` and that of the functions inside it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from codes_in(constant)
 
 
 class Made:

@@ -29,10 +29,11 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules import module as modules
 
-from pyg_fullgraph.nn.rebinding import Made, codes_in, globals_of, written
+from pyg_fullgraph.bytecode import code_names, global_names, imported_names
+from pyg_fullgraph.nn.rebinding import Made, globals_of, written
 from pyg_fullgraph.saga.trace import ArgSpec
 
-__all__ = ["INTERNAL", "SIMPLE", "Key", "Numbers", "Reached", "cells_of", "code_names", "definitions",
+__all__ = ["INTERNAL", "SIMPLE", "Key", "Numbers", "Reached", "cells_of", "definitions",
            "has_hooks_of_all", "held_by", "initialized", "is_code", "is_lazy", "is_library", "on_class", "reached",
            "simple", "submodules"]
 
@@ -63,7 +64,7 @@ _ASKS_FOR_TYPES = frozenset({"isinstance", "type", "is_tensor", "callable", "flo
 _DYNAMIC = frozenset({"getattr", "hasattr", "attrgetter", "methodcaller", "vars", "dir", "locals", "__dict__",
                       "__getattr__", "__getattribute__", "super", "_parameters", "_buffers", "_modules"})
 # Those that may reach anything.
-_BEYOND = frozenset({"globals", "eval", "exec", "__globals__"})
+_BEYOND = frozenset({"globals", "eval", "exec", "__globals__", "__import__", "import_module"})
 # Methods by other names than these that Python calls by itself may be called in a message: len(self), self[0].
 _CALLED_BY_OTHERS = frozenset({"__init__", "__new__", "__del__", "__init_subclass__", "__class_getitem__", "__call__",
                                "__repr__", "__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__copy__",
@@ -142,6 +143,7 @@ class _Walk:
         self.links: list[tuple[int, str, int]] = []
         self.reads: list[tuple[int, str]] = []
         self.code: list[tuple[int, str, Any]] = []
+        self.imports = False
 
     def over(self, methods: tuple[str, ...]) -> Reached:
         """See :func:`reached`."""
@@ -163,22 +165,23 @@ class _Walk:
         return Reached(tuple(map(weakref.ref, self.functions)), None if is_dynamic else frozenset(names),
                        frozenset(names), tuple(self.links), tuple(self.reads),
                        tuple(n for n, v in held.items() if not is_code(v)), tuple(self.code), tuple(members), layout,
-                       bool(names & _BEYOND) or any(isinstance(v, _CACHED) for v in held.values()) or
-                       any(_slots_of(self.kind)))
+                       bool(names & _BEYOND) or self.imports or
+                       any(isinstance(v, _CACHED) for v in held.values()) or any(_slots_of(self.kind)))
 
     def _add_all(self, functions: list[types.FunctionType]) -> None:
         for function in functions:
             self.functions.setdefault(function, len(self.functions))
 
     def _enter(self, function: types.FunctionType, place: int) -> set[str]:
-        names = set(code_names(function.__code__))
+        names = {*code_names(function.__code__)}
         for name in names:
             self._add_all(definitions(self.kind, name, "super" in names))
         self._add_all([f for f in cells_of(function) if isinstance(f, types.FunctionType) and not is_library(f)])
         if is_library(function):
             return names
         space = globals_of(function)
-        for name in names & space.keys():
+        self.imports |= _imports_own(function.__code__)
+        for name in global_names(function.__code__) & space.keys():
             value = space[name]
             if isinstance(value, types.FunctionType):
                 if not is_library(value):
@@ -291,10 +294,9 @@ def is_library(value: Any) -> bool:
     return all((n or "").partition(".")[0] in _LIBRARIES for n in names)
 
 
-def code_names(code: types.CodeType) -> Iterator[str]:
-    """Names of globals and attributes in a function and in the functions inside it."""
-    for one in codes_in(code):
-        yield from one.co_names
+def _imports_own(code: types.CodeType) -> bool:
+    """Whether a function imports, when it runs, what is of no library."""
+    return any(name.partition(".")[0] not in _LIBRARIES for name in imported_names(code))
 
 
 def submodules(module: Module) -> Iterator[tuple[str, Module]]:
@@ -437,13 +439,13 @@ class Key:
         """A function of the user's that is not a method of the layer: its code, and what that reads."""
         self._calls_functions = True
         space = globals_of(function)
-        names = set(code_names(function.__code__))
-        self.is_opaque |= not names.isdisjoint(_BEYOND)
-        outside = tuple((n, self.value(v)) for n in sorted(names & space.keys()) if not is_code(v := space[n]) or
-                        (isinstance(v, types.FunctionType) and not is_library(v)))
+        code = function.__code__
+        self.is_opaque |= not _BEYOND.isdisjoint(code_names(code)) or _imports_own(code)
+        outside = tuple((n, self.value(v)) for n in sorted(global_names(code) & space.keys()) if
+                        not is_code(v := space[n]) or (isinstance(v, types.FunctionType) and not is_library(v)))
         cells = tuple(self.value(v) for v in cells_of(function) if not isinstance(v, type))
         defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-        return function.__code__, outside, cells, tuple(self.value(v) for v in (*defaults, *held_by(function)))
+        return code, outside, cells, tuple(self.value(v) for v in (*defaults, *held_by(function)))
 
     def _class(self, kind: type) -> tuple[Any, ...]:
         """A class that the methods may call: what it holds and what its functions read, as far as it is the user's."""

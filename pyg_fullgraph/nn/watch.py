@@ -12,12 +12,12 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
+from pyg_fullgraph.bytecode import global_names
 from pyg_fullgraph.nn.rebinding import globals_of, made_on
 from pyg_fullgraph.nn.surroundings import (
     INTERNAL,
     SIMPLE,
     cells_of,
-    code_names,
     held_by,
     initialized,
     is_code,
@@ -74,7 +74,7 @@ class Watch:
         self._classes = [(c, [*vars(c)]) for c in self.kind.__mro__
                          if not is_library(c)] if reads is not None or found.names is None else []
         self._builtins = [(globals_of(f), found_in) for f in functions if not is_library(f) and (
-            found_in := {*code_names(f.__code__)} & vars(builtins).keys() - globals_of(f).keys())]
+            found_in := global_names(f.__code__) & vars(builtins).keys() - globals_of(f).keys())]
         self._cells = [(f, cells_of(f)) for f in functions if f.__closure__]
         for f in functions:
             _check(*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values(),
