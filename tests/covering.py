@@ -5,7 +5,7 @@ same. On a machine with a GPU, from the repository::
 
     python -m pytest -p tests.covering -m "gpu and not multi_gpu"         # writes what each test launches
     python -m tests.covering memcheck --seconds 500                       # tests that launch all of it
-    python -m tests.covering racecheck --seconds 500
+    python -m tests.covering racecheck --seconds 500 --cached    # which changes nothing about shared memory
 
 What a run had no time for is for the next one: what it saw is kept beside the record, one line per test, and a log per
 process. PyTorch allocates without its cache there, for out-of-bounds accesses to be seen; tests that fail so, as those
