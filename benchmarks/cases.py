@@ -243,6 +243,14 @@ def _cpu_case(layer: str, graph: str, is_model: bool) -> Case:
 #: Graphs on which plain PyG runs out of memory.
 _LARGE = ("reddit", "products")
 _ORDERS = ("", graphs.SHUFFLED)
+_PER_EDGE = (("filters", 64), ("filters-16", 100), ("scored", 100), ("edge-mlp", 64))
+#: Graphs that nothing was made for, and layers on them with their widths.
+_OTHER_GRAPHS = {
+    "road": (*_PER_EDGE, *((layer, 64) for layer in {**CONVS, **MORE_CONVS} if layer != "edge-mlp")),
+    "filled": _PER_EDGE,
+    "hubs": tuple((layer, 96) for layer in {**CONVS, **MORE_CONVS}),
+    "village": tuple((layer, 64) for layer in {**CONVS, **MORE_CONVS}),
+}
 #: With what a name ends for each.
 _DTYPES = (("float32", ""), ("bfloat16", "-bfloat16"))
 #: What an order is worth: of graphs that were relabelled at random, by reordering them.
@@ -274,8 +282,8 @@ CASES: dict[str, Case] = {c.name: c for c in [
     *[Case(f"point-transformer-{graph}{end}", "point-transformer", graph, num_in=width, width=width, node_data=(3,),
            dtype=dtype) for graph, width in (("points", 64), ("mesh", 256)) for dtype, end in _DTYPES],
     *[Case(f"{layer}-{graph}-{width}", layer, graph, num_in=width, width=width, heads=4 if layer in _ATTENTION else 1,
-           edge_data=EDGE_FEATURES.get(layer, 0)) for graph in ("road", "filled")
-      for layer, width in (("filters", 64), ("filters-16", 100), ("scored", 100), ("edge-mlp", 64))],
+           edge_data=EDGE_FEATURES.get(layer, 0))
+      for graph, layers in _OTHER_GRAPHS.items() for layer, width in layers],
     *[_phase_case("sum", graph + order, width, 1, dtype, "forward") for graph in ("arxiv", *_LARGE)
       for order in _ORDERS for width in (32, 128, 256) for dtype in ("float32", "bfloat16")],
     *[_phase_case("sum", "small", width, 1, direction="forward") for width in (32, 256)],

@@ -60,6 +60,8 @@ SIZES: dict[str, Shape] = {
     "papers": Size(111_059_956, 1_615_685_872, 1700),
     "road": Size(1_000_000, 2_600_000, 3),  # as few edges per row as maps of roads have
     "filled": Size(50_000, 1_000_000, 100),
+    "hubs": Size(200_000, 2_000_000, 15_000),
+    "village": Size(3_000, 12_000, 30),
     "mesh": Size(40_962, 327_660, 2),  # as many nodes and edges as the next one has, at random
     "icosphere": Icosphere(6),
     "small": Size(20_000, 400_000, 100),
