@@ -147,11 +147,16 @@ class Recorder(TorchDispatchMode):
             self._is_sure = False
             raise UnsureError("does not show what it does")
 
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether a tensor is of this call."""
+        record = getattr(tensor, "_record", None)
+        return record is not None and record.fx.graph is self.graph
+
     def shares(self, a: Tensor, b: Tensor) -> bool:
         """No: it refuses writes to memory that others read."""
         return False
 
-    def stopped(self, made: Tensor) -> Tensor:
+    def stopped(self, made: Tensor, is_view: bool) -> Tensor:
         """What a function gives out without gradients in place of ``made``.
 
         What the function made itself is held by nobody else, so that what replaces it shares its memory with none.
@@ -255,10 +260,9 @@ class Recorder(TorchDispatchMode):
         return is_filled and self._before <= record.place == self._count - 1 and not record.has_others
 
     def _of(self, tensor: Any) -> _Record:
-        record = getattr(tensor, "_record", None)
-        if record is None or record.fx.graph is not self.graph:
+        if not self.knows(tensor):
             raise UnsureError("reads a tensor from elsewhere")
-        return record
+        return tensor._record
 
     def _blank(self, value: Any, given: list[_Record]) -> Any:
         """An argument as the operation takes it that tells the sizes of the result."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import random
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,7 @@ from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from pyg_fullgraph.activation import activation_dropout, composed
 from pyg_fullgraph.errors import NotFusable
@@ -36,6 +37,7 @@ from pyg_fullgraph.saga.ir import Domain, Node
 from pyg_fullgraph.saga.recorder import Recorder
 from pyg_fullgraph.saga.refusal import at, current_line, is_asked_by_libraries, is_inside, line_of
 from pyg_fullgraph.saga.rules.base import value_of
+from pyg_fullgraph.saga.writes import GET_DATA, Writes, written_by
 
 #: Markers for PyG's special arguments, beside :data:`INDEX`.
 SIZE_I, SIZE_J = "<size_i>", "<size_j>"
@@ -150,7 +152,6 @@ def _prefixed(prefix: str, args: Mapping[str, Any]) -> dict[str, Any]:
 
 _DROPOUTS = (F.dropout, torch.dropout, torch.dropout_)
 _OTHER_DROPOUTS = (F.alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout)
-_DATA, _SET_DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
 # Questions whose answer depends on the dtype.
 _ASK_DTYPE = {Tensor.dtype.__get__, Tensor.itemsize.__get__, Tensor.nbytes.__get__,  # type: ignore[attr-defined]
               Tensor.element_size, Tensor.type, torch.result_type}
@@ -159,27 +160,16 @@ _NEW_TENSOR = Tensor.new_tensor
 _CASTS = {Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to, Tensor.type, Tensor.type_as}
 # Questions about what a trace has not: it is made with gradients, for calls with and without them.
 _ASK_GRADIENT = {Tensor.requires_grad.__get__, Tensor.is_leaf.__get__, Tensor.grad_fn.__get__}  # type: ignore[attr-defined]
+# Those about values, and what gives out the memory that these are in, of which a trace has none.
+_ASK_VALUES = {Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__int__, Tensor.__index__, Tensor.__float__,
+               Tensor.__complex__, Tensor.__contains__}
+_SHOW_MEMORY = {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr, Tensor.untyped_storage,
+                Tensor.storage}
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 def _is_floating(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
-
-
-# ``x += y`` and the like.
-_AUGMENTED = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "div", "floordiv", "mod", "pow", "and", "or",
-                                          "xor", "lshift", "rshift")}
-
-
-def _written(function: Any, args: Any, kwargs: Any) -> Any:
-    """The tensor that ``function`` writes to; None if it makes one."""
-    name = getattr(function, "__name__", "")
-    is_write = name.endswith("_") and (not name.endswith("__") or name == "__setitem__" or name in _AUGMENTED)
-    if kwargs.get("out") is not None:
-        return kwargs["out"]
-    if is_write or kwargs.get("inplace") or function == _SET_DATA:
-        return args[0] if args else kwargs.get("tensor")  # torch.nn.init's
-    return None
 
 
 _PRODUCTS = {F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__}
@@ -209,14 +199,18 @@ class _Watch(TorchFunctionMode):
         self.way, self.indices, self.num_targets = way, indices, num_targets
         self.has_lines = isinstance(way, _MakeFx)  # refusals of the recorder are forgotten
         self.largest: list[Tensor] = []
-        # Made where gradients are off, with memory of their own; and those that read another's memory without gradient.
-        self.without: list[Tensor] = []
-        self.detached: list[Tensor] = []
+        self.writes = Writes(way)
         self.count = 0
-        self.asked_dtype = self.casts = False
+        self.asked_dtype = self.casts = self.has_failed = False
 
     def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        try:
+            return self._called(function, args, kwargs or {})
+        except BaseException:
+            self.has_failed = True  # even if the method catches it
+            raise
+
+    def _called(self, function: Any, args: Any, kwargs: Any) -> Any:
         if function is activation_dropout:
             with self:
                 return composed(*args, **kwargs)
@@ -232,10 +226,13 @@ class _Watch(TorchFunctionMode):
             raise NotFusable([at("calls a torch.autograd.Function, whose derivative is not traced", line)])
         if function in _ASK_GRADIENT and not is_asked_by_libraries():
             raise NotFusable([at("asks whether a tensor has a gradient", line)])
+        given = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
+        if function in _SHOW_MEMORY or (function in _ASK_VALUES and not all(map(self.way.knows, given))):
+            raise NotFusable([at("reads the values of a tensor", line)])
         self.way.begin(function)
-        if (written := _written(function, args, kwargs)) is not None:
-            self._refuse_lost_gradients(function, written, line)
-        if function == _DATA:
+        written = written_by(function, args, kwargs)
+        self.writes.check(function, written, line)
+        if function == GET_DATA:
             out = args[0].detach()
         elif function in _DROPOUTS:
             out = self._dropout(function, args, kwargs)
@@ -244,12 +241,8 @@ class _Watch(TorchFunctionMode):
         else:
             out = self._number_of_targets(function, args, kwargs)
             out = _product(function, args, kwargs) if out is None else out
-        self.casts |= _is_floating(out) and out.dim() > 0 and not any(map(_is_floating, tree_leaves((args, kwargs))))
-        if not torch.is_grad_enabled():
-            out = self._without_gradient(args, written, out)
-        elif function == _DATA or function in (Tensor.detach, torch.detach):
-            self.detached.append(out)
-        return out
+        self.casts |= _is_floating(out) and out.dim() > 0 and not any(map(_is_floating, given))
+        return self.writes.note(function, given, written, out, line)
 
     def _dropout(self, function: Any, args: Any, kwargs: Any) -> Tensor:
         names = ("input", "p", "training", "inplace") if function is F.dropout else ("input", "p", "train")
@@ -272,30 +265,6 @@ class _Watch(TorchFunctionMode):
         if function in (Tensor.item, Tensor.__int__, Tensor.__index__) and any(args[0] is m for m in self.largest):
             return self.num_targets - 1
         return None
-
-    def _refuse_lost_gradients(self, function: Any, written: Any, line: str) -> None:
-        """In torch a tensor keeps its gradient through writes to its memory that have none; in a trace it would not."""
-        is_initial = getattr(function, "__module__", "") == "torch.nn.init"
-        has_gradients = torch.is_grad_enabled() and function != _SET_DATA and not is_initial
-        is_own = has_gradients or any(written is t for t in self.without)
-        if not is_own or any(self.way.shares(written, t) for t in self.detached):
-            raise NotFusable([at("writes without gradients into a tensor that may have one", line)])
-        if has_gradients:
-            self.without = [t for t in self.without if t is not written and not self.way.shares(t, written)]
-
-    def _without_gradient(self, args: Any, written: Any, out: Any) -> Any:
-        if written is not None:
-            self.way.stop(written)
-            return out
-        if any(out is a for a in args):
-            return out  # as it came, with its gradient
-        if not isinstance(out, Tensor):
-            return tree_map_only(Tensor, lambda t: t.detach() if t.is_floating_point() else t, out)
-        if out.is_floating_point():
-            is_view = any(isinstance(a, Tensor) and self.way.shares(out, a) for a in args)
-            out = self.way.stopped(out)
-            (self.detached if is_view else self.without).append(out)
-        return out
 
 
 class _Result:
@@ -364,12 +333,14 @@ class _MakeFx:
     def begin(self, function: Any) -> None:
         pass
 
+    def knows(self, tensor: Tensor) -> bool:
+        return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
     def shares(self, a: Tensor, b: Tensor) -> bool:
-        """Whether a write to one is a write to the other."""
         return torch._C._is_alias_of(a, b)  # type: ignore[attr-defined]
 
-    def stopped(self, made: Tensor) -> Tensor:
-        return made.detach()
+    def stopped(self, made: Tensor, is_view: bool) -> Tensor:
+        return made.detach() if is_view else made.detach().clone()  # a write to that is none to what it was made of
 
     def stop(self, written: Tensor) -> Tensor:
         return written.copy_(written.detach())
@@ -464,11 +435,15 @@ class _Trace:
             for name, tensor in p.items():
                 if isinstance(state[name], Number):
                     tensor.__class__ = _Unknown
+                if isinstance(state[name], torch.nn.Parameter):
+                    tensor._is_param = True  # isinstance(tensor, Parameter)
             with with_parameters(conv, p), torch.enable_grad():
                 before = {m: dict(m.__dict__) for m in conv.modules()}
                 buffers = {m: dict(m._buffers.items()) for m in conv.modules()}
                 with _Watch(way, indices, num_targets) as watch:
                     out = call(conv, args)
+                if watch.has_failed:
+                    raise NotFusable([f"{type(conv).__name__}.{self.method} catches an error of its trace"])
                 counted.extend(watch.largest)
                 self.asked_dtype |= watch.asked_dtype or watch.casts
                 self.casts |= watch.casts
@@ -645,7 +620,7 @@ def restored(conv: torch.nn.Module) -> Iterator[None]:
         NotFusable: A list, dict or set that the layer holds was changed.
     """
     saved = {m: dict(m.__dict__) for m in conv.modules()}
-    held = [(v, v.copy()) for a in saved.values() for v in a.values() if type(v) in (list, dict, set)]
+    held = [(v, v.copy()) for a in saved.values() for v in a.values() if isinstance(v, (list, deque, dict, set))]
     try:
         with without_cached_parametrizations():
             yield
@@ -657,7 +632,7 @@ def restored(conv: torch.nn.Module) -> Iterator[None]:
         changed = [(v, old) for v, old in held if len(v) != len(old) or not _is_same(v, old)]
         for value, old in changed:
             value.clear()
-            value.extend(old) if isinstance(value, list) else value.update(old)
+            value.extend(old) if isinstance(value, (list, deque)) else value.update(old)
     if changed:
         raise NotFusable([f"{type(conv).__name__} keeps results in a {type(changed[0][0]).__name__} of its own"])
 
@@ -665,6 +640,6 @@ def restored(conv: torch.nn.Module) -> Iterator[None]:
 def _is_same(a: Any, b: Any) -> bool:
     if isinstance(a, dict):
         return all(k in b and b[k] is v for k, v in a.items())
-    if isinstance(a, list):
+    if isinstance(a, (list, deque)):
         return all(x is y for x, y in zip(a, b, strict=True))
     return all(x in b for x in a)
