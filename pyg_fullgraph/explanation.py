@@ -16,6 +16,7 @@ from pyg_fullgraph.autograd import Run, observing
 from pyg_fullgraph.description import dict_of, lines_of, picture_of
 from pyg_fullgraph.errors import InputError, NotFusable
 from pyg_fullgraph.execution import row_kernels
+from pyg_fullgraph.model import check_model
 from pyg_fullgraph.nn.propagation import FusedMixin, is_layer, unseen_reasons
 from pyg_fullgraph.nn.surroundings import is_lazy
 from pyg_fullgraph.program_report import ProgramReport, batches, sizes_of
@@ -170,7 +171,11 @@ def explain(model: Module, *args: Any, **kwargs: Any) -> Explanation:
     Buffers, what layers cache and the random state are put back.
     Layers of plain PyG appear as well, with what they need to be fused. All processes of a sharded graph call it.
     Args: As the model takes them: ``explain(model, x, graph)``.
+
+    Raises:
+        InputError: ``model`` is no module.
     """
+    check_model(model)
     buffers = {name: value.clone() for name, value in model.named_buffers() if not is_lazy(value)}
     cached = [(m, k, v) for m in model.modules() for k, v in vars(m).items() if k.startswith("_cached")]
     devices = list({p.device for p in model.parameters() if p.device.type == "cuda"})

@@ -11,6 +11,7 @@ import warnings
 import weakref
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
 import torch_geometric.typing as pyg_typing
@@ -485,9 +486,12 @@ def _check_edge_index(edge_index: Any) -> None:
 def _parse_size(num_nodes: int | Size | None) -> tuple[Size, bool]:
     """``(num_src, num_dst)`` with None for what is not given, and whether both sides are one set of nodes."""
     is_square = not isinstance(num_nodes, (tuple, list))
-    size: Any = (num_nodes, num_nodes) if is_square else tuple(cast(Size, num_nodes))
-    if len(size) != 2 or any(n is not None and (not isinstance(n, int) or n < 0) for n in size):
-        raise errors.InputError("num_nodes", "to be a count or a pair (num_src, num_dst) of counts", num_nodes)
+    given: Any = (num_nodes, num_nodes) if is_square else tuple(cast(Size, num_nodes))
+    if len(given) != 2 or not all(n is None or (isinstance(n, (int, np.integer)) and not isinstance(n, bool) and n >= 0)
+                                  for n in given):
+        raise errors.InputError("num_nodes", "to be a count or a pair (num_src, num_dst) of counts, of int",
+                                repr(num_nodes))
+    size: Any = tuple(None if n is None else int(n) for n in given)
     return cast(Size, size), is_square or size == (None, None)
 
 

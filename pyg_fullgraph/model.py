@@ -12,7 +12,7 @@ from pyg_fullgraph.errors import InputError, NotFusedError
 from pyg_fullgraph.nn.classes import fused_class
 from pyg_fullgraph.nn.propagation import FusedMixin, is_layer, refusals
 
-__all__ = ["convert", "revert"]
+__all__ = ["check_model", "convert", "revert"]
 
 AnyModule = TypeVar("AnyModule", bound=Module)
 
@@ -34,7 +34,7 @@ def convert(model: AnyModule, strict: bool = False) -> AnyModule:
         layer with its reasons; nothing was changed.
         What depends on inputs or on ``message`` shows when the model runs: see :func:`pyg_fullgraph.explain`.
     """
-    _check(model)
+    check_model(model)
     if strict:
         refused = {name or type(m).__name__: why for name, m in model.named_modules()
                    if is_layer(m) and (why := refusals(m))}
@@ -59,7 +59,7 @@ def revert(model: AnyModule) -> AnyModule:
 
     A layer whose class was written as a subclass of ``pyg_fullgraph.nn`` stays what it is.
     """
-    _check(model)
+    check_model(model)
     for layer in model.modules():
         kind = type(layer)
         base = _BASES.get(kind) or vars(kind).get("_fullgraph_base")
@@ -71,7 +71,8 @@ def revert(model: AnyModule) -> AnyModule:
     return model
 
 
-def _check(model: object) -> None:
+def check_model(model: object) -> None:
+    """Raise an InputError unless it is a module."""
     if not isinstance(model, Module):
         raise InputError("model", "to be a torch.nn.Module", type(model).__name__)
 

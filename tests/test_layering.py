@@ -55,6 +55,7 @@ LAYERS = (
     "pyg_fullgraph.saga.aten",
     "pyg_fullgraph.saga.recorder",
     "pyg_fullgraph.saga.idioms",
+    "pyg_fullgraph.saga.writes",
     "pyg_fullgraph.saga.trace",
     "pyg_fullgraph.saga.adjoint",
     "pyg_fullgraph.saga.stored",

@@ -9,6 +9,7 @@ import contextlib
 import dis
 import functools
 import inspect
+import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -265,12 +266,20 @@ def _explain(layer: Any, forward: Any, args: tuple[Any, ...], kwargs: dict[str, 
         raise ShardedGraphError(error.operation, type(layer).__name__) from error
     if isinstance(error, PygFullgraphError):
         return
+    if type(error) is RuntimeError:  # torch's; others say what they are
+        _explain_tensor(layer, given, error)
+    _add_note(error, f"in {layer} with " + ", ".join(f"{k}: {_short(t)}" for k, t in _tensors(given)))
+
+
+def _explain_tensor(layer: Any, given: Mapping[str, Any], error: RuntimeError) -> None:
+    """Raise an error about the tensor among ``given`` that ``error`` of torch comes from, if it can be told."""
+    numbers = {int(n) for n in re.findall(r"\d+", str(error))}
     for name, side, value in _sides(given):
         for attribute in _WIDTHS.get(name, ()):
             wanted = getattr(layer, attribute, None)
             wanted = wanted[side] if isinstance(wanted, (tuple, list)) and len(wanted) == 2 else wanted
-            if isinstance(wanted, int) and wanted > 0 and value.dim() > 0 and value.size(-1) != wanted and not (
-                    name == "edge_attr" and wanted == 1 and value.dim() == 1):
+            if isinstance(wanted, int) and wanted > 0 and value.dim() > 0 and value.size(-1) != wanted and \
+                    value.size(-1) in numbers and not (name == "edge_attr" and wanted == 1 and value.dim() == 1):
                 raise LayerInputError(name, f"to have {wanted} features, which is {attribute} of {layer}",
                                       f"shape {list(value.shape)}") from error
     made_of: Any = next((p for p in layer.parameters() if p.is_floating_point()), None)
@@ -281,7 +290,6 @@ def _explain(layer: Any, forward: Any, args: tuple[Any, ...], kwargs: dict[str, 
         if value.is_floating_point() and value.dtype != made_of.dtype and "dtype" in str(error):
             raise LayerInputError(name, f"to be of {made_of.dtype}, like the parameters of {layer}",
                                   value.dtype) from error
-    _add_note(error, f"in {layer} with " + ", ".join(f"{k}: {_short(t)}" for k, t in _tensors(given)))
 
 
 def _add_note(error: Exception, note: str) -> None:

@@ -180,7 +180,7 @@ def _look_of(value: Any, held: list[int]) -> Any:
         held.append(id(value))
         return (value.shape, value.dtype, value.device) if value.layout is torch.strided else None
     if kind in _NUMBERS:
-        return kind, value
+        return kind, value.hex() if kind is float else value  # 0.0 is -0.0
     if kind is EdgeExpr:
         held += map(id, value.tensors.values())
         return value.node, *((n, type(t), t.shape, t.dtype, t.device) for n, t in value.tensors.items())

@@ -16,6 +16,7 @@ import functools
 import hashlib
 import logging
 import operator
+import random
 import sys
 import types
 import weakref
@@ -340,12 +341,15 @@ class Key:
         numbers: numbers on the layer that they read and that could be inputs instead.
         refs: objects that the description knows by identity only.
         is_opaque: something could not be described; the trace must not be kept.
+        functions: of the user's, that they may call.
+        generators: of random numbers, that they may draw from.
     """
 
     def __init__(self, conv: Module, methods: tuple[str, ...]) -> None:
         kind, found = type(conv), reached(type(conv), methods)
         self.refs: list[weakref.ref] = []
         self.is_opaque = found.is_opaque
+        self.generators: list[random.Random] = []
         self._mentions = found.mentions
         self._seen: dict[int, tuple[int, Any]] = {}  # objects that were described, kept alive, and their places
         self._calls_functions = False  # whether a function of the user's is among the values
@@ -355,6 +359,7 @@ class Key:
             self.numbers = tuple((k, v.hex()) for k, v in vars(conv).items() if k in names and type(v) is float)
         lifted = {k for k, _ in self.numbers}
         functions = [f for ref in found.functions if (f := ref()) is not None]
+        self.functions = [f for f in functions if not is_library(f)]
         around = (
             tuple((n, self.value(v)) for n in found.attributes for v in (on_class(kind, n),)
                   if n not in vars(conv) or hasattr(type(v), "__set__")),
@@ -419,6 +424,9 @@ class Key:
             return slice, self.value(value.start), self.value(value.stop), self.value(value.step)
         if isinstance(value, (np.generic, np.ndarray)) and not value.dtype.hasobject:
             return type(value), value.dtype.str, value.shape, hashlib.blake2b(value.tobytes()).digest()
+        if isinstance(value, random.Random):
+            self.generators.append(value)
+            return random.Random, ()  # who draws from it is refused
         if isinstance(value, functools.partial):
             return functools.partial, self.value(value.func), self.value(value.args), self.value(value.keywords)
         if isinstance(value, types.MethodType):
@@ -438,6 +446,7 @@ class Key:
     def _function(self, function: types.FunctionType) -> tuple[Any, ...]:
         """A function of the user's that is not a method of the layer: its code, and what that reads."""
         self._calls_functions = True
+        self.functions.append(function)
         space = globals_of(function)
         code = function.__code__
         self.is_opaque |= not _BEYOND.isdisjoint(code_names(code)) or _imports_own(code)

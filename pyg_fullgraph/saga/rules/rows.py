@@ -382,7 +382,10 @@ def _gather(imp: Any, fx: FxNode, x: Any, dim: int, index: Any, **kwargs: Any) -
     return _one_of(x, inner, index)
 
 
-def _embedding(imp: Any, fx: FxNode, table: Any, index: Any, padding: int = -1, *args: Any) -> Any:
+def _embedding(imp: Any, fx: FxNode, table: Any, index: Any, padding: int = -1, scales: bool = False,
+               is_sparse: bool = False) -> Any:
+    if scales or is_sparse:
+        raise NotFusable(["looks up rows whose gradient is sparse, or scaled by how often each is looked up"])
     if index is INDEX:
         if padding >= 0:
             raise NotFusable(["reads a table with a padding row by the target index"])
