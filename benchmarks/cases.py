@@ -379,8 +379,8 @@ class Problem:
                 self.edge_index = remove_self_loops(self.edge_index)[0]
             self.x = torch.randn((count, case.num_in), generator=generator, device=device)
             if case.layer == "sage-max":
-                # Ranks instead of values: where two sources tie, PyG and we give the gradient to other edges. None is 0,
-                # from which torch's reduction starts, and which it takes for one more of those that tie.
+                # Ranks instead of values: where two sources tie, PyG and we give the gradient to other edges. None is
+                # 0, from which torch's reduction starts, and which it takes for one more of those that tie.
                 self.x = ((self.x.argsort(0).argsort(0) + 0.25) / count - 0.5) * 12**0.5
             self.x = self.x.to(dtype)
             if case.is_model:

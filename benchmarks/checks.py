@@ -32,6 +32,8 @@ SLACK = 4.0
 #: Bytes of one message array in float64 above which PyG on a CPU is compared in the dtype of the case.
 CPU_FLOAT64_BYTES = 4 << 30
 NUM_SAMPLED_ROWS = 256
+#: Training steps that two runs are compared in.
+NUM_REPEATED = 3
 #: Of the small graphs. The middle one of a tensor's errors counts: where the argument of a leaky ReLU is zero but for
 #: rounding, its slope may be either, and one edge in a million moves a gradient that cancels by more than the bound.
 SMALL_SEEDS = (0, 1, 2)
@@ -221,14 +223,14 @@ def _layer(problem: Problem, k: int, num_in: int) -> torch.nn.Module:
     return conv.to(case.device, torch.float64)
 
 
-def is_repeatable(problem: Problem, provider: str, graph: Any, steps: int = 3) -> bool:
-    """Whether two runs from the same weights and seed agree in every bit of the losses of ``steps`` training steps
-    behind the first ones, and of the weights then; of replays, if steps are captured."""
+def is_repeatable(problem: Problem, provider: str, graph: Any) -> bool:
+    """Whether two runs from the same weights and seed agree in every bit of the losses of some training steps behind
+    the first ones, and of the weights then; of replays, if steps are captured."""
     runs = []
     for _ in range(2):
         torch.manual_seed(0)
         workload = Workload(problem, provider, graph)
         workload.settle()
-        losses = [workload.step().clone() for _ in range(steps)]
+        losses = [workload.step().clone() for _ in range(NUM_REPEATED)]
         runs.append([*losses, *(p.detach() for p in workload.net.parameters())])
     return all(torch.equal(a, b) for a, b in zip(*runs, strict=True))

@@ -24,7 +24,7 @@ from pyg_fullgraph.functions import unrecorded
 from pyg_fullgraph.memo import Memo, is_unchanged, keep, keep_by, state_of, taken
 from triton_kernels import segment
 
-__all__ = ["Graph", "graph_of", "is_part"]
+__all__ = ["Graph", "check_whole", "graph_of", "is_part"]
 
 Size = tuple[int | None, int | None]
 
@@ -163,6 +163,7 @@ class Graph(Tensor):
         ``perm`` [E], where known, sorts those edges by the other endpoint.
         """
         dtype = segment.index_dtype(num_rows, num_others, other.numel())
+        _check_rows(ptr, num_rows, other.numel())
         _check_ids(other, num_others, "source" if rows_are_dst else "destination")
         known = EdgeOrder(_own(ptr, dtype), _own(other, dtype), None, num_rows, num_others)
         flipped = None
@@ -474,6 +475,12 @@ def is_part(edge_index: Any) -> bool:
 # Checks
 
 
+def check_whole(graph: Graph) -> None:
+    """Raise an InputError for a part of a graph."""
+    if graph.is_part:
+        raise errors.InputError("graph", "to be a whole graph", "a part of one")
+
+
 def _check_edge_index(edge_index: Any) -> None:
     if not isinstance(edge_index, Tensor):
         raise errors.GraphTypeError(edge_index)
@@ -489,8 +496,7 @@ def _parse_size(num_nodes: int | Size | None) -> tuple[Size, bool]:
     given: Any = (num_nodes, num_nodes) if is_square else tuple(cast(Size, num_nodes))
     if len(given) != 2 or not all(n is None or (isinstance(n, (int, np.integer)) and not isinstance(n, bool) and n >= 0)
                                   for n in given):
-        raise errors.InputError("num_nodes", "to be a count or a pair (num_src, num_dst) of counts, of int",
-                                repr(num_nodes))
+        raise errors.InputError("num_nodes", "to be a count or a pair (num_src, num_dst) of counts", num_nodes)
     size: Any = tuple(None if n is None else int(n) for n in given)
     return cast(Size, size), is_square or size == (None, None)
 
@@ -524,6 +530,18 @@ def _check_ids(index: Tensor, num_nodes: int, role: str) -> None:
         torch._assert_async((low >= 0) & (high < num_nodes), expected)
     elif low < 0 or high >= num_nodes:
         _raise_bad_id(index, num_nodes, role)
+
+
+def _check_rows(ptr: Tensor, num_rows: int, num_edges: int) -> None:
+    """Whether ``ptr`` says where the rows of a compressed matrix begin."""
+    if ptr.dim() != 1 or ptr.numel() != num_rows + 1:
+        raise errors.ShapeError("ptr", f"[{num_rows + 1}]", ptr.shape)
+    are_rows = (ptr[0] == 0) & (ptr[-1] == num_edges) & (ptr[1:] >= ptr[:-1]).all()
+    expected = f"to begin each row of a compressed matrix, from 0 to {num_edges}"
+    if not segment.may_wait(ptr.device, num_edges):
+        torch._assert_async(are_rows, f"Expected 'ptr' {expected}")
+    elif not are_rows:
+        raise errors.InputError("ptr", expected, "other numbers")
 
 
 def _check_sorted(row: Tensor, order: str) -> None:

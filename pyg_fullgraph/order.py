@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pyg_fullgraph.communities import community_order
 from pyg_fullgraph.errors import InputError, MissingPackageError, RowCountError
-from pyg_fullgraph.graph import Graph
+from pyg_fullgraph.graph import Graph, check_whole
 from triton_kernels import segment
 
 __all__ = ["ORDERS", "Permutation", "metis_parts", "order_vertices", "symmetric_matrix"]
@@ -98,8 +98,7 @@ def order_vertices(graph: Graph, method: str = "community", seed: int = 0) -> Te
     """
     if method not in ORDERS:
         raise InputError("method", f"to be one of {', '.join(ORDERS)}", repr(method))
-    if graph.is_part:
-        raise InputError("graph", "to be a whole graph", "a part of one")
+    check_whole(graph)
     if graph.num_src != graph.num_dst:
         raise InputError("graph", "to have one set of vertices as sources and destinations",
                          f"{graph.num_src} sources and {graph.num_dst} destinations")

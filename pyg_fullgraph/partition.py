@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pyg_fullgraph.edge_order import EdgeOrder
 from pyg_fullgraph.errors import InputError, PartitionFileError, RowCountError
-from pyg_fullgraph.graph import Graph
+from pyg_fullgraph.graph import Graph, check_whole
 from pyg_fullgraph.memo import keep
 from pyg_fullgraph.order import Permutation, metis_parts, order_vertices
 from pyg_fullgraph.part_order import EdgeStore, ShardOrder, by_owner, owner_of, store_by_row
@@ -181,6 +181,7 @@ def partition(graph: Graph, num_parts: int, method: str = "random", seed: int = 
     """
     if not isinstance(graph, Graph):
         raise InputError("graph", "to be a Graph, as Graph.from_any makes one", type(graph).__name__)
+    check_whole(graph)
     if not isinstance(num_parts, int) or num_parts < 1:
         raise InputError("num_parts", "to be a number of parts, at least 1", num_parts)
     if side not in ("both", "src", "dst"):

@@ -283,6 +283,25 @@ def test_from_torch_sparse_checks_ids_that_torch_does_not():
         Graph.from_any(adj)
 
 
+@pytest.mark.parametrize("ptr", [[0, 2, 1, 3], [0, 1, 2, 10], [0, 1, 2, 2], [1, 2, 3, 3], [0, -1, 2, 3]])
+def test_from_torch_sparse_checks_rows_that_torch_does_not(ptr):
+    adj = torch.sparse_csr_tensor(torch.tensor(ptr), torch.tensor([0, 1, 2]), torch.ones(3), (3, 3),
+                                  check_invariants=False)
+    with pytest.raises(errors.InputError, match="'ptr' to begin each row of a compressed matrix, from 0 to 3"):
+        Graph.from_any(adj)
+
+
+@pytest.mark.parametrize("num_nodes", [True, -1, 3.0, "3", (3, True), (1, 2, 3)])
+def test_what_is_no_count_is_refused(num_nodes):
+    with pytest.raises(errors.InputError, match="'num_nodes' to be a count or a pair"):
+        Graph.from_edge_index(torch.tensor([[0], [1]]), num_nodes)
+
+
+def test_counts_of_numpy():
+    graph = Graph.from_edge_index(torch.tensor([[0], [1]]), np.int64(5))
+    assert (type(graph.num_src), graph.num_src, graph.num_dst) == (int, 5, 5)
+
+
 def test_from_any_keeps_a_graph_and_checks_its_size():
     built = Graph.from_edge_index(zoo.bipartite().edge_index, zoo.bipartite().size)
     assert Graph.from_any(built) is built

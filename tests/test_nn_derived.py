@@ -49,7 +49,7 @@ def per_type(base):
 
 REVERSALS = (lambda e: e.flip(0), lambda e: e.flip([0]), lambda e: e.flip(dims=(0,)), lambda e: torch.flip(e, [0]),
              lambda e: e[[1, 0]])
-BOTH, PER_TYPE = both(fused_nn.MessagePassing), per_type(fused_nn.MessagePassing)
+BOTH = both(fused_nn.MessagePassing)
 LAYERS = {
     **{f"reversed_{k}": (lambda n, r=r: both(n.MessagePassing)(r), False) for k, r in enumerate(REVERSALS)},
     "per_type": (lambda n: per_type(n.MessagePassing)(), True),

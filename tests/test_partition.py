@@ -9,6 +9,7 @@ from oracle import random_case
 from pyg_fullgraph import distributed, errors
 from pyg_fullgraph import partition as partitions
 from pyg_fullgraph.graph import Graph
+from pyg_fullgraph.order import order_vertices
 from pyg_fullgraph.partition import Partition, Shard, balanced_ranges, partition
 from triton_kernels import segment
 
@@ -106,7 +107,9 @@ def test_saved_and_loaded(tmp_path):
     assert torch.equal(again.order, made.order) and again.bounds == made.bounds and again.method == "random"
     torch.save({"order": 1}, tmp_path / "other.pt")
     (tmp_path / "broken.pt").write_bytes(b"nothing")
-    for name in ("other.pt", "broken.pt", "missing.pt"):
+    torch.save({"format": "of another version", "order": made.order, "bounds": [0, 97], "method": "random"},
+               tmp_path / "version.pt")
+    for name in ("other.pt", "version.pt", "broken.pt", "missing.pt"):
         with pytest.raises(errors.PartitionFileError, match=f"{name}' to be a partition saved by"):
             Partition.load(tmp_path / name)
 
@@ -120,6 +123,29 @@ def test_saved_and_loaded(tmp_path):
 def test_wrong_arguments(change, message):
     with pytest.raises(errors.InputError, match=message):
         partition(graph_of(zoo.prime()), **{"num_parts": 2, **change})
+
+
+def test_parts_of_graphs_are_not_divided_again():
+    part = distributed.shard(zoo.prime().edge_index)
+    for again in (distributed.shard, lambda graph: partition(graph, 2), lambda graph: order_vertices(graph, "degree")):
+        with pytest.raises(errors.InputError, match=r"'graph' to be a whole graph \(got a part of one\)"):
+            again(part)
+
+
+@pytest.mark.parametrize("options, message", [
+    (dict(way=None), r"Expected 'way' to be one of .*halo.* \(got None\)"),
+    (dict(way=3), r"Expected 'way' to be one of .*halo.* \(got 3\)"),
+    (dict(partition=3), "Expected 'partition' to be a Partition, a pair of them or the name of a method"),
+    (dict(group=3), r"Expected 'group' to be a process group of torch.distributed, or None \(got int\)"),
+])
+def test_wrong_arguments_of_shard(options, message):
+    with pytest.raises(errors.InputError, match=message):
+        distributed.shard(zoo.prime().edge_index, **options)
+
+
+def test_what_is_no_model_is_not_distributed():
+    with pytest.raises(errors.InputError, match=r"'module' to be a torch.nn.Module \(got NoneType\)"):
+        distributed.DistributedModel(None)
 
 
 def test_a_bipartite_graph_has_a_partition_per_side():
@@ -139,8 +165,9 @@ def test_without_pymetis_the_extra_is_named(monkeypatch):
 def test_what_is_no_partition_is_refused():
     with pytest.raises(errors.InputError, match="each vertex id once"):
         Partition(torch.tensor([0, 0]), (0, 2))
-    with pytest.raises(errors.InputError, match="ascend from 0 to 2"):
-        Partition(torch.tensor([1, 0]), (0, 1))
+    for bounds in ((0, 1), (1, 2), (0, 2, 1, 2), (0,)):
+        with pytest.raises(errors.InputError, match="ascend from 0 to 2"):
+            Partition(torch.tensor([1, 0]), bounds)
     with pytest.raises(errors.InputError, match="parts 0 to 1"):
         Partition.from_owner(torch.tensor([0, 2]), 2)
     made = Partition.from_owner(torch.tensor([0, 1, 0]), 2)

@@ -162,7 +162,7 @@ def draw(*shape: int) -> Tensor:
     return torch.randn(shape, generator=ROWS, dtype=torch.float64)
 
 
-X, W, EA, EA1, POS = draw(N, F_IN), draw(E).abs() + 0.1, draw(E, F_EDGE), draw(E, 1), draw(N, 3)
+X, W, EA, POS = draw(N, F_IN), draw(E).abs() + 0.1, draw(E, F_EDGE), draw(N, 3)
 NORMAL = torch.nn.functional.normalize(draw(N, 3), dim=-1)
 DEG = torch.bincount(torch.bincount(EDGES[1], minlength=N))
 EI = dict(edge_index=EDGES)

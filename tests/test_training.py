@@ -156,7 +156,9 @@ def test_patience_counts_from_the_last_gain_of_either_measure():
     metrics = history.metrics(seed=3)
     assert (metrics["test_accuracy"], metrics["val_accuracy"], metrics["epoch_ms"]) == (0.3, 0.7, 3.0)
     history.val_losses[3] = 0.75
-    assert history.best_epoch == 3
+    assert (history.best_epoch, history.epochs_without_gain) == (3, 2)
+    history.val_losses[3] = 0.6
+    assert history.epochs_without_gain == 1
 
 
 def test_training_stops_when_out_of_patience(tiny):

@@ -73,13 +73,10 @@ def test_results_and_gradients_are_those_of_the_graph_as_it_was(case, method):
 
 
 def forms(case: zoo.Case, weight: torch.Tensor):
-    """Every form of the same graph, with the ids of its edges in the order in which the form keeps them."""
-    from torch_sparse import SparseTensor
-
+    """Forms of the same graph, with the ids of its edges in the order in which the form keeps them."""
     src, dst = case.edge_index
     order = (dst * case.num_src + src).argsort(stable=True)
     size = (case.num_dst, case.num_src)
-    sparse = SparseTensor(row=dst, col=src, value=weight, sparse_sizes=size)
     coo = torch.sparse_coo_tensor(case.edge_index.flip(0)[:, order], weight[order], size, is_coalesced=True)
     plain = torch.arange(case.num_edges)
     sizes = dict(sparse_size=(case.num_src, case.num_dst))
@@ -89,29 +86,37 @@ def forms(case: zoo.Case, weight: torch.Tensor):
         "EdgeIndex": (EdgeIndex(case.edge_index, **sizes), plain),
         "sorted EdgeIndex": (EdgeIndex(case.edge_index[:, order], sort_order="col", **sizes), order),
         "Graph": (Graph.from_edge_index(case.edge_index, case.size), plain),
-        "SparseTensor": (sparse, order),
         "coo": (coo, order),
+        "coo as it comes": (torch.sparse_coo_tensor(case.edge_index.flip(0), weight, size), order),
         "csr": (coo.to_sparse_csr(), order),
         "csc": (coo.to_sparse_csc(), (src * case.num_dst + dst).argsort(stable=True)),
     }
 
 
-FORMS = ("edge_index", "int32", "EdgeIndex", "sorted EdgeIndex", "Graph", "SparseTensor", "coo", "csr", "csc")
+def sparse_tensor(case: zoo.Case, weight: torch.Tensor):
+    """The form of torch_sparse."""
+    torch_sparse = pytest.importorskip("torch_sparse", reason="the extra `sparse` is not installed")
+    src, dst = case.edge_index
+    return torch_sparse.SparseTensor(row=dst, col=src, value=weight, sparse_sizes=(case.num_dst, case.num_src)), \
+        (dst * case.num_src + src).argsort(stable=True)
+
+
+MATRICES = ("SparseTensor", "coo", "coo as it comes", "csr", "csc")
+FORMS = ("edge_index", "int32", "EdgeIndex", "sorted EdgeIndex", "Graph", *MATRICES)
 
 
 @pytest.mark.parametrize("sort_edges", [True, False])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("is_bare", [True, False])
 def test_every_form_of_a_graph(form, sort_edges, is_bare):
-    pytest.importorskip("torch_sparse", reason="the extra `sparse` is not installed")
     case = zoo.symmetric()
     weight = torch.randn(case.num_edges, generator=torch.Generator().manual_seed(0)).double()
-    obj, held = forms(case, weight)[form]
+    obj, held = sparse_tensor(case, weight) if form == "SparseTensor" else forms(case, weight)[form]
     x = torch.randn(case.num_src, 4).double()
     conv = pyg_nn.GraphConv(4, 3).double()
     expected = conv(x, case.edge_index, weight)
     reorder = Reorder("rcm", sort_edges=sort_edges)
-    name = "adj_t" if form in ("SparseTensor", "coo", "csr", "csc") else "edge_index"
+    name = "adj_t" if form in MATRICES else "edge_index"
     if is_bare:
         fresh, rows = reorder(obj), reorder.take(x)
     else:
@@ -133,20 +138,32 @@ def test_every_form_of_a_graph(form, sort_edges, is_bare):
     close(reorder.restore(conv(rows, graph.to_edge_index(), moved_weight)), expected)
 
 
-def test_a_matrix_by_source_and_an_edge_index_beside_a_matrix():
-    torch_sparse = pytest.importorskip("torch_sparse", reason="the extra `sparse` is not installed")
+@pytest.mark.parametrize("is_sparse_tensor", [True, False])
+def test_a_matrix_by_source_and_an_edge_index_beside_a_matrix(is_sparse_tensor):
     case = zoo.prime()
     src, dst = torch.unique(case.edge_index, dim=1)
-    both = Data(x=torch.arange(97), edge_index=torch.stack([src, dst]), edge_attr=torch.arange(src.numel()),
-                adj=torch_sparse.SparseTensor(row=src, col=dst, sparse_sizes=(97, 97)))
+    matrix = torch.sparse_coo_tensor(torch.stack([src, dst]), torch.ones(src.numel()), (97, 97)).to_sparse_csr()
+    if is_sparse_tensor:
+        torch_sparse = pytest.importorskip("torch_sparse", reason="the extra `sparse` is not installed")
+        matrix = torch_sparse.SparseTensor(row=src, col=dst, sparse_sizes=(97, 97))
+
+    def ends_of(adj):
+        return torch.stack(adj.coo()[:2]) if is_sparse_tensor else adj.to_sparse_coo().indices()
+
+    both = Data(x=torch.arange(97), edge_index=torch.stack([src, dst]), edge_attr=torch.arange(src.numel()), adj=matrix)
     moved = Reorder("community")(both)
     name, ends = moved.node_order, moved.edge_index
     assert torch.equal(name[ends], both.edge_index[:, moved.edge_attr])
-    row, col, _ = moved.adj.coo()
-    pairs = name[torch.stack([row, col])]
+    pairs = name[ends_of(moved.adj)]
     assert torch.equal(torch.unique(pairs, dim=1), both.edge_index)
     alone = Reorder("community")(Data(x=both.x, adj=both.adj))
-    assert torch.equal(alone.node_order, name) and torch.equal(alone.adj.coo()[0], row)
+    assert torch.equal(alone.node_order, name) and torch.equal(ends_of(alone.adj), ends_of(moved.adj))
+
+
+def test_random_orders_follow_their_seed():
+    data = Data(x=torch.arange(97), edge_index=zoo.prime().edge_index)
+    one, same, other = (Reorder("random", seed=seed)(data).node_order for seed in (1, 1, 2))
+    assert torch.equal(one, same) and not torch.equal(one, other)
 
 
 def hetero() -> HeteroData:

@@ -18,7 +18,7 @@ from pyg_fullgraph.distributed.way import Way
 from pyg_fullgraph.edge_order import EdgeOrder
 from pyg_fullgraph.errors import DtypeError, IndexRangeError, InputError, RowCountError, ShapeError, ShardedGraphError
 from pyg_fullgraph.execution import finish_after, run_sweep
-from pyg_fullgraph.graph import Graph
+from pyg_fullgraph.graph import Graph, check_whole
 from pyg_fullgraph.nn.ends import Ends
 from pyg_fullgraph.nn.preparation import masked_edge_index
 from pyg_fullgraph.part_order import ShardOrder
@@ -403,7 +403,7 @@ def shard(graph: Any, way: str | Way = "auto", partition: Any = "auto", group: A
     Cost: sorts of this rank's edges, where the graph is: fast on a GPU, which then has to hold the whole graph.
     """
     ranks = _ranks(group, way, transport)
-    whole: Graph = ranks.together("graph", lambda: Graph.from_any(graph))
+    whole: Graph = ranks.together("graph", lambda: _whole(graph))
     order = whole.incoming
     digest = fingerprint(order.row, order.other, order.eid) if ranks.size > 1 else ""
     ranks.check_equal("graph", (whole.num_src, whole.num_dst, whole.num_edges, digest))
@@ -463,6 +463,12 @@ def shard_edges(edge_index: Tensor, partition: Partition | tuple[Partition, Part
     return _on_ranks(made.to(_place(ranks, device, edge_index.device)), ranks, way, False)
 
 
+def _whole(graph: Any) -> Graph:
+    made = Graph.from_any(graph)
+    check_whole(made)
+    return made
+
+
 def _own_ends(edge_index: Tensor, src: Partition, dst: Partition, rank: int) -> Tensor:
     """Edges [2, e] as int64, if all arrive at vertices of this rank, from some vertex."""
     if edge_index.dim() != 2 or edge_index.size(0) != 2:
@@ -502,7 +508,7 @@ def _ranks(group: Any, way: str | Way, transport: str) -> Group:
     """The ranks of a process group, which all want the same."""
     ranks = Group(group)
     ranks.check_equal("way", way.name if isinstance(way, Way) else way)
-    if isinstance(way, str) and way not in (*WAYS, "auto"):
+    if not isinstance(way, Way) and way not in (*WAYS, "auto"):
         raise InputError("way", f"to be one of {', '.join((*WAYS, 'auto'))}", repr(way))
     ranks.check_equal("transport", transport)
     if transport not in TRANSPORTS:
@@ -534,7 +540,7 @@ def _sides(graph: Graph, given: Any, num_parts: int, seed: int) -> tuple[Partiti
 
 def _given_sides(given: Any, num_parts: int) -> tuple[Partition, ...]:
     """The same, of a partition or a pair of them."""
-    sides = (given,) if isinstance(given, Partition) else tuple(given)
+    sides = tuple(given) if isinstance(given, (tuple, list)) else (given,)
     if not 0 < len(sides) <= 2 or not all(isinstance(p, Partition) for p in sides):
         raise InputError("partition", "to be a Partition, a pair of them or the name of a method", given)
     if any(p.num_parts != num_parts for p in sides):

@@ -81,6 +81,9 @@ class Group:
         is_initialized = dist.is_available() and dist.is_initialized()
         if process_group is None and is_initialized:
             process_group = dist.group.WORLD
+        if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+            raise InputError("group", "to be a process group of torch.distributed, or None",
+                             type(process_group).__name__)
         self.process_group = process_group
         self.size = dist.get_world_size(process_group) if process_group is not None else 1
         self.rank = dist.get_rank(process_group) if process_group is not None else 0

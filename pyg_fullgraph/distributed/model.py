@@ -65,6 +65,8 @@ class DistributedModel(Module):
 
     def __init__(self, module: Module, group: Any = None) -> None:
         super().__init__()
+        if not isinstance(module, Module):
+            raise InputError("module", "to be a torch.nn.Module", type(module).__name__)
         self.module = module
         self.group = Group(group)
         self._is_synced = True

@@ -26,6 +26,8 @@ __all__ = ["Costs", "Price", "cheapest", "measure", "prices"]
 
 #: Bytes that each rank sends when constants are measured, and how often.
 _MEASURED_BYTES, _REPEATS = {"cpu": 1 << 20, "cuda": 1 << 26}, 3
+#: What a way is priced for where it is left open: rows of 256 numbers of 4 bytes.
+ROW_BYTES = 1024
 #: Share of a rank's memory that the structure of the whole graph may take unasked.
 _STRUCTURE_SHARE = 0.25
 #: What was measured for a process group, which lives no longer for it.
@@ -175,11 +177,11 @@ def _sizes(bounds: tuple[int, ...]) -> list[int]:
     return [b - a for a, b in itertools.pairwise(bounds)]
 
 
-def cheapest(shard: Shard, group: Group, device: torch.device, is_known: bool, row_bytes: int = 1024) -> list[Price]:
-    """:func:`prices` with measured constants and the memory of this machine."""
+def cheapest(shard: Shard, group: Group, device: torch.device, is_known: bool) -> list[Price]:
+    """:func:`prices` of :data:`ROW_BYTES` with measured constants and the memory of this machine."""
     costs = measure(group, device)
     memory = group.reduce(torch.tensor(_memory(device), dtype=torch.float64, device=group.device), "min")
-    return prices(shard, group, costs, row_bytes, is_known, float(memory))
+    return prices(shard, group, costs, ROW_BYTES, is_known, float(memory))
 
 
 def _memory(device: torch.device) -> float:

@@ -463,8 +463,8 @@ class Emitter:
             return 1, 1
         return axes[-1].size, pitch_of(node.numel, axes[-1].size, self.lanes)
 
-    def _offset(self, node: Node, pitch: int = 1) -> str:
-        return self.tile.offset(node, pitch, self.lowering.places.get(node))
+    def _offset(self, node: Node) -> str:
+        return self.tile.offset(node, 1, self.lowering.places.get(node))
 
     # --- matrix products --------------------------------------------------------------------------------------------
 

@@ -207,9 +207,9 @@ class Node:
                     node = cls._interned[key] = made
         return node
 
-    def attr(self, name: str, default: Any = None) -> Any:
-        """The attribute ``name``, or ``default``."""
-        return next((value for key, value in self.attrs if key == name), default)
+    def attr(self, name: str) -> Any:
+        """The attribute ``name``; None where it has none."""
+        return next((value for key, value in self.attrs if key == name), None)
 
     def rebuild(self, args: Iterable[Node]) -> Node:
         """This node over other operands; the domain follows them, the shape stays."""
