@@ -60,7 +60,7 @@ def use_tensor_cores(enabled: bool = True) -> None:
     :mod:`triton_kernels.dense`.
     """
     global _is_on
-    _is_on = enabled
+    _is_on = bool(enabled)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

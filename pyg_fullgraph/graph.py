@@ -93,8 +93,8 @@ class Graph(Tensor):
                 ``segment.ASYNC_EDGES`` edges with known sizes is checked on the GPU, where a wrong id ends the program.
 
         Returns: a graph that shares no memory with ``edge_index``.
-        Raises: ShapeError, DtypeError, InputError (all ValueError); IndexRangeError (IndexError) for an id that is
-            negative or too large.
+        Raises: GraphTypeError (TypeError); ShapeError, DtypeError, InputError (all ValueError); IndexRangeError
+            (IndexError) for an id that is negative or too large.
         Cost: at most one stable sort of E keys, two in a large graph (:func:`edge_order.sorts_rows`); no host
             synchronisation on a GPU as said under ``validate``, else up to three. 114.6M edges take 17 ms on an H200,
             the outgoing order 16 more, and a peak of 44 bytes per edge above ``edge_index``.

@@ -58,6 +58,9 @@ def revert(model: AnyModule) -> AnyModule:
     """Undo :func:`convert`, in place; our drop-in layers become PyG's as well.
 
     A layer whose class was written as a subclass of ``pyg_fullgraph.nn`` stays what it is.
+
+    Raises:
+        InputError: ``model`` is no module.
     """
     check_model(model)
     for layer in model.modules():

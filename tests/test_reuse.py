@@ -44,6 +44,11 @@ def want(x, w):
     return x.new_zeros(CASE.num_dst, 3).index_add(0, dst, (x @ w)[src])
 
 
+def summed(x):
+    src, dst = CASE.edge_index
+    return x.new_zeros(CASE.num_dst, 8).index_add(0, dst, x[src])
+
+
 def test_constant_features_are_summed_once(graph, phases):
     x, w = values()
     for step in range(5):
@@ -150,6 +155,15 @@ def test_inference_mode_between_steps(graph):
             torch.testing.assert_close(run(LINEAR, graph, {"x": x, "w": w})[0], want(x, w))
 
 
+def test_tensors_made_for_inference_may_be_written_to_unseen(graph):
+    """They count no writes."""
+    with torch.inference_mode():
+        x = values()[0]
+        for _ in range(4):
+            x.mul_(2)
+            torch.testing.assert_close(run(PLAIN, graph, {"x": x})[0], summed(x))
+
+
 def test_frozen_parameters_may_be_written_to_unseen(graph):
     """Averages of weights are updated through .data, which no counter sees."""
     x = values()[0]
@@ -159,6 +173,10 @@ def test_frozen_parameters_may_be_written_to_unseen(graph):
     for _ in range(4):
         p.data.mul_(2)
         torch.testing.assert_close(run(program, graph, {"x": x, "p": p})[0], plain * p)
+    features = torch.nn.Parameter(x.clone(), requires_grad=False)
+    for _ in range(4):
+        features.data.mul_(2)
+        torch.testing.assert_close(run(PLAIN, graph, {"x": features})[0], summed(features.detach()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -188,6 +188,8 @@ class ShardedGraph(Graph):
         Args:
             values: this rank's rows.
             per: as of :meth:`take`.
+
+        Raises: InputError if ``values`` has not these rows.
         """
         ids, count = self._ids(per)
         if values.dim() == 0 or values.size(0) != ids.numel():
