@@ -59,6 +59,8 @@ class _EdgePhaseFunction(torch.autograd.Function):
         ctx.phase, ctx.graph, ctx.like, ctx.back = phase, graph, like, back
         ctx.sums_gradient = phase.sums_gradient(kind[0])
         ctx.meta = [(t.dtype, t.shape) for t in tensors]
+        if not ctx.kept and not phase.has_gradients(kind[0]):
+            ctx.mark_non_differentiable(*results)
         pool = [*tensors, *results, *statistics]
         ctx.results = ()
         own = range(len(tensors), len(tensors) + len(results))

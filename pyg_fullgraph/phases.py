@@ -225,6 +225,11 @@ class EdgePhase:
                                     zip(self._added_inputs, needs[len(self.core.inputs):], strict=True))
         return self._sums[needs]
 
+    def has_gradients(self, needs: Needs) -> bool:
+        """Whether any of the inputs that ``needs`` picks has a gradient; none has, of a message that detaches them."""
+        return any(need and (self.adjoint.grads.get(n) is not None or n in self._added_inputs)
+                   for n, need in zip(self.inputs, needs, strict=True))
+
     def place_to_give_back(self, tensors: Sequence[Tensor]) -> int:
         """The place of the first input that is features ``[N, K]`` with a gradient, -1 without any."""
         return next((k for k, (n, t) in enumerate(zip(self.core.inputs, tensors, strict=False))
