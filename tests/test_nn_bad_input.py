@@ -105,6 +105,33 @@ def test_other_errors_of_torch_say_in_which_layer():
     assert "x: float32[17, 7], edge_index: int64[2, 83]" in told
 
 
+class Diverged(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize("error", [Diverged("at most 4"), RuntimeError("at most 4"), torch.OutOfMemoryError("4")])
+def test_errors_of_ones_own_stay_what_they_are(error):
+    """Also where `x` has not `in_channels` features, which a layer that adds positions may well want so."""
+    class Layer(fused_nn.MessagePassing):
+        def __init__(self):
+            super().__init__()
+            self.in_channels = 8
+
+        def forward(self, x, edge_index):
+            raise error
+
+    with pytest.raises(RuntimeError) as caught:
+        Layer()(torch.randn(17, 4), CASE.edge_index)
+    assert caught.value is error
+
+
+def test_errors_about_other_arguments_are_torchs():
+    conv = fused_nn.RGCNConv(100, 8, 3)
+    edges = CASE.edge_index
+    with pytest.raises(Exception, match=r"out of (bounds|range)"):
+        conv(torch.arange(17), edges, torch.full((edges.shape[1],), 5))
+
+
 def test_mixed_devices():
     _, fused = twins(BY_NAME["sage"])
     x, _ = BY_NAME["sage"].inputs(CASE)

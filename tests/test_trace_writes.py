@@ -188,6 +188,17 @@ def of_type_in_part(self, x_i, x_j, e):
     return out * x_i
 
 
+class Parts(list):
+    pass
+
+
+def in_a_list(self, x_i, x_j, e):
+    y = torch.cat(Parts([x_j * 2]), -1)
+    with torch.no_grad():
+        y.mul_(3)
+    return y * 1
+
+
 def branching(self, x_i, x_j, e):
     try:
         is_positive = bool(x_j.max() > 0)
@@ -232,6 +243,8 @@ NOT_FUSED = {
     "alias by type_as": (written(lambda y, e: y.type_as(e)), "may be another one"),
     "alias by broadcast_tensors": (written(lambda y, e: torch.broadcast_tensors(y, e)[0]), "may be another one"),
     "alias by atleast_2d": (written(lambda y, e: torch.atleast_2d(y)), "may be another one"),
+    "alias by to_dense": (written(lambda y, e: y.to_dense()), "may be another one"),
+    "in a list of one's own": (in_a_list, "writes without gradients"),
     "alias by einsum": (written(lambda y, e: torch.einsum("ij->ij", y)), "may be another one"),
     "itself or not, in part": (of_type_in_part, "makes without gradients what may be a tensor that has one"),
     "operator": (without(lambda y: torch.ops.aten.mul_.Tensor(y, 2)), "writes without gradients"),
@@ -248,8 +261,8 @@ NOT_FUSED = {
     "tensor that counts": (counting, "writes to a tensor that is there between calls"),
     "counter": (counting_keys, "keeps results in a Counter"),
     "deque": (keeping, "keeps results in a deque"),
-    "class that counts": (counting_on_the_class, "sets shared, outside of the layer"),
-    "generator": (lambda self, x_i, x_j, e: x_j * self.generator.random(), "draws random numbers"),
+    "class that counts": (counting_on_the_class, "changes an attribute of Base, outside of the layer"),
+    "generator": (lambda self, x_i, x_j, e: x_j * self.generator.random(), "changes a generator of random numbers"),
     "scaled gradient of rows": (looking_up, "scaled by how often"),
 }
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from pyg_fullgraph import dense, functions
-from pyg_fullgraph.bytecode import global_names
+from pyg_fullgraph.bytecode import global_names, is_raise
 from pyg_fullgraph.errors import LayerInputError, NotFusedError, PygFullgraphError, RowCountError, ShardedGraphError
 from pyg_fullgraph.graph import is_part
 from pyg_fullgraph.nn import compiled, derived, dots, forwards, order, sums, tape
@@ -266,7 +266,8 @@ def _explain(layer: Any, forward: Any, args: tuple[Any, ...], kwargs: dict[str, 
         raise ShardedGraphError(error.operation, type(layer).__name__) from error
     if isinstance(error, PygFullgraphError):
         return
-    if type(error) is RuntimeError:  # torch's; others say what they are
+    # Others say what they are.
+    if type(error) is RuntimeError and error.__traceback__ is not None and not is_raise(error.__traceback__):
         _explain_tensor(layer, given, error)
     _add_note(error, f"in {layer} with " + ", ".join(f"{k}: {_short(t)}" for k, t in _tensors(given)))
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules import module as modules
 
-from pyg_fullgraph.bytecode import code_names, global_names, imported_names
+from pyg_fullgraph.bytecode import code_names, global_names, imported_names, string_constants
 from pyg_fullgraph.nn.rebinding import Made, globals_of, written
 from pyg_fullgraph.saga.trace import ArgSpec
 
@@ -88,6 +88,7 @@ class Reached:
         attributes: Names that the class has something for that may change; if ``names`` is None, all such.
         code: ``(i, name, object)``: globals of function i that were code of a library.
         members: ``(path, reference)``: what the class had for those names that stood for code.
+        hidden: ``(i, names)``: those of Python's functions that function i names, which no global lay over.
         layout: All names that the user's classes have, if ``names`` is None.
         is_opaque: Whether they may read what cannot be told.
     """
@@ -100,6 +101,7 @@ class Reached:
     attributes: tuple[str, ...]
     code: tuple[tuple[int, str, Any], ...]
     members: tuple[tuple[str, Callable[[], Any]], ...]
+    hidden: tuple[tuple[int, frozenset[str]], ...]
     layout: tuple[str, ...]
     is_opaque: bool
 
@@ -114,6 +116,9 @@ class Reached:
                 return False
         for i, name, value in self.code:
             if spaces[i].get(name) is not value:
+                return False
+        for i, names in self.hidden:
+            if not spaces[i].keys().isdisjoint(names):
                 return False
         try:
             is_same = all(operator.attrgetter(path)(kind) is ref() for path, ref in self.members)
@@ -144,6 +149,7 @@ class _Walk:
         self.links: list[tuple[int, str, int]] = []
         self.reads: list[tuple[int, str]] = []
         self.code: list[tuple[int, str, Any]] = []
+        self.hidden: list[tuple[int, frozenset[str]]] = []
         self.imports = False
 
     def over(self, methods: tuple[str, ...]) -> Reached:
@@ -165,7 +171,8 @@ class _Walk:
                    isinstance(f := _inside_of(v), (types.FunctionType, types.BuiltinFunctionType, type))]
         return Reached(tuple(map(weakref.ref, self.functions)), None if is_dynamic else frozenset(names),
                        frozenset(names), tuple(self.links), tuple(self.reads),
-                       tuple(n for n, v in held.items() if not is_code(v)), tuple(self.code), tuple(members), layout,
+                       tuple(n for n, v in held.items() if not is_code(v)), tuple(self.code), tuple(members),
+                       tuple(self.hidden), layout,
                        bool(names & _BEYOND) or self.imports or
                        any(isinstance(v, _CACHED) for v in held.values()) or any(_slots_of(self.kind)))
 
@@ -175,13 +182,16 @@ class _Walk:
 
     def _enter(self, function: types.FunctionType, place: int) -> set[str]:
         names = {*code_names(function.__code__)}
+        if not names.isdisjoint(_DYNAMIC):  # getattr(module, "name")
+            names |= string_constants(function.__code__)
         for name in names:
             self._add_all(definitions(self.kind, name, "super" in names))
         self._add_all([f for f in cells_of(function) if isinstance(f, types.FunctionType) and not is_library(f)])
         if is_library(function):
             return names
         space = globals_of(function)
-        self.imports |= _imports_own(function.__code__)
+        self.imports |= _imports_own(function.__code__) or ("modules" in names and space.get("sys") is sys)
+        self.hidden.append((place, global_names(function.__code__) & vars(builtins).keys() - space.keys()))
         for name in global_names(function.__code__) & space.keys():
             value = space[name]
             if isinstance(value, types.FunctionType):
@@ -342,14 +352,14 @@ class Key:
         refs: objects that the description knows by identity only.
         is_opaque: something could not be described; the trace must not be kept.
         functions: of the user's, that they may call.
-        generators: of random numbers, that they may draw from.
+        caches: of such functions.
     """
 
     def __init__(self, conv: Module, methods: tuple[str, ...]) -> None:
         kind, found = type(conv), reached(type(conv), methods)
         self.refs: list[weakref.ref] = []
         self.is_opaque = found.is_opaque
-        self.generators: list[random.Random] = []
+        self.caches: list[Any] = []
         self._mentions = found.mentions
         self._seen: dict[int, tuple[int, Any]] = {}  # objects that were described, kept alive, and their places
         self._calls_functions = False  # whether a function of the user's is among the values
@@ -378,6 +388,11 @@ class Key:
             found.code,
             tuple((n, v) for n, ref in found.members if is_library(v := ref())),
         )
+
+    @property
+    def objects(self) -> list[Any]:
+        """All else that was described, but numbers and the like, tensors and tuples."""
+        return [value for _, value in self._seen.values()]
 
     def _bound(self, function: types.FunctionType) -> tuple[Any, ...]:
         """What a function holds: its closure, without functions that were followed, its defaults and attributes."""
@@ -425,7 +440,7 @@ class Key:
         if isinstance(value, (np.generic, np.ndarray)) and not value.dtype.hasobject:
             return type(value), value.dtype.str, value.shape, hashlib.blake2b(value.tobytes()).digest()
         if isinstance(value, random.Random):
-            self.generators.append(value)
+            self.is_opaque |= isinstance(value, random.SystemRandom)
             return random.Random, ()  # who draws from it is refused
         if isinstance(value, functools.partial):
             return functools.partial, self.value(value.func), self.value(value.args), self.value(value.keywords)
@@ -438,6 +453,7 @@ class Key:
         if isinstance(value, types.FunctionType) and not is_library(value):
             return self._function(value)
         if isinstance(value, _CACHED) and not is_library(value):
+            self.caches.append(value)
             made = self._function(value.__wrapped__)  # type: ignore[arg-type]
             self.is_opaque |= any(made[1:3])  # results may be older than what it reads now
             return made

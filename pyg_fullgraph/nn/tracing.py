@@ -7,14 +7,10 @@ becomes an input of the program, so that annealing it compiles one more program 
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import operator
-import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,11 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import Module
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pyg_fullgraph.bytecode import code_names
 from pyg_fullgraph.errors import FunctionTransformError, NotFusable
 from pyg_fullgraph.functions import has_transforms
-from pyg_fullgraph.nn.rebinding import globals_of
-from pyg_fullgraph.nn.surroundings import Key, Numbers, initialized, is_lazy, is_library, reached, submodules
+from pyg_fullgraph.nn.outside import put_back
+from pyg_fullgraph.nn.surroundings import Key, Numbers, initialized, is_lazy, reached, submodules
 from pyg_fullgraph.saga.aten import TRACING, without_log
 from pyg_fullgraph.saga.ir import Domain
 from pyg_fullgraph.saga.trace import (
@@ -138,67 +133,16 @@ def _traced_in(conv: Module, function: str, args: Arguments, dtype: torch.dtype)
     return _remembered(conv, METHODS[function], args, (function, dtype), build)
 
 
-@contextmanager
-def _put_back(kind: type, method: str, key: Key) -> Iterator[None]:
-    """Leaves as it was what the functions that ``key`` found may set outside of the layer: globals, variables around
-    them, attributes of theirs and of the class, and generators of random numbers.
-
-    Raises:
-        NotFusable: They set one.
-    """
-    functions, names = key.functions, frozenset[str]().union(*(code_names(f.__code__) for f in key.functions))
-    spaces: list[tuple[Any, Mapping[str, Any], frozenset[str] | None]] = [
-        *((None, globals_of(f), code_names(f.__code__)) for f in functions), *((f, vars(f), None) for f in functions),
-        *((c, vars(c), names) for c in kind.__mro__ if not is_library(c))]
-    before = [_part(space, names) for _, space, names in spaces]
-    cells = [(cell, [*_contents(cell)]) for f in functions for cell in f.__closure__ or ()]
-    states = [g.getstate() for g in key.generators]
-    changed: list[str] = []
-    try:
-        yield
-    finally:
-        for (owner, space, of_these), known in zip(spaces, before, strict=True):
-            now = _part(space, of_these)
-            for name in known.keys() | now.keys():
-                if name in known and name in now and now[name] is known[name]:
-                    continue
-                changed.append(name)
-                if name in known:
-                    space.update({name: known[name]}) if owner is None else setattr(owner, name, known[name])
-                else:
-                    space.pop(name) if owner is None else delattr(owner, name)
-        for cell, contents in cells:
-            if len(contents) != len(held := [*_contents(cell)]) or any(map(operator.is_not, contents, held)):
-                changed.append("a variable of a function around it")
-                cell.cell_contents = contents[0]
-        drawn = [(g, state) for g, state in zip(key.generators, states, strict=True) if g.getstate() != state]
-        for generator, state in drawn:
-            generator.setstate(state)
-    if drawn:
-        raise NotFusable([f"{method} draws random numbers other than dropout"])
-    if changed:
-        raise NotFusable([f"{method} sets {', '.join(sorted(set(changed)))}, outside of the layer"])
-
-
-def _part(space: Mapping[str, Any], names: frozenset[str] | None) -> dict[str, Any]:
-    return {name: value for name, value in space.items() if names is None or name in names}
-
-
-def _contents(cell: types.CellType) -> Iterator[Any]:
-    with contextlib.suppress(ValueError):  # not filled yet
-        yield cell.cell_contents
-
-
 def _remembered(conv: Module, methods: tuple[str, ...], args: Arguments, what: Any,
                 build: Callable[[frozenset[str]], Any]) -> Any:
     """What ``build`` makes for numbers of these names as inputs, or made for a layer like this one.
 
     Raises:
-        NotFusable: It did, now or then; or it set something outside of the layer.
+        NotFusable: ``build`` did, in this call or in that one; or it changed something outside of the layer.
     """
     def made(names: frozenset[str]) -> Any:
         try:
-            with _put_back(type(conv), methods[0], key):
+            with put_back(type(conv), methods[0], key):
                 return build(names)
         except NotFusable as error:
             return NotFusable(error.reasons)  # without the traceback, which holds the module

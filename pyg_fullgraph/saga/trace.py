@@ -25,7 +25,6 @@ from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from pyg_fullgraph.activation import activation_dropout, composed
 from pyg_fullgraph.errors import NotFusable
@@ -37,7 +36,7 @@ from pyg_fullgraph.saga.ir import Domain, Node
 from pyg_fullgraph.saga.recorder import Recorder
 from pyg_fullgraph.saga.refusal import at, current_line, is_asked_by_libraries, is_inside, line_of
 from pyg_fullgraph.saga.rules.base import value_of
-from pyg_fullgraph.saga.writes import GET_DATA, Writes, written_by
+from pyg_fullgraph.saga.writes import GET_DATA, Writes, tensors_in, written_by
 
 #: Markers for PyG's special arguments, beside :data:`INDEX`.
 SIZE_I, SIZE_J = "<size_i>", "<size_j>"
@@ -226,7 +225,7 @@ class _Watch(TorchFunctionMode):
             raise NotFusable([at("calls a torch.autograd.Function, whose derivative is not traced", line)])
         if function in _ASK_GRADIENT and not is_asked_by_libraries():
             raise NotFusable([at("asks whether a tensor has a gradient", line)])
-        given = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
+        given = [*tensors_in((args, kwargs))]
         if function in _SHOW_MEMORY or (function in _ASK_VALUES and not all(map(self.way.knows, given))):
             raise NotFusable([at("reads the values of a tensor", line)])
         self.way.begin(function)

@@ -6,17 +6,17 @@ was detached from it. In a trace there is no memory, only values, and what is wr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.saga.refusal import at
 
-__all__ = ["GET_DATA", "Way", "Writes", "written_by"]
+__all__ = ["GET_DATA", "Way", "Writes", "tensors_in", "written_by"]
 
 aten = torch.ops.aten
 GET_DATA, _SET_DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
@@ -24,12 +24,12 @@ _DETACHES = (GET_DATA, Tensor.detach, torch.detach, aten.detach, aten.detach.def
 # ``x += y`` and the like.
 _AUGMENTED = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "div", "floordiv", "mod", "pow", "and", "or",
                                           "xor", "lshift", "rshift")}
-# What looks at no value of the tensors that it is given.
-_LIKE = tuple(f"{name}_like" for name in ("zeros", "ones", "empty", "full", "rand", "randn")) + (
-    "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")
+# What reads no value of a tensor.
+_MAKES = {f"{name}{like}" for name in ("zeros", "ones", "empty", "full", "rand", "randn") for like in ("", "_like")} | {
+    "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "tensor", "arange", "eye", "linspace"}
 # What may give out the memory that it was given, or the tensor itself, which ``functionalize`` does not show.
 _MAY_GIVE_BACK = (Tensor.type_as, Tensor.sum_to_size, torch.broadcast_tensors, torch.atleast_1d, torch.atleast_2d,
-                  torch.atleast_3d, torch.einsum)
+                  torch.atleast_3d, torch.einsum, Tensor.to_dense)
 
 
 class Way(Protocol):
@@ -60,7 +60,18 @@ def written_by(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> li
     elif kwargs.get("inplace") or function == _SET_DATA or name in _AUGMENTED or name == "__setitem__" or (
             name.endswith("_") and not name.endswith("__")):
         targets = args[0] if args else kwargs.get("tensor")  # torch.nn.init's
-    return [t for t in tree_leaves(targets) if isinstance(t, Tensor)]
+    return [*tensors_in(targets)]
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in arguments of a function, in lists and the like of any class, too."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from tensors_in(part)
+    elif isinstance(value, dict):
+        yield from tensors_in([*value.values()])
 
 
 class Writes:
@@ -116,19 +127,17 @@ class Writes:
         if not torch.is_grad_enabled():
             made, is_stopped = self._way.stopped(made, bool(over)), True
         sources = over or [t for t in given if t.is_floating_point()]
-        reads_none = not over and getattr(function, "__name__", "") in _LIKE
-        if reads_none or all(_is_among(t, self._without) for t in sources) or (is_stopped and not over):
+        has_none = [_is_among(t, self._without) or (not over and _is_among(t, self._aliases)) for t in sources]
+        if (is_stopped and not over) or getattr(function, "__name__", "") in _MAKES or (sources and all(has_none)):
             self._without.append(made)
         elif over and (is_stopped or any(_is_among(t, self._aliases) for t in over)):
             self._aliases.append(made)
-        elif not over and all(_is_among(t, self._without) or _is_among(t, self._aliases) for t in sources):
-            self._without.append(made)
         return made
 
     def _note_unclear(self, function: Any, given: Sequence[Tensor], out: Any, line: str) -> None:
         if function is torch.einsum and len(given) > 1:
             return
-        made = [t for t in tree_leaves(out) if isinstance(t, Tensor) and not any(t is g for g in given)]
+        made = [t for t in tensors_in(out) if not any(t is g for g in given)]
         if made and not torch.is_grad_enabled():
             raise NotFusable([at("makes without gradients what may be a tensor that has one", line)])
         self._unclear += [*made, *(given[:1] if function is Tensor.type_as else given)] if made else []
