@@ -45,9 +45,14 @@ def at(reason: str, line: str | None) -> str:
 
 
 def is_asked_by_libraries() -> bool:
-    """Whether the caller of the function that calls this is torch or PyG."""
-    asker = sys._getframe(2).f_globals.get("__name__", "")
-    return asker.partition(".")[0] in ("torch", "torch_geometric")
+    """Whether torch or PyG called the function of ours that calls this."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package != "pyg_fullgraph":
+            return package in ("torch", "torch_geometric")
+        frame = frame.f_back
+    return False
 
 
 def _callers(frame: FrameType | None) -> Iterator[tuple[str, str, int]]:
