@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 __all__ = [
     "PLAIN", "LayerMode", "apart", "applying", "drop_modes", "has_autocast", "has_modes_of_others", "has_transforms",
     "is_batched", "is_exported", "is_of_transform", "is_recorded", "num_dispatch_modes", "num_function_modes",
-    "unrecorded", "unseen"]
+    "tensors_in", "unrecorded", "unseen"]
 
 #: Types of tensors that are torch's own.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -43,6 +43,17 @@ num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 # Asked in each call of a layer.
 _is_tracing = torch._C._is_tracing
 _has = torch._C._dispatch_tls_is_dispatch_key_included
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in arguments of a function, in lists and the like of any class, too."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from tensors_in(part)
+    elif isinstance(value, dict):
+        yield from tensors_in([*value.values()])
 
 
 def is_recorded() -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
 from pyg_fullgraph import dense
 from pyg_fullgraph.autograd import Ways
-from pyg_fullgraph.functions import PLAIN, LayerMode, unseen
+from pyg_fullgraph.functions import PLAIN, LayerMode, tensors_in, unseen
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.memo import taken
 from pyg_fullgraph.nn.watch import Watch
@@ -196,8 +196,8 @@ class Recorder(LayerMode):
         for name in fields:
             self._bind(vars(layer)[name], 0, f".{name}", True)
         # Edge ids and graphs that are the same in all calls of this look: not what the layer holds.
-        self._held = {id(t) for name in fields for t in _tensors(vars(layer)[name])}
-        self._ids = {id(t): t for t in _tensors((args, kwargs))
+        self._held = {id(t) for name in fields for t in tensors_in(vars(layer)[name])}
+        self._ids = {id(t): t for t in tensors_in((args, kwargs))
                      if not t.is_floating_point() and id(t) not in self._held}
 
     def refuse(self) -> None:
@@ -213,9 +213,9 @@ class Recorder(LayerMode):
         out = func(*args, **kwargs)
         if func in QUESTIONS or not self._is_possible:
             return out
-        if all(type(t) in PLAIN for t in _tensors((args, kwargs))):
+        if all(type(t) in PLAIN for t in tensors_in((args, kwargs))):
             self._note_torch(func, args, kwargs, out)
-        elif next(_tensors(out), None) is None:  # what lazy ones make of it, they note
+        elif next(tensors_in(out), None) is None:  # what lazy ones make of it, they note
             self.refuse()
         return out
 
@@ -246,7 +246,7 @@ class Recorder(LayerMode):
     def lookup(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The same for what finds something; where all calls of this look find the same, that is what is noted."""
         out = self.apart(function, args, kwargs)
-        found = _remembered(out) if all(id(t) in self._ids for t in _tensors((args, kwargs))) else None
+        found = _remembered(out) if all(id(t) in self._ids for t in tensors_in((args, kwargs))) else None
         for tensor in found or ():
             if id(tensor) in self._held:  # which of both is read, nobody can tell
                 self.refuse()
@@ -255,7 +255,7 @@ class Recorder(LayerMode):
         if found is None:
             self._note(function, args, kwargs, out, True, is_lookup=True)
             # What stands for the ids that it came from.
-            self._ids.update((id(t), t) for t in _tensors(out) if id(getattr(t, "origin", None)) in self._ids)
+            self._ids.update((id(t), t) for t in tensors_in(out) if id(getattr(t, "origin", None)) in self._ids)
         return out
 
     def torch_call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -267,7 +267,7 @@ class Recorder(LayerMode):
     def expect(self, question: Callable[..., bool], args: Sequence[Any], answer: bool,
                peek: Callable[..., bool] | None) -> None:
         """Let a tape end where ``question(*args)`` gives another ``answer``; see :func:`asked`."""
-        tensors = [*_tensors(args)]
+        tensors = [*tensors_in(args)]
         try:
             given = [self._source(t).is_given for t in tensors]
         except _UnknownError:
@@ -302,7 +302,7 @@ class Recorder(LayerMode):
                     self._multiplies if self._has_products else None)
 
     def _note_torch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
-        tensors = [*_tensors((args, kwargs))]
+        tensors = [*tensors_in((args, kwargs))]
         is_known = func in FUNCTIONS and all(t.is_floating_point() or self.watch.has(t) for t in tensors)
         if not is_known or (func is Tensor.__getitem__ and len(tensors) > 1):
             self.refuse()
@@ -407,17 +407,6 @@ def _is_constant(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return type(value) in (tuple, list, torch.Size) and all(map(_is_constant, value))
     return isinstance(value, _CONSTANTS)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in arguments of a function."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from _tensors(part)
-    elif isinstance(value, dict):
-        yield from _tensors([*value.values()])
 
 
 def _remembered(out: Any) -> list[Tensor] | None:

@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from pyg_fullgraph.activation import activation_dropout, composed
 from pyg_fullgraph.errors import NotFusable
+from pyg_fullgraph.functions import tensors_in
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.aten import TRACING, Importer, dropout_mask, fake_mode, fake_rows, traced
 from pyg_fullgraph.saga.forms import EDGE_HINT, INDEX, NUM_TARGETS, OTHER_NUM_TARGETS, form
@@ -36,7 +37,7 @@ from pyg_fullgraph.saga.ir import Domain, Node
 from pyg_fullgraph.saga.recorder import Recorder
 from pyg_fullgraph.saga.refusal import at, current_line, is_asked_by_libraries, is_inside, line_of
 from pyg_fullgraph.saga.rules.base import value_of
-from pyg_fullgraph.saga.writes import GET_DATA, Writes, tensors_in, written_by
+from pyg_fullgraph.saga.writes import GET_DATA, Writes, written_by
 
 #: Markers for PyG's special arguments, beside :data:`INDEX`.
 SIZE_I, SIZE_J = "<size_i>", "<size_j>"

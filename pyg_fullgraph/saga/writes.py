@@ -6,7 +6,7 @@ was detached from it. In a trace there is no memory, only values, and what is wr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from pyg_fullgraph.errors import NotFusable
+from pyg_fullgraph.functions import tensors_in
 from pyg_fullgraph.saga.refusal import at
 
-__all__ = ["GET_DATA", "Way", "Writes", "tensors_in", "written_by"]
+__all__ = ["GET_DATA", "Way", "Writes", "written_by"]
 
 aten = torch.ops.aten
 GET_DATA, _SET_DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
@@ -61,17 +62,6 @@ def written_by(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> li
             name.endswith("_") and not name.endswith("__")):
         targets = args[0] if args else kwargs.get("tensor")  # torch.nn.init's
     return [*tensors_in(targets)]
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in arguments of a function, in lists and the like of any class, too."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from tensors_in(part)
-    elif isinstance(value, dict):
-        yield from tensors_in([*value.values()])
 
 
 class Writes:
