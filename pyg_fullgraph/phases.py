@@ -90,6 +90,7 @@ class EdgePhase:
                              *["recentered"] * recenters, *more])
         self._added_inputs = ir.inputs_of(*added)
         self._sums: dict[Needs, bool] = {}
+        self._have_gradients: dict[Needs, bool] = {}
         self.inputs: tuple[Node, ...] = (*core.inputs, *self._added_inputs)
         self.results = tuple(ir.input(f"out.{o.name}", o.domain, o.value.shape) for o in core.outputs)
         self.steps: dict[ahead.Kind, ahead.Step] = {}
@@ -227,8 +228,11 @@ class EdgePhase:
 
     def has_gradients(self, needs: Needs) -> bool:
         """Whether any of the inputs that ``needs`` picks has a gradient; none has, of a message that detaches them."""
-        return any(need and (self.adjoint.grads.get(n) is not None or n in self._added_inputs)
-                   for n, need in zip(self.inputs, needs, strict=True))
+        if needs not in self._have_gradients:
+            self._have_gradients[needs] = any(
+                need and (self.adjoint.grads.get(n) is not None or n in self._added_inputs)
+                for n, need in zip(self.inputs, needs, strict=True))
+        return self._have_gradients[needs]
 
     def place_to_give_back(self, tensors: Sequence[Tensor]) -> int:
         """The place of the first input that is features ``[N, K]`` with a gradient, -1 without any."""
