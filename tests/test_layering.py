@@ -30,6 +30,7 @@ LAYERS = (
     "pyg_fullgraph._version",
     "pyg_fullgraph.errors",
     "pyg_fullgraph.bytecode",
+    "pyg_fullgraph.containers",
     "pyg_fullgraph.functions",
     "pyg_fullgraph.checkpoint",
     "pyg_fullgraph.columns",

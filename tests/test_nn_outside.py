@@ -227,7 +227,7 @@ def test_what_another_thread_sets_meanwhile_stays(monkeypatch):
 def test_what_is_found_by_its_name(monkeypatch):
     """An attribute of a module by ``getattr``, what ``sys.modules`` has, a global that comes to lie over Python's."""
     monkeypatch.setitem(sys.modules, "module_of_mine", MODULE)
-    messages = [lambda self, x_j: x_j * getattr(MODULE, "fac" + "tor" if False else "factor"),
+    messages = [lambda self, x_j: x_j * getattr(MODULE, "factor", None),
                 lambda self, x_j: x_j * sys.modules["module_of_mine"].factor, lambda self, x_j: x_j * abs(-2.0)]
     layers = [(layer_of(m), pfg.convert(layer_of(m))) for m in messages]
     for factor in (1.0, 3.0, 4.0):

@@ -7,7 +7,6 @@ elsewhere would stand still after it, and go on by too much before.
 from __future__ import annotations
 
 import argparse
-import collections
 import functools
 import pickle
 import random
@@ -20,6 +19,7 @@ import numpy as np
 from torch.nn import Module
 
 from pyg_fullgraph.bytecode import stored_names
+from pyg_fullgraph.containers import CONTAINERS, kept
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.nn.rebinding import globals_of
 from pyg_fullgraph.nn.surroundings import Key, is_library
@@ -48,13 +48,13 @@ def put_back(kind: type, method: str, key: Key) -> Iterator[None]:
     """
     if any(isinstance(value, Iterator) for value in key.objects):
         raise NotFusable([f"{method} reads an iterator"])
-    kept = [*_bindings(key), *_objects(kind, key)]
+    held = [*_bindings(key), *_objects(kind, key)]
     misses = [(f, f.cache_info().misses) for f in key.caches]
     changed: list[str] = []
     try:
         yield
     finally:
-        for is_same, restore, what in kept:
+        for is_same, restore, what in held:
             if not is_same():
                 changed.append(what)
                 restore()
@@ -108,8 +108,8 @@ def _content(cell: types.CellType) -> Any:
 
 def _objects(kind: type, key: Key) -> Iterator[_Kept]:
     for value in (*kind.__mro__, *key.functions, *key.objects):
-        if isinstance(value, (list, dict, set, collections.deque)):
-            yield _container(value, f"a {type(value).__name__}")
+        if isinstance(value, CONTAINERS):
+            yield *kept(value), f"a {type(value).__name__}"
         elif isinstance(value, random.Random):
             with suppress(NotImplementedError):  # of the system's there is no state
                 yield _state(value.getstate, value.setstate)
@@ -125,7 +125,7 @@ def _objects(kind: type, key: Key) -> Iterator[_Kept]:
                                                  is_library(type(value))):
             fields = getattr(value, "__dict__", None)
             if isinstance(fields, dict):
-                yield _container(fields, f"an attribute of {getattr(value, '__name__', type(value).__name__)}")
+                yield *kept(fields), f"an attribute of {getattr(value, '__name__', type(value).__name__)}"
 
 
 def _class(kind: type) -> _Kept:
@@ -134,39 +134,20 @@ def _class(kind: type) -> _Kept:
 
     before = attributes()
 
-    def restore() -> None:
-        for name in attributes().keys() - before.keys():
-            delattr(kind, name)
-        for name, value in before.items():
-            if vars(kind).get(name, _ABSENT) is not value:
-                setattr(kind, name, value)
+    def changed() -> set[str]:
+        now = attributes()
+        return {name for name in now.keys() | before.keys() if now.get(name, _ABSENT) is not before.get(name, _ABSENT)}
 
-    return lambda: _is_same(attributes(), before), restore, f"an attribute of {kind.__name__}"
+    def restore() -> None:
+        for name in changed():
+            if name in before:
+                setattr(kind, name, before[name])
+            else:
+                delattr(kind, name)
+
+    return lambda: not changed(), restore, f"an attribute of {kind.__name__}"
 
 
 def _state(get: Callable[[], Any], put: Callable[[Any], None]) -> _Kept:
     before = pickle.dumps(get())
     return lambda: pickle.dumps(get()) == before, lambda: put(pickle.loads(before)), "a generator of random numbers"
-
-
-def _container(value: Any, what: str) -> _Kept:
-    before = value.copy()
-
-    def restore() -> None:
-        value.clear()
-        if isinstance(value, (list, collections.deque)):
-            value.extend(before)
-        else:
-            value.update(before)
-
-    return lambda: _is_same(value, before), restore, what
-
-
-def _is_same(now: Any, before: Any) -> bool:
-    if len(now) != len(before):
-        return False
-    if isinstance(now, dict):
-        return all(now.get(k, _ABSENT) is v for k, v in before.items())
-    if isinstance(now, set):
-        return all(v in now for v in before)
-    return all(a is b for a, b in zip(now, before, strict=True))

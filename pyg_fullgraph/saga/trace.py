@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import random
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -27,6 +26,7 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 from pyg_fullgraph.activation import activation_dropout, composed
+from pyg_fullgraph.containers import CONTAINERS, kept
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.functions import tensors_in
 from pyg_fullgraph.saga import ir
@@ -620,7 +620,7 @@ def restored(conv: torch.nn.Module) -> Iterator[None]:
         NotFusable: A list, dict or set that the layer holds was changed.
     """
     saved = {m: dict(m.__dict__) for m in conv.modules()}
-    held = [(v, v.copy()) for a in saved.values() for v in a.values() if isinstance(v, (list, deque, dict, set))]
+    held = [(v, *kept(v)) for a in saved.values() for v in a.values() if isinstance(v, CONTAINERS)]
     try:
         with without_cached_parametrizations():
             yield
@@ -629,17 +629,8 @@ def restored(conv: torch.nn.Module) -> Iterator[None]:
             for name in [n for n in vars(module) if n not in attributes]:
                 del vars(module)[name]
             vars(module).update(attributes)
-        changed = [(v, old) for v, old in held if len(v) != len(old) or not _is_same(v, old)]
-        for value, old in changed:
-            value.clear()
-            value.extend(old) if isinstance(value, (list, deque)) else value.update(old)
+        changed = [(value, restore) for value, is_same, restore in held if not is_same()]
+        for _, restore in changed:
+            restore()
     if changed:
         raise NotFusable([f"{type(conv).__name__} keeps results in a {type(changed[0][0]).__name__} of its own"])
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    if isinstance(a, dict):
-        return all(k in b and b[k] is v for k, v in a.items())
-    if isinstance(a, (list, deque)):
-        return all(x is y for x, y in zip(a, b, strict=True))
-    return all(x in b for x in a)
