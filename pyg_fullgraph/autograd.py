@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 from pyg_fullgraph import ahead, dense, dots, reuse
 from pyg_fullgraph.chunks import as_dtype, compute_dtype, scalar_of
 from pyg_fullgraph.errors import DoubleBackwardError, ForwardModeError, FunctionTransformError, InputError
-from pyg_fullgraph.functions import PLAIN, applying, is_batched, is_of_transform, unseen
+from pyg_fullgraph.functions import PLAIN, applying, has_transforms, is_batched, is_of_transform, unseen
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.memo import taken
 from pyg_fullgraph.operators import call_operator
@@ -192,11 +192,11 @@ def check_derivatives(tensors: Iterable[Tensor]) -> None:
 
     Raises:
         ForwardModeError: One carries a forward-mode tangent.
-        FunctionTransformError: One is of a transform of ``torch.func``.
+        FunctionTransformError: One is of a transform of ``torch.func``, or such a transform is at work.
     """
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise ForwardModeError()
-    if any(map(is_of_transform, tensors)):
+    if has_transforms() or any(map(is_of_transform, tensors)):
         raise FunctionTransformError()
 
 

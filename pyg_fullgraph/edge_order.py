@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyg_fullgraph.functions import unrecorded
+from pyg_fullgraph.functions import lasting
 from pyg_fullgraph.memo import keep
 from triton_kernels import segment
 from triton_kernels.segment import RowSchedule
@@ -280,9 +280,10 @@ class EdgeOrder:
             return None if order is self else self.eid
         known = self._cache.get("places")
         if known is None or known[0]() is not order:
-            inverse = segment.scatter_by(order.positions, order.eid) if order.inverse is None else order.inverse
-            places = inverse if self.eid is None else inverse.index_select(0, self.eid)
-            known = keep(self._cache, "places", (weakref.ref(order), places))
+            with lasting():
+                inverse = segment.scatter_by(order.positions, order.eid) if order.inverse is None else order.inverse
+                places = inverse if self.eid is None else inverse.index_select(0, self.eid)
+                known = keep(self._cache, "places", (weakref.ref(order), places))
         return known[1]
 
     def heads(self, count: int) -> HeadOrder | None:
@@ -341,7 +342,7 @@ class EdgeOrder:
     def _cached(self, key: object, build: Callable[[], Any]) -> Any:
         if key in self._cache:
             return self._cache[key]
-        with unrecorded():
+        with lasting():
             return keep(self._cache, key, build())
 
     def __getstate__(self) -> dict[str, Any]:

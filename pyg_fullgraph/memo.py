@@ -21,6 +21,8 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch_geometric import EdgeIndex
 
+from pyg_fullgraph.functions import is_of_transform
+
 __all__ = ["Memo", "Recording", "claimed", "is_constant", "is_unchanged", "keep", "keep_by", "recording", "state_of",
            "taken"]
 
@@ -85,9 +87,10 @@ def taken(value: T) -> T:
 
 def is_constant(values: Tensor) -> bool:
     """Whether what is derived from ``values`` may be remembered: they take no gradient, were not made for inference,
-    which counts no writes, and are no Parameter, to which is often written through ``.data``, even if it is frozen now.
+    which counts no writes, are of no transform of ``torch.func``, and are no Parameter, to which is often written
+    through ``.data``, even if it is frozen now.
     """
-    return type(values) is Tensor and not values.requires_grad and not values.is_inference()
+    return type(values) is Tensor and not (values.requires_grad or values.is_inference() or is_of_transform(values))
 
 
 def is_unchanged(tensor: Tensor, state: tuple[Any, ...]) -> bool:
@@ -147,8 +150,10 @@ class Memo:
         self.entries: dict[int, tuple[weakref.ref[Tensor], tuple[Any, ...], dict[Any, Any]]] = {}
 
     def of(self, tensor: Tensor) -> dict[Any, Any]:
-        """The dict of ``tensor``; one that is thrown away for tensors made for inference, which count no changes."""
-        if tensor.is_inference():
+        """The dict of ``tensor``; one that is thrown away for tensors made for inference, which count no changes, and
+        for those of a transform of ``torch.func``, which end with it.
+        """
+        if tensor.is_inference() or is_of_transform(tensor):
             return {}
         key, state = id(tensor), state_of(tensor)
         entry = self.entries.get(key)

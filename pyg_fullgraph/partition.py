@@ -21,6 +21,7 @@ from torch import Tensor
 
 from pyg_fullgraph.edge_order import EdgeOrder
 from pyg_fullgraph.errors import InputError, PartitionFileError, RowCountError
+from pyg_fullgraph.functions import lasting
 from pyg_fullgraph.graph import Graph, check_whole
 from pyg_fullgraph.memo import keep
 from pyg_fullgraph.order import Permutation, metis_parts, order_vertices
@@ -408,7 +409,10 @@ class Shard:
         return Edges(store.places().index_select(0, order), rows + opposite.bounds[self.rank], ids)
 
     def _cached(self, key: str, build: Callable[[], Tensor]) -> Tensor:
-        return self._cache[key] if key in self._cache else keep(self._cache, key, build())
+        if key in self._cache:
+            return self._cache[key]
+        with lasting():
+            return keep(self._cache, key, build())
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Shard:
         """The same on another device; what was worked out is worked out again there."""

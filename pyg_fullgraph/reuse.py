@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from pyg_fullgraph.functions import lasting
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.memo import is_constant, is_unchanged, keep, state_of, taken
 from pyg_fullgraph.saga.ir import EdgeProgram, Node
@@ -89,7 +90,7 @@ def kept(graph: Graph, key: object, tensors: Sequence[Tensor],
     memo, place = graph.memo, ("constant", key)
     known = memo.get(place)
     if known is None or not known.holds_for(tensors) or known.versions != [t._version for t in known.results]:
-        with torch.inference_mode(False), torch.no_grad():
+        with lasting():
             results = list(make())
         known = _Kept(tensors, lambda: memo.pop(place, None))
         known.results, known.versions = results, [t._version for t in results]

@@ -20,7 +20,7 @@ from torch_geometric.utils import scatter, softmax
 
 import pyg_fullgraph.nn as fused_nn
 import zoo
-from pyg_fullgraph import convert, debug
+from pyg_fullgraph import convert, debug, revert
 from pyg_fullgraph.errors import ForwardModeError, FunctionTransformError, InputError
 from pyg_fullgraph.nn import tracing
 from pyg_fullgraph.saga.kernel_source import KernelSource
@@ -549,14 +549,35 @@ def test_edges_chosen_by_arrays_are_left_to_torch():
     torch.testing.assert_close(Chosen()(x, CASE.edge_index), torch.zeros_like(x).index_add(0, src, x[dst]))
 
 
-@pytest.mark.parametrize("transform", [
+all_transforms = pytest.mark.parametrize("transform", [
     lambda f, x: torch.vmap(f)(torch.stack([x, x])), lambda f, x: torch.func.grad(lambda v: f(v).sum())(x),
     lambda f, x: torch.func.jacrev(f)(x)], ids=["vmap", "grad", "jacrev"])
-@pytest.mark.parametrize("layer", [fused_nn.SAGEConv, fused_nn.GATConv, fused_nn.GCNConv])
+
+
+@all_transforms
+@pytest.mark.parametrize("layer", [fused_nn.SAGEConv, fused_nn.GATConv, fused_nn.GCNConv,
+                                   functools.partial(fused_nn.ChebConv, K=2), fused_nn.TAGConv, fused_nn.MFConv,
+                                   fused_nn.ClusterGCNConv, functools.partial(fused_nn.GCNConv, cached=True)])
 def test_function_transforms_are_refused(layer, transform):
-    module = layer(3, 2)
+    """And what is derived from a graph that first comes in one is none of the transform, which ends."""
+    module, edge_index, x = layer(3, 2), CASE.edge_index.clone(), torch.randn(CASE.num_src, 3)
     with pytest.raises(FunctionTransformError, match="none of vmap, grad"):
-        transform(lambda v: module(v, CASE.edge_index), torch.randn(CASE.num_src, 3))
+        transform(lambda v: module(v, edge_index), x)
+    torch.testing.assert_close(module(x, edge_index), revert(module)(x, edge_index))
+
+
+@all_transforms
+def test_function_transforms_of_what_a_layer_does_not_see_are_refused(transform):
+    module, edge_index, x = fused_nn.GCNConv(3, 2), CASE.edge_index.clone(), torch.randn(CASE.num_src, 3)
+    with pytest.raises(FunctionTransformError, match="none of vmap, grad"):
+        transform(lambda v: v.sum() * module(x, edge_index), x)
+    torch.testing.assert_close(module(x, edge_index), revert(module)(x, edge_index))
+
+
+def test_function_transforms_of_edges_are_refused():
+    module, x = fused_nn.SAGEConv(3, 2), torch.randn(CASE.num_src, 3)
+    with pytest.raises(FunctionTransformError, match="none of vmap, grad"):
+        torch.vmap(lambda edges: module(x, edges))(torch.stack([CASE.edge_index, CASE.edge_index]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pyg_fullgraph.errors import RowCountError, ShardedGraphError
+from pyg_fullgraph.functions import lasting
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.memo import keep, taken
 from pyg_fullgraph.nn.lazy import EdgeExpr, LazyTensor, as_plain, run
@@ -87,7 +88,7 @@ def _edge_index(graph: Graph) -> Tensor:
     key = "ends"
     if key in graph.memo:
         return taken(graph.memo[key])
-    with torch.inference_mode(False):  # it outlives this call
+    with lasting():
         return keep(graph.memo, key, graph.to_edge_index().to(graph.incoming.ptr.dtype))
 
 

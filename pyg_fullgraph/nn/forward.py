@@ -141,7 +141,7 @@ def _wrapped(cls: Any, forward: Any, original: Any, is_lazy: bool) -> Any:
     # The globals of what is returned are PyG's, so what it names of ours is bound here.
     is_compiling, takes, can_fuse, as_operator, products, running = torch.compiler.is_compiling, compiled.takes, \
         compiled.can_fuse, compiled.call, dense.in_layer, order.running
-    is_recorded, is_exported, unseen, run_like = functions.is_recorded, functions.is_exported, functions.unseen, \
+    is_apart, is_exported, unseen, run_like = functions.is_apart, functions.is_exported, functions.unseen, \
         forwards.run_like
     num_function_modes, drop_modes = functions.num_function_modes, functions.drop_modes
     is_dynamo, all_made = torch.compiler.is_dynamo_compiling, made_on(cls)
@@ -215,7 +215,9 @@ def _wrapped(cls: Any, forward: Any, original: Any, is_lazy: bool) -> Any:
                 in_products.end()
 
     def recorded(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """PyG's code, without lazy tensors and graphs; what it caches is that of a tracer, so it is not kept."""
+        """PyG's code, without lazy tensors and graphs; what it caches is that of a tracer or of a transform, so it is
+        not kept.
+        """
         if any(map(is_part, tree_leaves((args, kwargs)))):
             raise NotFusedError({type(self).__name__: ["operations are recorded"]})
         cached = {k: v for k, v in vars(self).items() if k.startswith("_cached")}
@@ -238,7 +240,7 @@ def _wrapped(cls: Any, forward: Any, original: Any, is_lazy: bool) -> Any:
             if takes((args, tuple(kwargs.values()))) and can_fuse(self._fullgraph_handle):
                 return as_operator(self, args, kwargs)
             return apart(self, *args, **kwargs) if is_lazy else forward(self, *args, **kwargs)
-        return recorded(self, args, kwargs) if is_recorded() else explained(self, *args, **kwargs)
+        return recorded(self, args, kwargs) if is_apart() else explained(self, *args, **kwargs)
 
     function = types.FunctionType(call.__code__, original.__globals__, forward.__name__, None, call.__closure__)
     functools.update_wrapper(function, original)

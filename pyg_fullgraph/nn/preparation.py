@@ -27,7 +27,7 @@ from torch_geometric.utils.loop import compute_loop_attr
 from torch_geometric.utils.num_nodes import maybe_num_nodes
 
 from pyg_fullgraph.errors import DeviceError, DtypeError, IndexRangeError, InputError, RowCountError
-from pyg_fullgraph.functions import is_recorded, unseen
+from pyg_fullgraph.functions import is_recorded, lasting, unseen
 from pyg_fullgraph.graph import Graph, graph_of, is_part, remembered
 from pyg_fullgraph.memo import Memo, is_constant, is_unchanged, keep, state_of, taken
 from pyg_fullgraph.nn.ends import EdgeValues, Ends
@@ -58,8 +58,7 @@ def _memo(edge_index: Tensor) -> dict[Any, Any]:
 def _once(memo: dict[Any, Any], key: Any, build: Callable[[], Any]) -> Any:
     if key in memo:
         return taken(memo[key])
-    # What outlives this call must not be marked as made for inference.
-    with torch.inference_mode(False), torch.no_grad():
+    with lasting():
         return keep(memo, key, build())
 
 
@@ -72,7 +71,7 @@ def _of_values(memo: dict[Any, Any], key: Any, values: Tensor, build: Callable[[
         return build()
     slot = memo.get(key)
     if slot is None or slot[0]() is not values or not is_unchanged(values, slot[1]) or not is_unchanged(*slot[2:]):
-        with torch.inference_mode(False), torch.no_grad():
+        with lasting():
             made = build()
             slot = keep(memo, key, (weakref.ref(values), state_of(values), made, state_of(made)))
     return taken(slot[2])
@@ -95,7 +94,7 @@ def _once_unwritten(memo: dict[Any, Any], key: Any, build: Callable[[], Tensor])
     """As :func:`_once`, of a tensor that callers may write to: it is then built anew."""
     known = memo.get(key)
     if known is None or not _is_unchanged(*known):
-        with torch.inference_mode(False), torch.no_grad():
+        with lasting():
             made = build()
         known = keep(memo, key, (made, _state_of(made)))
     return taken(known[0])
@@ -138,7 +137,7 @@ class _Loops:
         """Positions and nodes of the self-loops, and which of them is the last one of its node; None if all are."""
         if "places" in self._cache:
             return taken(self._cache["places"])
-        with torch.inference_mode(False), torch.no_grad():  # it outlives this call
+        with lasting():
             return keep(self._cache, "places", _places_of_loops(_to_plain(edge_index)))
 
     def kept(self, edge_index: Tensor) -> Tensor | None:
@@ -150,7 +149,7 @@ class _Loops:
         if "kept" in self._cache:
             kept = taken(self._cache["kept"])
         else:
-            with torch.inference_mode(False):  # it outlives this call
+            with lasting():
                 kept = keep(self._cache, "kept", self.kept(edge_index))
         return values if kept is None else values.index_select(0, kept)
 
