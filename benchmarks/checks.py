@@ -4,6 +4,11 @@ Where plain PyG fits, outputs and gradients are compared with PyG's in float64, 
 small bound or a few times PyG's own error in the dtype of the case. Where it does not fit, each layer's output is
 compared on sampled rows with PyG in float64 on the edges into those rows, and gradients on small graphs of the same
 family.
+
+Where a slope has a jump, one edge in a million may take the other side by rounding, which moves a gradient by more than
+the bound, PyG's in its dtype as well as ours: a leaky ReLU around zero, maxima that nearly tie, the floor of a standard
+deviation, below which PyG takes it for zero. Other numbers have their edges elsewhere, so that the middle one of the
+errors in :data:`DRAWS` counts; what is wrong is wrong in all of them.
 """
 
 from __future__ import annotations
@@ -34,9 +39,8 @@ CPU_FLOAT64_BYTES = 4 << 30
 NUM_SAMPLED_ROWS = 256
 #: Training steps that two runs are compared in.
 NUM_REPEATED = 3
-#: Of the small graphs. The middle one of a tensor's errors counts: where the argument of a leaky ReLU is zero but for
-#: rounding, its slope may be either, and one edge in a million moves a gradient that cancels by more than the bound.
-SMALL_SEEDS = (0, 1, 2)
+#: Seeds of problems that are drawn where one does not tell.
+DRAWS = (0, 1, 2, 3, 4)
 
 
 #: By name of a tensor: the error of who is checked, and PyG's own in the dtype of the case.
@@ -97,8 +101,14 @@ def _float64(problem: Problem) -> Problem:
 
 
 def _check_whole(problem: Problem, workload: Workload) -> dict[str, Any]:
+    bound = BOUNDS[problem.case.dtype]
     against, errors = _errors(problem, workload)
-    return {"against": against, **_judged(errors, BOUNDS[problem.case.dtype])}
+    try:
+        return {"against": against, **_judged(errors, bound)}
+    except CheckFailed:
+        others = (Problem(problem.case, seed) for seed in DRAWS[1:])
+        found = [errors, *(_errors(other, Workload(other, workload.provider))[1] for other in others)]
+        return {"against": f"{against}, the middle of {len(found)} draws", **_middle(found, bound)}
 
 
 def _errors(problem: Problem, workload: Workload) -> tuple[str, Errors]:
@@ -148,6 +158,13 @@ def _judged(errors: Errors, bound: float) -> dict[str, float]:
     return {"error": max(error for error, _ in errors.values()), "pyg_error": max(own for _, own in errors.values())}
 
 
+def _middle(draws: list[Errors], bound: float) -> dict[str, float]:
+    """Of each tensor the middle one of its errors, judged."""
+    middle = {name: (statistics.median(errors[name][0] for errors in draws),
+                     statistics.median(errors[name][1] for errors in draws)) for name in draws[0]}
+    return {**_judged(middle, bound), "largest_error": max(error for errors in draws for error, _ in errors.values())}
+
+
 def _check_sampled(problem: Problem, workload: Workload) -> dict[str, Any]:
     case, bound = problem.case, BOUNDS[problem.case.dtype]
     rows = _sampled_rows(problem)
@@ -157,15 +174,10 @@ def _check_sampled(problem: Problem, workload: Workload) -> dict[str, Any]:
         if error > bound:
             raise CheckFailed(f"Expected rows of layer {k} to be within {bound:.0e} of PyG float64 (got {error:.2e})")
         worst = max(worst, error)
-    found = []
-    for seed in SMALL_SEEDS:
-        small = Problem(replace(case, is_sampled=False), seed, "small")
-        found.append(_errors(small, Workload(small, workload.provider))[1])
-    middle = {name: (statistics.median(errors[name][0] for errors in found),
-                     statistics.median(errors[name][1] for errors in found)) for name in found[0]}
+    smalls = (Problem(replace(case, is_sampled=False), seed, "small") for seed in DRAWS)
+    found = [_errors(small, Workload(small, workload.provider))[1] for small in smalls]
     return {"against": f"PyG float64: {len(rows)} rows here, gradients on {len(found)} graphs like 'small'",
-            "rows_error": worst, **_judged(middle, bound),
-            "largest_error": max(error for errors in found for error, _ in errors.values())}
+            "rows_error": worst, **_middle(found, bound)}
 
 
 def _inputs_and_outputs(workload: Workload) -> list[tuple[Tensor, Tensor]]:
