@@ -55,8 +55,10 @@ def cells(row: dict[str, Any], pyg: dict[str, Any] | None) -> list[str]:
     share = f"{row['gather_gbs']:.0f} ({row['gather_share']:.0%})" if "gather_gbs" in row else ""
     check = row.get("check", {})
     error = max((check[k] for k in ("error", "rows_error") if k in check), default=None)
-    pygs = f" (PyG {check['pyg_error']:.1e})" if "pyg_error" in check else ""
-    errors = [] if error is None else [f"{error:.1e}{pygs}"]
+    beside = [f"PyG {check['pyg_error']:.1e}"] if "pyg_error" in check else []
+    if error is not None and check.get("largest_error", 0) > 10 * error:  # an edge at a jump of a slope
+        beside.append(f"up to {check['largest_error']:.1e} in a draw")
+    errors = [] if error is None else [f"{error:.1e}" + f" ({'; '.join(beside)})" * bool(beside)]
     return [row["case"], provider, f"{row['p50_ms']:.2f} ({row['p20_ms']:.2f}-{row['p80_ms']:.2f})",
             f"{row['cpu_ms']:.2f}" if row["device"] == "cpu" else "", speedup,
             "" if peak is None else f"{peak / 1e6:.0f}", f"{row['first_ms'] / 1e3:.2f}",

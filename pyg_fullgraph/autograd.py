@@ -80,9 +80,8 @@ class _EdgePhaseFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *given: Any) -> tuple[Tensor | None, ...]:
-        for g in given:
-            if g is not None and (is_batched(g) or is_of_transform(g)):
-                raise FunctionTransformError()
+        if has_transforms() or any(g is not None and (is_batched(g) or is_of_transform(g)) for g in given):
+            raise FunctionTransformError()
         grads, more = (given, None) if ctx.back < 0 else (given[:-1], given[-1])
         if grads[0] is None:  # what is saved may be gone
             return (*[None] * _IN_FRONT, *[more if k == ctx.back else None for k in range(len(ctx.meta))])

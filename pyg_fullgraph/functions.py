@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "PLAIN", "LayerMode", "apart", "applying", "drop_modes", "has_autocast", "has_modes_of_others", "has_transforms",
-    "is_apart", "is_batched", "is_exported", "is_of_transform", "is_recorded", "lasting",
+    "is_batched", "is_exported", "is_of_transform", "is_recorded", "lasting",
     "num_dispatch_modes", "num_function_modes", "tensors_in", "unrecorded", "unseen"]
 
 #: Types of tensors that are torch's own.
@@ -64,11 +64,6 @@ def is_recorded() -> bool:
         _has(_PRE_DISPATCH) or (has_transforms() and peek_interpreter_stack().key() == TransformType.Functionalize)
 
 
-def is_apart() -> bool:
-    """Whether operations of this thread are recorded, or are those of a transform of ``torch.func``."""
-    return has_transforms() or is_recorded()
-
-
 def has_modes_of_others() -> bool:
     """Whether a mode of torch's functions is at work that is somebody's, and not ours or a device's."""
     return num_function_modes() > 0 and not all(
@@ -94,8 +89,11 @@ def drop_modes(num_below: int) -> None:
 
 @contextlib.contextmanager
 def unrecorded() -> Iterator[None]:
-    """A context in which operations on plain tensors are run as ever, whatever tracers and transforms are at work."""
-    if not (is_recorded() or has_transforms()):
+    """A context in which operations on plain tensors are run as ever, and seen by no tracer, no transform of
+    ``torch.func``, and no mode of dispatch: checkpoints that choose what to save count what runs in forward, and what
+    is remembered does not run again.
+    """
+    if not (is_recorded() or has_transforms() or num_dispatch_modes() > 0):
         yield
         return
     state, set_state = torch._C._get_tracing_state(), torch._C._set_tracing_state  # type: ignore[attr-defined]
@@ -109,8 +107,8 @@ def unrecorded() -> Iterator[None]:
 
 @contextlib.contextmanager
 def lasting() -> Iterator[None]:
-    """A context for what is made of plain tensors and outlives a call: it is none of a tracer, of a transform of
-    ``torch.func``, of inference, or of autograd.
+    """A context for what is made of plain tensors and outlives a call: :func:`unrecorded`, and not of inference or of
+    autograd.
     """
     with unrecorded(), torch.inference_mode(False), torch.no_grad():
         yield

@@ -101,8 +101,9 @@ class Graph(Tensor):
         """
         _check_edge_index(edge_index)
         size, is_square = _parse_size(num_nodes)
-        num_src, num_dst = _resolve_size(edge_index[0], edge_index[1], size, is_square, validate)
-        return cls._from_coo(edge_index[0], edge_index[1], num_src, num_dst)
+        with lasting():
+            num_src, num_dst = _resolve_size(edge_index[0], edge_index[1], size, is_square, validate)
+            return cls._from_coo(edge_index[0], edge_index[1], num_src, num_dst)
 
     @classmethod
     def from_any(cls, obj: Any, size: int | Size | None = None, return_value: bool = False) -> Any:
@@ -137,11 +138,14 @@ class Graph(Tensor):
             _check_size(obj, wanted)
             graph = obj
         elif pyg_typing.WITH_TORCH_SPARSE and isinstance(obj, pyg_typing.SparseTensor):
-            graph, value = cls._from_sparse_tensor(obj, wanted), obj.storage.value()
+            with lasting():
+                graph = cls._from_sparse_tensor(obj, wanted)
+            value = obj.storage.value()
         elif not isinstance(obj, Tensor):
             raise errors.GraphTypeError(obj)
         elif isinstance(obj, EdgeIndex):
-            graph = cls._from_pyg_edge_index(obj, wanted, is_square)
+            with lasting():
+                graph = cls._from_pyg_edge_index(obj, wanted, is_square)
         elif obj.layout != torch.strided:
             graph, value = cls._from_torch_sparse(obj, wanted)
         else:

@@ -363,6 +363,37 @@ def test_the_middle_of_draws_counts(monkeypatch, wrong, is_sampled):
     assert not any(torch.equal(a.x, b.x) for a, b in itertools.combinations(seen, 2))
 
 
+@pytest.mark.parametrize("draw", [0, 3])
+@pytest.mark.parametrize("error", [0.5, float("inf")])
+@pytest.mark.parametrize("is_sampled", [False, True])
+def test_no_draw_may_be_further_off_than_jumps_explain(monkeypatch, is_sampled, error, draw):
+    problem, seen = Problem(replace(TINY, is_sampled=is_sampled)), []
+
+    def errors(drawn, workload):
+        seen.append(drawn)
+        first = 1e-3 if len(seen) == 1 else 1e-7
+        return "PyG float64", {"grad": (error if len(seen) == draw + 1 else first, 1e-7)}
+
+    monkeypatch.setattr(checks, "_errors", errors)
+    with pytest.raises(CheckFailed, match="'grad'"):
+        check(problem, Workload(problem, "ours"))
+    assert len(seen) == draw + 1
+
+
+def test_other_draws_have_to_fit_as_well(monkeypatch):
+    problem, seen = Problem(TINY), []
+
+    def errors(drawn, workload):
+        seen.append(drawn)
+        if len(seen) > 1:
+            raise checks.ReferenceTooLarge
+        return "PyG float64", {"grad": (1e-3, 1e-7)}
+
+    monkeypatch.setattr(checks, "_errors", errors)
+    with pytest.raises(CheckFailed, match="draw 1"):
+        check(problem, Workload(problem, "ours"))
+
+
 @pytest.mark.parametrize("case", [TINY, TINY_GCN], ids=lambda case: case.layer)
 def test_sampled_check_sees_a_wrong_row(case, monkeypatch):
     problem = Problem(replace(case, is_sampled=True))

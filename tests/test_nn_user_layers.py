@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import inspect
 import sys
 import types
@@ -20,8 +19,8 @@ from torch_geometric.utils import scatter, softmax
 
 import pyg_fullgraph.nn as fused_nn
 import zoo
-from pyg_fullgraph import convert, debug, revert
-from pyg_fullgraph.errors import ForwardModeError, FunctionTransformError, InputError
+from pyg_fullgraph import convert, debug
+from pyg_fullgraph.errors import InputError
 from pyg_fullgraph.nn import tracing
 from pyg_fullgraph.saga.kernel_source import KernelSource
 
@@ -477,13 +476,6 @@ def test_results_are_written_to_in_place():
             torch.testing.assert_close(g, w, rtol=1e-10, atol=1e-10)
 
 
-def test_forward_mode_is_refused():
-    module = fused_nn.SAGEConv(3, 2)
-    x = torch.randn(CASE.num_src, 3)
-    with pytest.raises(ForwardModeError, match="backward derivatives only"):
-        torch.func.jvp(lambda v: module(v, CASE.edge_index), (x,), (torch.ones_like(x),))
-
-
 @pytest.mark.parametrize("make", [fused_nn.GCNConv, fused_nn.SAGEConv, fused_nn.GATConv])
 def test_bad_ids_are_named(make):
     x = torch.randn(4, 3)
@@ -547,76 +539,6 @@ def test_edges_chosen_by_arrays_are_left_to_torch():
     x = torch.randn(CASE.num_src, 6)
     src, dst = CASE.edge_index
     torch.testing.assert_close(Chosen()(x, CASE.edge_index), torch.zeros_like(x).index_add(0, src, x[dst]))
-
-
-all_transforms = pytest.mark.parametrize("transform", [
-    lambda f, x: torch.vmap(f)(torch.stack([x, x])), lambda f, x: torch.func.grad(lambda v: f(v).sum())(x),
-    lambda f, x: torch.func.jacrev(f)(x)], ids=["vmap", "grad", "jacrev"])
-
-
-@all_transforms
-@pytest.mark.parametrize("layer", [fused_nn.SAGEConv, fused_nn.GATConv, fused_nn.GCNConv,
-                                   functools.partial(fused_nn.ChebConv, K=2), fused_nn.TAGConv, fused_nn.MFConv,
-                                   fused_nn.ClusterGCNConv, functools.partial(fused_nn.GCNConv, cached=True)])
-def test_function_transforms_are_refused(layer, transform):
-    """And what is derived from a graph that first comes in one is none of the transform, which ends."""
-    module, edge_index, x = layer(3, 2), CASE.edge_index.clone(), torch.randn(CASE.num_src, 3)
-    with pytest.raises(FunctionTransformError, match="none of vmap, grad"):
-        transform(lambda v: module(v, edge_index), x)
-    torch.testing.assert_close(module(x, edge_index), revert(module)(x, edge_index))
-
-
-@all_transforms
-def test_function_transforms_of_what_a_layer_does_not_see_are_refused(transform):
-    module, edge_index, x = fused_nn.GCNConv(3, 2), CASE.edge_index.clone(), torch.randn(CASE.num_src, 3)
-    with pytest.raises(FunctionTransformError, match="none of vmap, grad"):
-        transform(lambda v: v.sum() * module(x, edge_index), x)
-    torch.testing.assert_close(module(x, edge_index), revert(module)(x, edge_index))
-
-
-def test_function_transforms_of_edges_are_refused():
-    module, x = fused_nn.SAGEConv(3, 2), torch.randn(CASE.num_src, 3)
-    with pytest.raises(FunctionTransformError, match="none of vmap, grad"):
-        torch.vmap(lambda edges: module(x, edges))(torch.stack([CASE.edge_index, CASE.edge_index]))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("layer", [fused_nn.SAGEConv, fused_nn.TransformerConv, fused_nn.GCNConv])
-def test_batches_of_gradients_are_refused(layer, dtype):
-    """Which torch makes with a ``vmap`` of its own; also where it could be done, so that it is known everywhere."""
-    module, x = layer(3, 2).to(dtype), torch.randn(CASE.num_src, 3, dtype=dtype, requires_grad=True)
-    out = module(x, CASE.edge_index).sum(dim=0)
-    wanted = torch.stack([torch.autograd.grad(out[k], x, retain_graph=True)[0] for k in range(2)])
-    with pytest.raises(FunctionTransformError, match="one gradient at a time"):
-        torch.autograd.grad(out, x, torch.eye(2, dtype=dtype), is_grads_batched=True, retain_graph=True)
-    with pytest.raises(FunctionTransformError, match="one gradient at a time"):
-        torch.vmap(lambda g: torch.autograd.grad(out, x, g, retain_graph=True)[0])(torch.eye(2, dtype=dtype))
-    jacobian = functools.partial(torch.autograd.functional.jacobian, lambda v: module(v, CASE.edge_index).sum(dim=0), x)
-    with pytest.raises(FunctionTransformError, match="one gradient at a time"):
-        jacobian(vectorize=True)
-    torch.testing.assert_close(jacobian(), wanted)
-
-
-def test_function_transforms_of_parameters_are_refused():
-    """Of those that a message reads, before it was traced and after."""
-    class Mapped(fused_nn.MessagePassing):
-        def __init__(self):
-            super().__init__(aggr="sum")
-            self.lin = torch.nn.Linear(3, 2)
-
-        def forward(self, x, edge_index):
-            return self.propagate(edge_index, x=x)
-
-        def message(self, x_j):
-            return self.lin(x_j).relu()
-
-    module, x = Mapped(), torch.randn(CASE.num_src, 3)
-    step = torch.func.grad(lambda p: torch.func.functional_call(module, p, (x, CASE.edge_index)).sum())
-    with pytest.raises(FunctionTransformError, match="none of vmap, grad"):
-        step(dict(module.named_parameters()))
-    module(x, CASE.edge_index)
-    with pytest.raises(FunctionTransformError, match="none of vmap, grad"):
-        step(dict(module.named_parameters()))
 
 
 class Repeated(pyg_nn.MessagePassing):

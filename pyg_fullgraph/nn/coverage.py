@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["FUSED", "OPTIONS", "PARTS", "PLAIN", "UNSEEN"]
+__all__ = ["FUSED", "HAS_MODES", "OPTIONS", "PARTS", "PLAIN", "RECORDED", "UNSEEN"]
+
+#: Why calls of any layer are PyG's, for a time.
+RECORDED, HAS_MODES = "operations are recorded", "a TorchFunctionMode is at work"
 
 #: Name of a layer -> what it computes for node i. Sums and other reductions are over the edges j -> i.
 FUSED: Mapping[str, str] = {

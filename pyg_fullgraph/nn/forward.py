@@ -19,10 +19,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from pyg_fullgraph import dense, functions
+from pyg_fullgraph.autograd import check_derivatives
 from pyg_fullgraph.bytecode import global_names, is_raise
 from pyg_fullgraph.errors import LayerInputError, NotFusedError, PygFullgraphError, RowCountError, ShardedGraphError
 from pyg_fullgraph.graph import is_part
 from pyg_fullgraph.nn import compiled, derived, dots, forwards, order, sums, tape
+from pyg_fullgraph.nn.coverage import HAS_MODES, RECORDED
 from pyg_fullgraph.nn.lazy import LazyTensor, as_plain
 from pyg_fullgraph.nn.preparation import REPLACEMENTS, REPLACEMENTS_APART
 from pyg_fullgraph.nn.rebinding import (
@@ -141,8 +143,9 @@ def _wrapped(cls: Any, forward: Any, original: Any, is_lazy: bool) -> Any:
     # The globals of what is returned are PyG's, so what it names of ours is bound here.
     is_compiling, takes, can_fuse, as_operator, products, running = torch.compiler.is_compiling, compiled.takes, \
         compiled.can_fuse, compiled.call, dense.in_layer, order.running
-    is_apart, is_exported, unseen, run_like = functions.is_apart, functions.is_exported, functions.unseen, \
+    is_recorded, is_exported, unseen, run_like = functions.is_recorded, functions.is_exported, functions.unseen, \
         forwards.run_like
+    has_transforms, has_modes = functions.has_transforms, functions.has_modes_of_others
     num_function_modes, drop_modes = functions.num_function_modes, functions.drop_modes
     is_dynamo, all_made = torch.compiler.is_dynamo_compiling, made_on(cls)
     eager, has_chains, nothing = _with_sums(forward, original), order.has_chains, contextlib.nullcontext()
@@ -164,6 +167,8 @@ def _wrapped(cls: Any, forward: Any, original: Any, is_lazy: bool) -> Any:
         return None if cls.forward is function else functools.partial(cls.forward, self)
 
     def explained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if has_transforms() and not self._fullgraph_refusals():
+            check_derivatives(functions.tensors_in((args, kwargs)))
         is_whole = type(self).forward is function
         if not is_whole and running.layer is self:  # by super(): a part of that call
             out = (replaced(self) or functools.partial(eager, self))(*args, **kwargs)
@@ -215,11 +220,9 @@ def _wrapped(cls: Any, forward: Any, original: Any, is_lazy: bool) -> Any:
                 in_products.end()
 
     def recorded(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """PyG's code, without lazy tensors and graphs; what it caches is that of a tracer or of a transform, so it is
-        not kept.
-        """
+        """PyG's code, without lazy tensors and graphs; what it caches is a tracer's or a mode's, so it is not kept."""
         if any(map(is_part, tree_leaves((args, kwargs)))):
-            raise NotFusedError({type(self).__name__: ["operations are recorded"]})
+            raise NotFusedError({type(self).__name__: [RECORDED if is_recorded() else HAS_MODES]})
         cached = {k: v for k, v in vars(self).items() if k.startswith("_cached")}
         with functions.unrecorded():
             given, plain = as_plain((args, kwargs)), as_plain(cached)
@@ -240,7 +243,7 @@ def _wrapped(cls: Any, forward: Any, original: Any, is_lazy: bool) -> Any:
             if takes((args, tuple(kwargs.values()))) and can_fuse(self._fullgraph_handle):
                 return as_operator(self, args, kwargs)
             return apart(self, *args, **kwargs) if is_lazy else forward(self, *args, **kwargs)
-        return recorded(self, args, kwargs) if is_apart() else explained(self, *args, **kwargs)
+        return recorded(self, args, kwargs) if is_recorded() or has_modes() else explained(self, *args, **kwargs)
 
     function = types.FunctionType(call.__code__, original.__globals__, forward.__name__, None, call.__closure__)
     functools.update_wrapper(function, original)

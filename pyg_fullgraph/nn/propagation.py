@@ -22,11 +22,11 @@ from torch_geometric.utils import is_sparse
 from pyg_fullgraph import debug
 from pyg_fullgraph.autograd import Ways
 from pyg_fullgraph.errors import NotFusable, NotFusedError, ShardedGraphError
-from pyg_fullgraph.functions import is_recorded, unseen
+from pyg_fullgraph.functions import has_modes_of_others, is_recorded, unseen
 from pyg_fullgraph.graph import is_part
 from pyg_fullgraph.nn import classes, compiled, derived, dots, forwards, known, order, tape
 from pyg_fullgraph.nn.arguments import Call
-from pyg_fullgraph.nn.coverage import PLAIN, UNSEEN
+from pyg_fullgraph.nn.coverage import HAS_MODES, PLAIN, RECORDED, UNSEEN
 from pyg_fullgraph.nn.lazy import EdgeExpr, as_plain, run, run_phase
 from pyg_fullgraph.nn.preparation import has_numbers
 from pyg_fullgraph.nn.rebinding import mark
@@ -115,7 +115,7 @@ note_phase = tape.step(debug.record)
 def _recorded(function: str) -> typing.Any:
     """What a tracer sees in the place of one of our functions: PyG's, which anybody can run."""
     def run_recorded(conv, edge_index, size, kwargs):
-        return _plain(conv, function, edge_index, ["operations are recorded"])(edge_index, size=size, **kwargs)
+        return _plain(conv, function, edge_index, [RECORDED])(edge_index, size=size, **kwargs)
     return run_recorded
 
 
@@ -170,6 +170,8 @@ class FusedMixin(_Layer):
     def _fullgraph_propagate(self, edge_index, size, kwargs):
         if is_recorded() or not has_numbers(edge_index):
             return _recorded_propagate(self, edge_index, size, kwargs)
+        if has_modes_of_others():
+            return _run_plain(self, "propagate", edge_index, size, kwargs, [HAS_MODES])
         kwargs, _ = dots.computed(self, kwargs)
         look = known.look_of(self, "propagate", edge_index, size, kwargs)
         bound = known.find(self, look, edge_index, kwargs)
@@ -226,6 +228,8 @@ class FusedMixin(_Layer):
     def _fullgraph_edge_updater(self, edge_index, size, kwargs):
         if is_recorded() or not has_numbers(edge_index):
             return _recorded_edge_updater(self, edge_index, size, kwargs)
+        if has_modes_of_others():
+            return _run_plain(self, "edge_updater", edge_index, size, kwargs, [HAS_MODES])
         kwargs, features = dots.computed(self, kwargs)
         look = known.look_of(self, "edge_updater", edge_index, size, kwargs)
         bound = known.find(self, look, edge_index, kwargs)
