@@ -103,10 +103,18 @@ def test_function_transforms_of_other_forms_of_edges_are_refused():
 
 
 def test_function_transforms_of_compiled_layers_are_refused():
+    """Which the compiler never looks into again, as it does with any forward in a transform; others it does."""
+    class Sums(fused_nn.MessagePassing):
+        def forward(self, x, edge_index):
+            return self.propagate(edge_index, x=x)
+
     x, edge_index = arguments("SAGEConv")
-    compiled = torch.compile(fused_nn.SAGEConv(3, 2), backend="aot_eager")
+    compiled = torch.compile(Sums(), backend="aot_eager")
     with pytest.raises(FunctionTransformError, match="none of vmap, grad"):
         torch.func.grad(lambda v: compiled(v, edge_index).sum())(x)
+    other = fused_nn.GCNConv(3, 2)
+    whole = torch.compile(other, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(whole(x, edge_index), other(x, edge_index))
 
 
 def test_lazy_layers_wait_until_a_transform_has_ended():

@@ -245,7 +245,9 @@ def _wrapped(cls: Any, forward: Any, original: Any, is_lazy: bool) -> Any:
             return apart(self, *args, **kwargs) if is_lazy else forward(self, *args, **kwargs)
         return recorded(self, args, kwargs) if is_recorded() or has_modes() else explained(self, *args, **kwargs)
 
-    function = types.FunctionType(call.__code__, original.__globals__, forward.__name__, None, call.__closure__)
+    # Code of its own: what a compiler gave up, as in a transform of torch.func, it never tries again.
+    code = call.__code__.replace()
+    function = types.FunctionType(code, original.__globals__, forward.__name__, None, call.__closure__)
     functools.update_wrapper(function, original)
     mark(function)
     function._fullgraph_eager = explained
