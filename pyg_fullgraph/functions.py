@@ -89,11 +89,8 @@ def drop_modes(num_below: int) -> None:
 
 @contextlib.contextmanager
 def unrecorded() -> Iterator[None]:
-    """A context in which operations on plain tensors are run as ever, and seen by no tracer, no transform of
-    ``torch.func``, and no mode of dispatch: checkpoints that choose what to save count what runs in forward, and what
-    is remembered does not run again.
-    """
-    if not (is_recorded() or has_transforms() or num_dispatch_modes() > 0):
+    """A context in which operations on plain tensors are run as ever, whatever tracers and transforms are at work."""
+    if not (is_recorded() or has_transforms()):
         yield
         return
     state, set_state = torch._C._get_tracing_state(), torch._C._set_tracing_state  # type: ignore[attr-defined]
@@ -107,10 +104,12 @@ def unrecorded() -> Iterator[None]:
 
 @contextlib.contextmanager
 def lasting() -> Iterator[None]:
-    """A context for what is made of plain tensors and outlives a call: :func:`unrecorded`, and not of inference or of
-    autograd.
+    """A context for what is made of plain tensors and outlives a call: :func:`unrecorded`, not of inference, not of
+    autograd, and seen by no mode of dispatch. Checkpoints that choose what to save count what runs in forward, and what
+    is remembered does not run again.
     """
-    with unrecorded(), torch.inference_mode(False), torch.no_grad():
+    hidden = _disable_current_modes() if num_dispatch_modes() > 0 else contextlib.nullcontext()
+    with unrecorded(), hidden, torch.inference_mode(False), torch.no_grad():
         yield
 
 

@@ -20,7 +20,7 @@ from torch_geometric import EdgeIndex
 
 from pyg_fullgraph import errors
 from pyg_fullgraph.edge_order import EdgeOrder, sorts_rows
-from pyg_fullgraph.functions import is_of_transform, lasting
+from pyg_fullgraph.functions import is_of_transform, lasting, unrecorded
 from pyg_fullgraph.memo import Memo, is_unchanged, keep, keep_by, state_of, taken
 from triton_kernels import segment
 
@@ -101,7 +101,7 @@ class Graph(Tensor):
         """
         _check_edge_index(edge_index)
         size, is_square = _parse_size(num_nodes)
-        with lasting():
+        with unrecorded():
             num_src, num_dst = _resolve_size(edge_index[0], edge_index[1], size, is_square, validate)
             return cls._from_coo(edge_index[0], edge_index[1], num_src, num_dst)
 
@@ -138,13 +138,13 @@ class Graph(Tensor):
             _check_size(obj, wanted)
             graph = obj
         elif pyg_typing.WITH_TORCH_SPARSE and isinstance(obj, pyg_typing.SparseTensor):
-            with lasting():
+            with unrecorded():
                 graph = cls._from_sparse_tensor(obj, wanted)
             value = obj.storage.value()
         elif not isinstance(obj, Tensor):
             raise errors.GraphTypeError(obj)
         elif isinstance(obj, EdgeIndex):
-            with lasting():
+            with unrecorded():
                 graph = cls._from_pyg_edge_index(obj, wanted, is_square)
         elif obj.layout != torch.strided:
             graph, value = cls._from_torch_sparse(obj, wanted)

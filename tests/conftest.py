@@ -4,6 +4,7 @@ import functools
 import gc
 import itertools
 import os
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,14 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 def counters() -> None:
     """Fused and plain calls are counted from the start of each test."""
     debug.reset()
+
+
+@pytest.fixture(autouse=True)
+def random_names() -> None:
+    """PyG names the module of each ``Sequential`` by a random number, and takes one of that name if there is one, as
+    after a test that set the seed.
+    """
+    random.seed()
 
 
 @pytest.fixture

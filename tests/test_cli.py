@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -178,7 +179,7 @@ def test_info_names_an_extension_that_does_not_load(monkeypatch):
     def refuse(name):
         raise OSError("libtorch.so: undefined symbol")
 
-    monkeypatch.setattr(report.importlib, "import_module", refuse)
+    monkeypatch.setattr(report, "importlib", types.SimpleNamespace(import_module=refuse))
     assert "installed but does not load: libtorch.so: undefined symbol" in run("info").output
 
 

@@ -1,5 +1,6 @@
 """Graph: both orders, every form PyG has, its behaviour as a tensor, and what it refuses."""
 
+import contextlib
 import copy
 import io
 import pickle
@@ -17,7 +18,7 @@ from torch_geometric.data import Data
 from torch_geometric.utils import add_self_loops, degree
 
 import zoo
-from pyg_fullgraph import edge_order, errors, shard
+from pyg_fullgraph import edge_order, errors, functions, shard
 from pyg_fullgraph.edge_order import EdgeOrder
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.transforms import Reorder
@@ -569,6 +570,14 @@ def prepare(edge_index: torch.Tensor, size: tuple[int, int]) -> Graph:
     return built
 
 
+@contextlib.contextmanager
+def whole(mode, monkeypatch):
+    """``mode``, which sees what is kept as well."""
+    with mode, monkeypatch.context() as patch:
+        patch.setattr(functions, "num_dispatch_modes", lambda: 0)
+        yield mode
+
+
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(segment, "may_wait", lambda device, num_edges: False)
@@ -580,7 +589,7 @@ def test_a_new_graph_costs_two_sorts_and_no_wait(case, as_on_a_gpu, monkeypatch)
         pytest.fail("the host reads a tensor")
 
     edge_index = case.edge_index.clone()
-    with WhatIsRun() as seen, monkeypatch.context() as patch:
+    with whole(WhatIsRun(), monkeypatch) as seen, monkeypatch.context() as patch:
         for name in ("tolist", "item", "numpy", "__bool__", "__int__", "__index__", "__float__"):
             patch.setattr(torch.Tensor, name, read)
         built = prepare(edge_index, case.size)
@@ -589,8 +598,8 @@ def test_a_new_graph_costs_two_sorts_and_no_wait(case, as_on_a_gpu, monkeypatch)
     check_graph(built, case.edge_index, case.size)
 
 
-def test_what_waits_is_seen():
-    with WhatIsRun() as seen:
+def test_what_waits_is_seen(monkeypatch):
+    with whole(WhatIsRun(), monkeypatch) as seen:
         prepare(zoo.hub().edge_index, zoo.hub().size)
         torch.arange(3)[torch.tensor([True, False, True])]
         torch.repeat_interleave(torch.tensor([1, 2]))
@@ -606,11 +615,11 @@ def test_ids_are_checked_without_waiting(edge_index, role, as_on_a_gpu):
 
 
 @pytest.mark.parametrize("sort_order", ["row", "col"])
-def test_from_pyg_edge_index_without_waiting(sort_order, as_on_a_gpu):
+def test_from_pyg_edge_index_without_waiting(sort_order, as_on_a_gpu, monkeypatch):
     case = zoo.hub()
     edge_index = case.edge_index[:, case.edge_index[0 if sort_order == "row" else 1].argsort(stable=True)].contiguous()
     theirs = EdgeIndex(edge_index, sparse_size=case.size, sort_order=sort_order).fill_cache_()
-    with WhatIsRun() as seen:
+    with whole(WhatIsRun(), monkeypatch) as seen:
         built = Graph.from_any(theirs)
     assert seen.waits == []
     check_graph(built, edge_index, case.size)

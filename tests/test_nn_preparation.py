@@ -264,6 +264,7 @@ def test_nothing_outlives_the_edge_index():
     ref, weight = weakref.ref(edge_index), torch.rand(LOOPS.num_edges)
     full, norm = preparation.gcn_norm(edge_index, weight, 5)
     graph = weakref.ref(full)
+    gc.collect()  # what other tests left
     before = len(preparation.remembered.entries)
     del edge_index, full, norm
     gc.collect()
