@@ -271,9 +271,9 @@ class ForwardModeError(PygFullgraphError, NotImplementedError):
 
 
 class FunctionTransformError(PygFullgraphError, NotImplementedError):
-    """A tensor is one of a transform of ``torch.func``, or a batch of gradients."""
+    """A tensor is one of a transform of ``torch.func`` or a batch of gradients, or such a transform is at work."""
 
     def __init__(self) -> None:
         super().__init__("Fused layers take plain tensors, none of vmap, grad and the other transforms of torch.func, "
-                         "and one gradient at a time, without is_grads_batched and vectorize=True; revert(model) for "
-                         "those")
+                         "within which they do not run, and one gradient at a time, without is_grads_batched and "
+                         "vectorize=True; revert(model) for those")

@@ -125,15 +125,24 @@ def test_lazy_layers_wait_until_a_transform_has_ended():
     assert layer(x, edge_index).isfinite().all() and layer.lin.weight.shape == (2, 3)
 
 
-def test_what_is_never_fused_is_pygs_in_a_transform():
-    x, edge_index = arguments("SAGEConv")
-    torch.manual_seed(0)
-    ours = fused_nn.SAGEConv(3, 2, aggr="median")
-    pyg = pyg_nn.SAGEConv(3, 2, aggr="median")
-    pyg.load_state_dict(ours.state_dict())
-    with pytest.warns(debug.PlainPathWarning, match="median"):
-        got = torch.func.grad(lambda v: ours(v, edge_index).sum())(x)
-    torch.testing.assert_close(got, torch.func.grad(lambda v: pyg(v, edge_index).sum())(x))
+@pytest.mark.parametrize("name", ["SAGEConv", "GCNConv", "GATConv"])
+@pytest.mark.parametrize("reason", ["median", "hooks"])
+def test_what_is_not_fused_is_pygs_in_a_transform(name, reason):
+    x, edge_index = arguments(name)
+    ours, pyg = pair(name, **{"aggr": "median"} if reason == "median" else {})
+    if reason == "hooks":
+        ours.register_message_forward_hook(lambda module, inputs, out: None)
+    with pytest.warns(debug.PlainPathWarning, match=reason):
+        got = torch.func.grad(lambda v: ours(v, edge_index).square().sum())(x)
+    torch.testing.assert_close(got, torch.func.grad(lambda v: pyg(v, edge_index).square().sum())(x))
+
+
+def test_forward_mode_of_parameters_is_refused():
+    x, edge_index = arguments("GCNConv")
+    layer = fused_nn.GCNConv(3, 2)
+    weights = dict(layer.named_parameters())
+    with pytest.raises(ForwardModeError, match="backward derivatives only"):
+        torch.func.jvp(lambda p: torch.func.functional_call(layer, p, (x, edge_index)), (weights,), (weights,))
 
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.functionalize])
@@ -232,18 +241,31 @@ def test_a_part_of_a_graph_under_a_mode_of_functions_is_refused():
 
 
 class Coarse(TorchDispatchMode):
-    """Powers in half precision."""
+    """Powers in half precision, and the opposite of equality."""
 
     def __torch_dispatch__(self, function, kinds, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.eq.Scalar:
+            return out.logical_not()
         return out.half().float() if function is torch.ops.aten.pow.Tensor_Scalar else out
 
 
-def test_modes_of_dispatch_leave_nothing_behind():
-    (ours, pyg), (x, *edges) = pair("GCNConv"), arguments("GCNConv")
+@pytest.mark.parametrize("name", ["GCNConv", "RGCNConv"])
+def test_modes_of_dispatch_leave_nothing_behind(name):
+    (ours, pyg), (x, *edges) = pair(name), arguments(name)
     with Coarse():
         ours(x, *edges)
     assert_same(ours, pyg, x, *edges)
+
+
+@pytest.mark.parametrize("form", [
+    pfg.Graph.from_edge_index, lambda edges, num: EdgeIndex(edges, sparse_size=(num, num))], ids=["Graph", "EdgeIndex"])
+def test_compiled_layers_under_modes_of_functions_leave_nothing_behind(form):
+    (ours, pyg), (x, edge_index) = pair("GCNConv"), arguments("GCNConv")
+    edges = form(edge_index, CASE.num_src)
+    with Swap():
+        torch.compile(ours, backend="eager")(x, edges)
+    torch.testing.assert_close(ours(x, edges), pyg(x, edge_index))
 
 
 @all_layers

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["FUSED", "HAS_MODES", "OPTIONS", "PARTS", "PLAIN", "RECORDED", "UNSEEN"]
+__all__ = ["FUSED", "HAS_MODES", "IN_TRANSFORM", "OPTIONS", "PARTS", "PLAIN", "RECORDED", "UNSEEN"]
 
 #: Why calls of any layer are PyG's, for a time.
-RECORDED, HAS_MODES = "operations are recorded", "a TorchFunctionMode is at work"
+RECORDED, HAS_MODES, IN_TRANSFORM = \
+    "operations are recorded", "a TorchFunctionMode is at work", "a transform of torch.func is at work"
 
 #: Name of a layer -> what it computes for node i. Sums and other reductions are over the edges j -> i.
 FUSED: Mapping[str, str] = {

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
-from pyg_fullgraph.functions import LayerMode, is_recorded
+from pyg_fullgraph.functions import LayerMode, is_recorded, num_dispatch_modes
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn.preparation import TypeMask, chosen_edges, note_type, reversed_edges
 
@@ -104,8 +104,8 @@ def _index(edge_index: Any, index: Any) -> Tensor | None:
 
 def _equal(edge_type: Any, number: Any) -> tuple[Tensor, TypeMask] | None:
     is_type = type(edge_type) is Tensor and edge_type.dim() == 1 and edge_type.dtype in _INDEX_DTYPES
-    if not is_type or type(number) is not int or edge_type.is_inference():
-        return None
+    if not is_type or type(number) is not int or edge_type.is_inference() or num_dispatch_modes() > 0:
+        return None  # what is found by a mask is remembered, and must not be what a mode makes of it
     with torch.inference_mode(False):
         mask = edge_type == number
     return mask, note_type(mask, edge_type, number)

@@ -24,7 +24,7 @@ from pyg_fullgraph.bytecode import global_names, is_raise
 from pyg_fullgraph.errors import LayerInputError, NotFusedError, PygFullgraphError, RowCountError, ShardedGraphError
 from pyg_fullgraph.graph import is_part
 from pyg_fullgraph.nn import compiled, derived, dots, forwards, order, sums, tape
-from pyg_fullgraph.nn.coverage import HAS_MODES, RECORDED
+from pyg_fullgraph.nn.coverage import HAS_MODES, IN_TRANSFORM, RECORDED
 from pyg_fullgraph.nn.lazy import LazyTensor, as_plain
 from pyg_fullgraph.nn.preparation import REPLACEMENTS, REPLACEMENTS_APART
 from pyg_fullgraph.nn.rebinding import (
@@ -167,8 +167,12 @@ def _wrapped(cls: Any, forward: Any, original: Any, is_lazy: bool) -> Any:
         return None if cls.forward is function else functools.partial(cls.forward, self)
 
     def explained(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if has_transforms() and not self._fullgraph_refusals():
-            check_derivatives(functions.tensors_in((args, kwargs)))
+        if has_modes():
+            return recorded(self, args, kwargs)
+        if has_transforms():
+            if not self._fullgraph_refusals("propagate"):
+                check_derivatives([*functions.tensors_in((args, kwargs)), *self.parameters()])
+            return recorded(self, args, kwargs)
         is_whole = type(self).forward is function
         if not is_whole and running.layer is self:  # by super(): a part of that call
             out = (replaced(self) or functools.partial(eager, self))(*args, **kwargs)
@@ -222,7 +226,8 @@ def _wrapped(cls: Any, forward: Any, original: Any, is_lazy: bool) -> Any:
     def recorded(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """PyG's code, without lazy tensors and graphs; what it caches is a tracer's or a mode's, so it is not kept."""
         if any(map(is_part, tree_leaves((args, kwargs)))):
-            raise NotFusedError({type(self).__name__: [RECORDED if is_recorded() else HAS_MODES]})
+            reason = RECORDED if is_recorded() else HAS_MODES if has_modes() else IN_TRANSFORM
+            raise NotFusedError({type(self).__name__: [reason]})
         cached = {k: v for k, v in vars(self).items() if k.startswith("_cached")}
         with functions.unrecorded():
             given, plain = as_plain((args, kwargs)), as_plain(cached)
@@ -243,7 +248,7 @@ def _wrapped(cls: Any, forward: Any, original: Any, is_lazy: bool) -> Any:
             if takes((args, tuple(kwargs.values()))) and can_fuse(self._fullgraph_handle):
                 return as_operator(self, args, kwargs)
             return apart(self, *args, **kwargs) if is_lazy else forward(self, *args, **kwargs)
-        return recorded(self, args, kwargs) if is_recorded() or has_modes() else explained(self, *args, **kwargs)
+        return recorded(self, args, kwargs) if is_recorded() else explained(self, *args, **kwargs)
 
     # Code of its own: what a compiler gave up, as in a transform of torch.func, it never tries again.
     code = call.__code__.replace()

@@ -552,7 +552,8 @@ def _gcn_norm_of_matrix(matrix: Any, options: tuple[Any, ...]) -> Any:
     if slot is not None and len(slot[0]) == len(parts) and \
             all(ref() is t and is_unchanged(t, state) for ref, state, t in zip(*slot[:2], parts, strict=True)):
         return taken(slot[2])
-    result = pyg_gcn.gcn_norm(matrix, *options)
+    with lasting():
+        result = pyg_gcn.gcn_norm(matrix, *options)
     if result.storage.col() is not col:  # else its graph is found by its columns, and remembering it would keep them
         keep(memo, key, ([weakref.ref(t) for t in parts], [state_of(t) for t in parts], result))
     return result

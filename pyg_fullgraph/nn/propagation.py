@@ -22,7 +22,7 @@ from torch_geometric.utils import is_sparse
 from pyg_fullgraph import debug
 from pyg_fullgraph.autograd import Ways
 from pyg_fullgraph.errors import NotFusable, NotFusedError, ShardedGraphError
-from pyg_fullgraph.functions import has_modes_of_others, is_recorded, unseen
+from pyg_fullgraph.functions import has_modes_of_others, has_transforms, is_recorded, unseen
 from pyg_fullgraph.graph import is_part
 from pyg_fullgraph.nn import classes, compiled, derived, dots, forwards, known, order, tape
 from pyg_fullgraph.nn.arguments import Call
@@ -161,9 +161,11 @@ class FusedMixin(_Layer):
     mark(propagate)
     mark(edge_updater)
 
-    def _fullgraph_refusals(self):
-        """Asked where a compiler chooses between this layer's operator and PyG's code."""
-        return _own_refusals(self)
+    def _fullgraph_refusals(self, now=None):
+        """Why this layer is PyG's; ``now``, a function of it, asks for reasons that come and go as well. Asked where a
+        compiler chooses between this layer's operator and PyG's code, and where transforms are at work.
+        """
+        return (*_own_refusals(self), *([] if now is None else _momentary_refusals(self, now)))
 
     @functools.partial(compiled.apart, exported=_recorded_propagate)
     @derived.paused
@@ -230,6 +232,8 @@ class FusedMixin(_Layer):
             return _recorded_edge_updater(self, edge_index, size, kwargs)
         if has_modes_of_others():
             return _run_plain(self, "edge_updater", edge_index, size, kwargs, [HAS_MODES])
+        if has_transforms() and (reasons := self._fullgraph_refusals("propagate")):  # as forward is PyG's
+            return _run_plain(self, "edge_updater", edge_index, size, kwargs, [*reasons])
         kwargs, features = dots.computed(self, kwargs)
         look = known.look_of(self, "edge_updater", edge_index, size, kwargs)
         bound = known.find(self, look, edge_index, kwargs)
