@@ -372,8 +372,9 @@ def test_no_draw_may_be_further_off_than_jumps_explain(monkeypatch, is_sampled, 
     def errors(drawn, workload):
         seen.append(drawn)
         first = 1e-3 if len(seen) == 1 else 1e-7
-        own = error if error == float("inf") else 1e-7  # what is not finite has no excuse
-        return "PyG float64", {"grad": (error if len(seen) == draw + 1 else first, own)}
+        if len(seen) != draw + 1:
+            return "PyG float64", {"grad": (first, 1e-7)}
+        return "PyG float64", {"grad": (error, error if error == float("inf") else 1e-7)}  # not finite: no excuse
 
     monkeypatch.setattr(checks, "_errors", errors)
     with pytest.raises(CheckFailed, match="'grad'"):
