@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "PLAIN", "LayerMode", "apart", "applying", "drop_modes", "has_autocast", "has_modes_of_others", "has_transforms",
-    "is_batched", "is_exported", "is_of_transform", "is_recorded", "lasting",
-    "num_dispatch_modes", "num_function_modes", "tensors_in", "unrecorded", "unseen"]
+    "is_batched", "is_exported", "is_of_transform", "is_recorded", "lasting", "num_dispatch_modes",
+    "num_function_modes", "tensors_in", "unrecorded", "unseen"]
 
 #: Types of tensors that are torch's own.
 PLAIN = (torch.Tensor, torch.nn.Parameter)

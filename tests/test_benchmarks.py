@@ -371,9 +371,8 @@ def test_no_draw_may_be_further_off_than_jumps_explain(monkeypatch, is_sampled, 
 
     def errors(drawn, workload):
         seen.append(drawn)
-        first = 1e-3 if len(seen) == 1 else 1e-7
         if len(seen) != draw + 1:
-            return "PyG float64", {"grad": (first, 1e-7)}
+            return "PyG float64", {"grad": (1e-3 if len(seen) == 1 else 1e-7, 1e-7)}
         return "PyG float64", {"grad": (error, error if error == float("inf") else 1e-7)}  # not finite: no excuse
 
     monkeypatch.setattr(checks, "_errors", errors)
