@@ -253,6 +253,7 @@ _OTHER_GRAPHS = {
 }
 #: With what a name ends for each.
 _DTYPES = (("float32", ""), ("bfloat16", "-bfloat16"))
+_HALF = {"hubs": "bfloat16", "village": "float16"}
 #: What an order is worth: of graphs that were relabelled at random, by reordering them.
 _REORDERED = tuple(f"{graphs.SHUFFLED}-{method}" for method in ("degree", "rcm", "community"))
 SHARED = ("cora", "citeseer", "amazon_computers", "coauthor_cs", "tolokers")
@@ -281,9 +282,10 @@ CASES: dict[str, Case] = {c.name: c for c in [
       for graph, width in (("points", 64), ("mesh", 256)) for dtype, end in _DTYPES],
     *[Case(f"point-transformer-{graph}{end}", "point-transformer", graph, num_in=width, width=width, node_data=(3,),
            dtype=dtype) for graph, width in (("points", 64), ("mesh", 256)) for dtype, end in _DTYPES],
-    *[Case(f"{layer}-{graph}-{width}", layer, graph, num_in=width, width=width, heads=4 if layer in _ATTENTION else 1,
-           edge_data=EDGE_FEATURES.get(layer, 0))
-      for graph, layers in _OTHER_GRAPHS.items() for layer, width in layers],
+    *[Case("-".join([layer, graph, str(width), *([] if dtype == "float32" else [dtype])]), layer, graph, num_in=width,
+           width=width, heads=4 if layer in _ATTENTION else 1, dtype=dtype, edge_data=EDGE_FEATURES.get(layer, 0))
+      for graph, layers in _OTHER_GRAPHS.items() for layer, width in layers
+      for dtype in ("float32", *([_HALF[graph]] if graph in _HALF else []))],
     *[_phase_case("sum", graph + order, width, 1, dtype, "forward") for graph in ("arxiv", *_LARGE)
       for order in _ORDERS for width in (32, 128, 256) for dtype in ("float32", "bfloat16")],
     *[_phase_case("sum", "small", width, 1, direction="forward") for width in (32, 256)],
