@@ -20,7 +20,7 @@ from torch_geometric.utils import is_sparse
 from pyg_fullgraph.autograd import check_derivatives, inputs_of
 from pyg_fullgraph.errors import DeviceError, DtypeError, InputError, NotFusable, RowCountError
 from pyg_fullgraph.graph import Graph, graph_of
-from pyg_fullgraph.nn.lazy import EdgeExpr, as_plain
+from pyg_fullgraph.nn.lazy import EdgeExpr, as_plain, rows_at, rows_first
 from pyg_fullgraph.nn.order import LinearExpr
 from pyg_fullgraph.nn.preparation import check_edge_rows, is_derived, prepared_graph
 from pyg_fullgraph.nn.tape import asked, running, step
@@ -230,7 +230,7 @@ class Call:
         # Ids of nodes are kept in as few bits as hold them, but are int64 to the methods.
         dtype = None if value.is_floating_point() or is_bool or name == "edge_index_j" else value.dtype
         value = value.to(torch.int32) if is_bool else value
-        value = value.movedim(dim, 0).contiguous() if dim else value
+        value = rows_first(value, dim) if dim else value
         shape = tuple(value.shape) if domain == Domain.PARAM else tuple(value.shape[1:])
         key = f"{self.methods[0]}.{name}"
         self.tensors[key] = value
@@ -385,7 +385,7 @@ class Call:
             return tuple(t.to(dtype, copy=True).view(len(t), *shape)
                          for t, dtype, shape in zip(pieces, self.dtypes, self.parts, strict=True))
         out = out.to(self.dtype)
-        return out.movedim(0, self.dim).contiguous() if self.dim else out
+        return rows_at(out, self.dim) if self.dim else out
 
     def side_results(self) -> dict[str, Tensor]:
         """What the methods leave on the layer, computed when something reads it."""

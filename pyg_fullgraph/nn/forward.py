@@ -26,7 +26,7 @@ from pyg_fullgraph.graph import is_part
 from pyg_fullgraph.nn import compiled, derived, dots, forwards, order, sums, tape
 from pyg_fullgraph.nn.coverage import HAS_MODES, IN_TRANSFORM, RECORDED
 from pyg_fullgraph.nn.lazy import LazyTensor, as_plain
-from pyg_fullgraph.nn.preparation import REPLACEMENTS, REPLACEMENTS_APART
+from pyg_fullgraph.nn.preparation import AROUND, REPLACEMENTS, REPLACEMENTS_APART
 from pyg_fullgraph.nn.rebinding import (
     Made,
     globals_of,
@@ -99,7 +99,8 @@ def _prepared(function: types.FunctionType) -> Any:
     PyG's.
     """
     if (made := _over_ours(function)) is not None:
-        return made
+        around = AROUND.get(function)
+        return made if around is None else around(made)
     inner = getattr(function, "__wrapped__", None)
     made = _over_ours(inner) if isinstance(inner, types.FunctionType) else None
     if made is None:

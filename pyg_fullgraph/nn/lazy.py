@@ -27,7 +27,8 @@ from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn import tape
 from pyg_fullgraph.saga.ir import EdgeProgram, Node, Output
 
-__all__ = ["DeferredTensor", "EdgeExpr", "LazyTensor", "Returned", "as_plain", "run", "run_phase"]
+__all__ = ["DeferredTensor", "EdgeExpr", "LazyTensor", "Returned", "as_plain", "rows_at", "rows_first", "run",
+           "run_phase"]
 
 # Questions that the wrapper answers without computing the values.
 _METADATA = {
@@ -85,6 +86,18 @@ def _run_alone(program: EdgeProgram, way: autograd.Way, layer: Module, graph: Gr
 run = tape.step(_run, multiplies=True)
 run_phase = tape.step(_run_phase, multiplies=True, settled=_phase_again)
 _detached = tape.step(Tensor.detach, is_repeatable=True)
+
+
+def _with_rows_first(value: Tensor, dim: int) -> Tensor:
+    return value.movedim(dim, 0).contiguous()
+
+
+def _with_rows_at(value: Tensor, dim: int) -> Tensor:
+    return value.movedim(0, dim).contiguous()
+
+
+rows_first = tape.step(_with_rows_first, is_repeatable=True)
+rows_at = tape.step(_with_rows_at, is_repeatable=True)
 
 
 class LazyTensor(Tensor):

@@ -33,7 +33,7 @@ from pyg_fullgraph import columns, dense, reuse
 from pyg_fullgraph.autograd import Ways
 from pyg_fullgraph.functions import PLAIN, has_autocast, unseen
 from pyg_fullgraph.graph import Graph
-from pyg_fullgraph.nn.lazy import DeferredTensor, LazyTensor, run_phase
+from pyg_fullgraph.nn.lazy import DeferredTensor, LazyTensor, rows_first, run_phase
 from pyg_fullgraph.nn.scaled import ScaledExpr, has_multiples
 from pyg_fullgraph.nn.surroundings import has_hooks_of_all
 from pyg_fullgraph.nn.tape import asked, step
@@ -302,7 +302,7 @@ class LinearExpr(_Open):
         """
         if not self.may_come_later(layer, graph, dim):
             return False
-        rows = self.x.movedim(dim, 0).contiguous() if dim else self.x
+        rows = rows_first(self.x, dim) if dim else self.x
         self.tensors = {f"{place}.features": rows, f"{place}.weight": self.weight}
         x = ir.input(f"{place}.features", Domain.SRC, tuple(rows.shape[1:]))
         node = _product(x, self.weight, f"{place}.weight")

@@ -10,12 +10,14 @@ Legend: N nodes, E edges.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch_geometric.nn as pyg_nn
 import torch_geometric.nn.conv.gcn_conv as pyg_gcn
 import torch_geometric.nn.conv.rgcn_conv as pyg_rgcn
 import torch_geometric.typing as pyg_typing
@@ -37,7 +39,7 @@ from pyg_fullgraph.nn.tape import step
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
 
-__all__ = ["REPLACEMENTS", "REPLACEMENTS_APART", "prepared_graph"]
+__all__ = ["AROUND", "REPLACEMENTS", "REPLACEMENTS_APART", "prepared_graph"]
 
 Fill = float | Tensor | str | None
 
@@ -607,6 +609,46 @@ def get_laplacian(edge_index: Tensor, edge_weight: Tensor | None = None, normali
     full, weight = _laplacian(edge_index, edge_weight, normalization, dtype, num_nodes)
     return full, EdgeValues(weight, full) if isinstance(full, Graph) and full.is_part else weight
 
+
+_CHEBYSHEV = ir.input("chebyshev.norm", Domain.EDGE, ())
+
+
+def _chebyshev_norm(plain: Callable[..., Any], layer: Any, edge_index: Tensor, num_nodes: int | None,
+                    edge_weight: Tensor | None, normalization: str | None, lambda_max: Any = None,
+                    dtype: torch.dtype | None = None, batch: Tensor | None = None) -> tuple[Tensor, Any]:
+    """``plain``, ChebConv's normalization; of whole graphs its values ``[E]`` are remembered, which it waits for."""
+    def build() -> tuple[Tensor, Any]:
+        made: tuple[Tensor, Any] = plain(layer, edge_index, num_nodes, edge_weight, normalization, lambda_max, dtype,
+                                         batch)
+        return made
+
+    is_constant_weight = edge_weight is None or (isinstance(edge_weight, Tensor) and is_constant(edge_weight))
+    if not is_constant_weight or not (lambda_max is None or type(lambda_max) in (int, float)) or \
+            not _is_known(edge_index, edge_weight) or isinstance(edge_index, WithoutLoops) or is_part(edge_index):
+        return build()
+    full, _ = add_self_loops(remove_self_loops(edge_index)[0], num_nodes=num_nodes)
+    if not isinstance(full, Graph):
+        return build()
+    key = ("chebyshev", normalization, lambda_max, dtype)
+    norm = _once(full.memo, key, lambda: build()[1]) if edge_weight is None else \
+        _of_values(full.memo, (*key, "weighted"), edge_weight, lambda: build()[1])
+    return full, EdgeExpr(_CHEBYSHEV, {"chebyshev.norm": norm}, full)
+
+
+def _remembering_chebyshev(plain: Callable[..., Any]) -> Callable[..., Any]:
+    found = step(functools.partial(_chebyshev_norm, plain), finds=True)
+
+    @functools.wraps(plain)
+    def norm(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return found(self, *args, **kwargs)
+
+    return norm
+
+
+#: Method of PyG's -> what makes ours of a copy of it that calls :data:`REPLACEMENTS`.
+AROUND: Mapping[Any, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    pyg_nn.ChebConv.__norm__: _remembering_chebyshev,
+}
 #: PyG function -> what the forward of our classes calls in its place.
 REPLACEMENTS: Mapping[Any, Callable[..., Any]] = {
     pyg_utils.remove_self_loops: step(remove_self_loops, finds=True),

@@ -483,7 +483,7 @@ FUNCTIONS = _LASTING | dense.TAKEN | {Tensor.T.__get__, Tensor.mT.__get__} | _na
     "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __neg__ __pow__ __rpow__ "
     "__matmul__ __getitem__ abs add addcdiv addcmul addmm amax amin atan2 baddbmm bmm cat celu chunk clamp clamp_max "
     "clamp_min clone concat contiguous cos cosh cumsum div einsum elu erf exp expand expand_as expm1 flatten flip gelu "
-    "group_norm hardsigmoid hardswish hardtanh hypot layer_norm leaky_relu lerp linear log log10 log1p log2 "
+    "group_norm gru_cell hardsigmoid hardswish hardtanh hypot layer_norm leaky_relu lerp linear log log10 log1p log2 "
     "log_softmax logsigmoid logsumexp matmul maximum mean minimum mish mm mul narrow neg new_ones new_zeros norm "
     "normalize ones_like permute pow prelu reciprocal relu relu6 repeat reshape rms_norm rsqrt select selu sigmoid "
     "silu sin sinh softmax softmin softplus softsign split sqrt square squeeze stack std sub sum t tan tanh "
