@@ -20,7 +20,7 @@ from torch_geometric.utils import is_sparse
 from pyg_fullgraph.autograd import check_derivatives, inputs_of
 from pyg_fullgraph.errors import DeviceError, DtypeError, InputError, NotFusable, RowCountError
 from pyg_fullgraph.graph import Graph, graph_of
-from pyg_fullgraph.nn.lazy import EdgeExpr, as_plain, rows_at, rows_first
+from pyg_fullgraph.nn.lazy import EdgeExpr, as_plain, cast, rows_at, rows_first
 from pyg_fullgraph.nn.order import LinearExpr
 from pyg_fullgraph.nn.preparation import check_edge_rows, is_derived, prepared_graph
 from pyg_fullgraph.nn.tape import asked, running, step
@@ -229,7 +229,7 @@ class Call:
         is_bool = value.dtype == torch.bool
         # Ids of nodes are kept in as few bits as hold them, but are int64 to the methods.
         dtype = None if value.is_floating_point() or is_bool or name == "edge_index_j" else value.dtype
-        value = value.to(torch.int32) if is_bool else value
+        value = cast(value, torch.int32) if is_bool else value
         value = rows_first(value, dim) if dim else value
         shape = tuple(value.shape) if domain == Domain.PARAM else tuple(value.shape[1:])
         key = f"{self.methods[0]}.{name}"
@@ -321,7 +321,7 @@ class Call:
         self.computed = functools.reduce(torch.promote_types, (t.dtype for t in floating.values()), self.dtype)
 
     def _cast(self, value: Tensor) -> Tensor:
-        return value.to(self.computed) if value.is_floating_point() else value
+        return cast(value, self.computed) if value.is_floating_point() else value
 
     def _parameter(self, name: str) -> Tensor:
         value = attribute(self.conv, name)
@@ -384,7 +384,7 @@ class Call:
             # Copies, as nobody can write to such views; contiguous ones.
             return tuple(t.to(dtype, copy=True).view(len(t), *shape)
                          for t, dtype, shape in zip(pieces, self.dtypes, self.parts, strict=True))
-        out = out.to(self.dtype)
+        out = cast(out, self.dtype)
         return rows_at(out, self.dim) if self.dim else out
 
     def side_results(self) -> dict[str, Tensor]:

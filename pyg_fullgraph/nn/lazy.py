@@ -27,8 +27,8 @@ from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn import tape
 from pyg_fullgraph.saga.ir import EdgeProgram, Node, Output
 
-__all__ = ["DeferredTensor", "EdgeExpr", "LazyTensor", "Returned", "as_plain", "rows_at", "rows_first", "run",
-           "run_phase"]
+__all__ = ["DeferredTensor", "EdgeExpr", "LazyTensor", "Returned", "as_plain", "cast", "rows_at", "rows_first",
+           "run", "run_phase"]
 
 # Questions that the wrapper answers without computing the values.
 _METADATA = {
@@ -94,6 +94,19 @@ def _with_rows_first(value: Tensor, dim: int) -> Tensor:
 
 def _with_rows_at(value: Tensor, dim: int) -> Tensor:
     return value.movedim(0, dim).contiguous()
+
+
+def _in_dtype(value: Tensor, dtype: torch.dtype) -> Tensor:
+    return value.to(dtype)
+
+
+_cast = tape.step(_in_dtype, is_repeatable=True)
+
+
+def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """``value`` in ``dtype``; itself, if it is."""
+    converted: Tensor = value if value.dtype == dtype else _cast(value, dtype)
+    return converted
 
 
 rows_first = tape.step(_with_rows_first, is_repeatable=True)

@@ -32,7 +32,7 @@ from pyg_fullgraph.bytecode import code_names, codes_in
 from pyg_fullgraph.nn.preparation import REPLACEMENTS
 from pyg_fullgraph.nn.rebinding import globals_of, is_ours
 from pyg_fullgraph.nn.surroundings import definitions, is_library, submodules
-from pyg_fullgraph.nn.tape import FUNCTIONS, QUESTIONS
+from pyg_fullgraph.nn.tape import FUNCTIONS, OF_FIXED, QUESTIONS
 
 __all__ = ["is_debugged", "reads_of"]
 
@@ -43,7 +43,7 @@ _MODULES = (torch, torch.nn, F, math)
 #: Modules, classes and functions that leave nothing behind, by identity, as some things here have no hash.
 _CODE: Mapping[int, Any] = {id(code): code for code in (
     *_MODULES, *_BUILTINS, Tensor, SparseTensor, ValueError, TypeError, RuntimeError, NotImplementedError,
-    AssertionError, *FUNCTIONS, *REPLACEMENTS, *filter(callable, vars(math).values()))}
+    AssertionError, *FUNCTIONS, *OF_FIXED, *REPLACEMENTS, *filter(callable, vars(math).values()))}
 #: Instructions that write to what is there after the call, or that run code which is not named.
 _WRITES = ("STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_NAME", "IMPORT_", "BEFORE_",
            "SETUP_WITH", "SETUP_ASYNC", "LOAD_SPECIAL", "LOAD_BUILD_CLASS", "LOAD_FROM_DICT", "LOAD_CLASSDEREF",
@@ -67,7 +67,7 @@ def _name_of(function: Any) -> str:
 
 #: What is asked of values: what tapes have of tensors, and what lists, dicts and strings have, which are made in the
 #: forward, as arguments are none.
-_OF_VALUES = frozenset({*map(_name_of, FUNCTIONS | QUESTIONS)} - {*dir(Module)}) | {
+_OF_VALUES = frozenset({*map(_name_of, FUNCTIONS | OF_FIXED | QUESTIONS)} - {*dir(Module)}) | {
     "append", "extend", "format", "get", "items", "join", "keys", "values"}
 _monitoring: Any = getattr(sys, "monitoring", None)  # from Python 3.12 on
 

@@ -5,6 +5,10 @@ look something up, which are marked by :func:`step`; what lies between, lazy ten
 decides which steps there are. Each value that a step takes has to come from the arguments, from the layer, or from a
 step before; else there is no tape. Nor is there one of a forward that does what is not on the list of what can be done
 again, such as asking a tensor for its numbers.
+
+What is computed from ids of edges alone, which are the same unchanged tensors in all calls of a look, is the same in
+all of them: degrees, a normalization, a mask, a number that is asked for. It is no step; where a step reads it, it is
+kept (:mod:`kept`).
 """
 
 from __future__ import annotations
@@ -23,20 +27,19 @@ from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
 from pyg_fullgraph import dense
 from pyg_fullgraph.autograd import Ways
-from pyg_fullgraph.functions import PLAIN, LayerMode, tensors_in, unseen
-from pyg_fullgraph.graph import Graph
+from pyg_fullgraph.functions import PLAIN, LayerMode, num_dispatch_modes, tensors_in, unseen
+from pyg_fullgraph.graph import Graph, is_part
 from pyg_fullgraph.memo import taken
+from pyg_fullgraph.nn.kept import ChangedError, Kept, is_alias, version_of
 from pyg_fullgraph.nn.watch import Watch
 from pyg_fullgraph.saga.ir import EdgeProgram, Node
 
-__all__ = ["FUNCTIONS", "QUESTIONS", "ChangedError", "Recorder", "Tape", "asked", "running", "step"]
+__all__ = ["FUNCTIONS", "OF_FIXED", "QUESTIONS", "ChangedError", "Recorder", "Tape", "asked", "running", "step"]
 
+#: Numbers that are kept of what is computed from ids, per number of these.
+MAX_KEPT = 4
 #: Gives the context of products in the forward of a layer with some arguments, if there is one.
 Multiplies = Callable[[Module, Sequence[Any]], dense.Products | None]
-
-
-class ChangedError(Exception):
-    """A tape is of a call that went another way; nothing has happened that may not happen twice."""
 
 
 class _UnknownError(Exception):
@@ -199,6 +202,10 @@ class Recorder(LayerMode):
         self._held = {id(t) for name in fields for t in tensors_in(vars(layer)[name])}
         self._ids = {id(t): t for t in tensors_in((args, kwargs))
                      if not t.is_floating_point() and id(t) not in self._held}
+        self._given = [*self._ids.values()]
+        self._fixed: dict[int, Tensor] = {}  # what was computed from these alone
+        self._kept = Kept(self._given)
+        self._max_kept = MAX_KEPT * max((t.numel() for t in self._given), default=0)
 
     def refuse(self) -> None:
         """There is something in this forward that no tape has."""
@@ -210,14 +217,46 @@ class Recorder(LayerMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
         if func in QUESTIONS or not self._is_possible:
-            return out
-        if all(type(t) in PLAIN for t in tensors_in((args, kwargs))):
+            return func(*args, **kwargs)
+        tensors = [*tensors_in((args, kwargs))]
+        fixed = [(t, version_of(t)) for t in tensors if self._is_fixed(t)]
+        out = func(*args, **kwargs)
+        written = [t for t, version in fixed if version_of(t) != version]
+        if fixed and len(fixed) == len(tensors) and func in OF_FIXED:
+            self._fix(func, args, kwargs, out)
+            if any(self._is_given(t) for t in written):
+                self.refuse()
+        elif written:  # with what is another value in each call
+            self.refuse()
+        elif all(type(t) in PLAIN for t in tensors):
             self._note_torch(func, args, kwargs, out)
         elif next(tensors_in(out), None) is None:  # what lazy ones make of it, they note
             self.refuse()
         return out
+
+    def _is_fixed(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is the same in all calls of this look, of whole graphs."""
+        return self._fixed.get(id(tensor)) is tensor or (self._ids.get(id(tensor)) is tensor and not is_part(tensor))
+
+    def _is_given(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is, or looks into, one of the ids that were given."""
+        return any(tensor is t or is_alias(tensor, t) for t in self._given)
+
+    def _fix(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+        """Note that ``out`` was computed from ids alone; what looks into given ones is looked up anew where it is read.
+        """
+        made = [t for t in tensors_in(out) if not self._is_fixed(t)]
+        with unseen():
+            is_lasting = all(type(t) is Graph and not is_part(t) if type(t) not in PLAIN else
+                             not (t.requires_grad or t.is_inference()) for t in made)
+        # Checkpoints that choose what to save count what runs, which in later calls this does not.
+        if not is_lasting or num_dispatch_modes() > 0:
+            self.refuse()
+            return
+        self._fixed.update((id(t), t) for t in made)
+        if any(map(self._is_given, made)):
+            self._note(function, args, kwargs, out, True, is_lookup=True)
 
     def apart(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """``function(*args, **kwargs)``, of which nothing is noted."""
@@ -234,6 +273,11 @@ class Recorder(LayerMode):
              multiplies: bool, again: Callable[..., Any] | None, settled: Settled | None) -> Any:
         """The same, noted as a step; see :func:`step`."""
         out = self.apart(function, args, kwargs)
+        tensors = [*tensors_in((args, kwargs))]
+        if tensors and all(map(self._is_fixed, tensors)) and is_repeatable and not multiplies and \
+                all(type(t) in (*PLAIN, Graph) for t in tensors_in(out)):
+            self._fix(function, args, kwargs, out)
+            return out
         self._has_products |= multiplies and self._is_inside
         # What depends on whether gradients are on is settled for calls of this look.
         found = settled(*args, **kwargs) if settled is not None and torch.is_grad_enabled() == self._has_grad else None
@@ -246,12 +290,18 @@ class Recorder(LayerMode):
     def lookup(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The same for what finds something; where all calls of this look find the same, that is what is noted."""
         out = self.apart(function, args, kwargs)
-        found = _remembered(out) if all(id(t) in self._ids for t in tensors_in((args, kwargs))) else None
+        tensors = [*tensors_in((args, kwargs))]
+        is_of_given = all(id(t) in self._ids for t in tensors)
+        found = _remembered(out) if is_of_given or all(map(self._is_fixed, tensors)) else None
         for tensor in found or ():
             if id(tensor) in self._held:  # which of both is read, nobody can tell
                 self.refuse()
             elif id(tensor) not in self._ids:
-                self._bind(tensor, self._at_first(functools.partial(_alive, weakref.ref(tensor))), "", True)
+                # What is remembered with ids that were made here is gone with them.
+                gives = functools.partial(_alive, weakref.ref(tensor)) if is_of_given else self._kept.add(tensor)
+                self._bind(tensor, self._at_first(gives), "", True)
+                if type(tensor) is Graph and not is_part(tensor):
+                    self._fixed[id(tensor)] = tensor
         if found is None:
             self._note(function, args, kwargs, out, True, is_lookup=True)
             # What stands for the ids that it came from.
@@ -292,6 +342,9 @@ class Recorder(LayerMode):
             place = self._place(out)
         except _UnknownError:
             return None
+        if not self._kept.is_unchanged() or any(map(self._kept.shares, tensors_in(out))):
+            return None
+        self._kept.share()
         read, steps = {place}, []
         for k, one in reversed([*enumerate((*self._first, *self._steps))]):
             if one.out in read or not one.is_lookup:
@@ -303,8 +356,11 @@ class Recorder(LayerMode):
 
     def _note_torch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         tensors = [*tensors_in((args, kwargs))]
-        is_known = func in FUNCTIONS and all(t.is_floating_point() or self.watch.has(t) for t in tensors)
-        if not is_known or (func is Tensor.__getitem__ and len(tensors) > 1):
+        is_known = func in FUNCTIONS and all(t.is_floating_point() or self.watch.has(t) or self._is_fixed(t)
+                                             for t in tensors)
+        if func in _FACTORIES:  # without a device it is the default one, of which nobody knows
+            is_known = kwargs.get("device") is not None
+        if not is_known or (func is Tensor.__getitem__ and not all(map(self._is_fixed, tensors[1:]))):
             self.refuse()
         elif func in dense.TAKEN:
             self._has_products |= func not in dense.SUMS and self._is_inside
@@ -365,6 +421,10 @@ class Recorder(LayerMode):
     def _source(self, tensor: Tensor) -> _Source:
         found = self._sources.get(id(tensor))
         if found is not None and found.ref() is tensor:
+            return found
+        if self._fixed.get(id(tensor)) is tensor and tensor.numel() <= self._max_kept:
+            found = self._sources[id(tensor)] = _Source(weakref.ref(tensor), self._at_first(self._kept.add(tensor)), "",
+                                                        True)
             return found
         if type(tensor) not in PLAIN or not self.watch.has(tensor):
             raise _UnknownError
@@ -464,7 +524,7 @@ def _check_sizes(sizes: tuple[int, int, int], graph: Any) -> None:
 def _named(names: str) -> frozenset[Any]:
     """Torch's functions and methods of tensors of these names."""
     found = (getattr(space, name, None) for name in names.split() for space in (torch, Tensor, F))
-    return frozenset(f for f in found if f is not None)
+    return frozenset(f for f in found if callable(f))
 
 
 #: Questions whose answer follows from shape, dtype and device of what was given.
@@ -475,16 +535,28 @@ QUESTIONS = frozenset({
     Tensor.is_floating_point, Tensor.is_complex, torch.is_floating_point, torch.is_complex,
 })
 #: Functions that leave something behind: a state of random numbers, or what they write to.
-_LASTING = _named(
-    "dropout dropout_ feature_dropout alpha_dropout batch_norm add_ sub_ mul_ div_ relu_ copy_ zero_ __iadd__ __isub__ "
-    "__imul__ __itruediv__")
+_RANDOM = _named("dropout dropout_ feature_dropout alpha_dropout batch_norm")
+_LASTING = _RANDOM | _named(
+    "add_ sub_ mul_ div_ relu_ copy_ zero_ index_copy_ __iadd__ __isub__ __imul__ __itruediv__")
+#: Those that are given no tensor.
+_FACTORIES = frozenset({torch.arange, torch.empty, torch.full, torch.ones, torch.zeros})
 #: Those that give tensors whose shapes follow from those of what was given, and nothing else.
-FUNCTIONS = _LASTING | dense.TAKEN | {Tensor.T.__get__, Tensor.mT.__get__} | _named(
-    "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __neg__ __pow__ __rpow__ "
-    "__matmul__ __getitem__ abs add addcdiv addcmul addmm amax amin atan2 baddbmm bmm cat celu chunk clamp clamp_max "
-    "clamp_min clone concat contiguous cos cosh cumsum div einsum elu erf exp expand expand_as expm1 flatten flip gelu "
-    "group_norm gru_cell hardsigmoid hardswish hardtanh hypot layer_norm leaky_relu lerp linear log log10 log1p log2 "
-    "log_softmax logsigmoid logsumexp matmul maximum mean minimum mish mm mul narrow neg new_ones new_zeros norm "
-    "normalize ones_like permute pow prelu reciprocal relu relu6 repeat reshape rms_norm rsqrt select selu sigmoid "
-    "silu sin sinh softmax softmin softplus softsign split sqrt square squeeze stack std sub sum t tan tanh "
-    "tile transpose true_divide unbind unflatten unsqueeze var view view_as zeros_like")
+FUNCTIONS = _LASTING | _FACTORIES | dense.TAKEN | {Tensor.T.__get__, Tensor.mT.__get__} | _named(
+    "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __neg__ __pow__ __rpow__ __matmul__ "
+    "__getitem__ abs add addcdiv addcmul addmm amax amin atan2 baddbmm bmm cat celu chunk clamp clamp_max clamp_min "
+    "clone concat contiguous cos cosh cumsum div einsum elu erf exp expand expand_as expm1 flatten flip gather gelu "
+    "group_norm gru_cell hardsigmoid hardswish hardtanh hypot index_select layer_norm leaky_relu lerp linear log "
+    "log10 log1p log2 log_softmax logsigmoid logsumexp lstm_cell masked_fill matmul maximum mean minimum mish mm mul "
+    "narrow neg new_empty new_ones new_zeros norm normalize ones_like permute pow prelu reciprocal relu relu6 repeat "
+    "reshape rms_norm rsqrt select selu sigmoid silu sin sinh softmax softmin softplus softsign split sqrt square "
+    "squeeze stack std sub sum t tan tanh tile transpose true_divide unbind unflatten unsqueeze var view view_as "
+    "where zeros_like")
+#: Those of which the same comes of the same, for what is computed from ids; numbers may be asked for, too.
+OF_FIXED = (FUNCTIONS - _RANDOM - _FACTORIES) | _named(
+    "__and__ __bool__ __eq__ __float__ __floordiv__ __ge__ __gt__ __index__ __int__ __invert__ __le__ __lt__ __mod__ "
+    "__ne__ __or__ __rfloordiv__ __rmod__ __setitem__ __xor__ all amax any argmax argmin argsort bincount bitwise_and "
+    "bitwise_not bitwise_or bool bucketize ceil clamp_ cumprod div_ double eq fill_ float floor floor_divide "
+    "full_like ge gt half index_add index_add_ index_fill index_put int isfinite isin isinf isnan item le logical_and "
+    "logical_not logical_or long lt masked_fill_ masked_select max median min mode ne new_full nonzero one_hot pow_ "
+    "prod reciprocal_ remainder repeat_interleave roll round scatter scatter_ scatter_add scatter_add_ scatter_reduce "
+    "scatter_reduce_ searchsorted sign sort sqrt_ rsqrt_ to tolist topk type unique unique_consecutive")

@@ -1,0 +1,99 @@
+"""What layers compute from ids of edges alone, kept for later calls on the same edges."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_fullgraph.functions import PLAIN, unseen
+from pyg_fullgraph.graph import Graph, remembered
+from pyg_fullgraph.memo import taken
+
+__all__ = ["ChangedError", "Kept", "is_alias", "version_of"]
+
+
+class ChangedError(Exception):
+    """A tape is of a call that went another way; nothing has happened that may not happen twice."""
+
+
+class Kept:
+    """What was computed from ids alone, for as long as these live and nobody writes to it.
+
+    Layers that compute the same of the same ids keep the same tensors.
+    """
+
+    def __init__(self, ids: Sequence[Tensor]) -> None:
+        self._values: list[tuple[Tensor, int]] = []
+        self._ids = [weakref.ref(t, functools.partial(_clear, self._values)) for t in ids]
+
+    def add(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """What gives ``tensor`` from now on, or raises ChangedError."""
+        self._values.append((tensor, version_of(tensor)))
+        return functools.partial(self._value, len(self._values) - 1)
+
+    def is_unchanged(self) -> bool:
+        """Whether nobody wrote to any of it since it was added."""
+        return all(version_of(tensor) == version for tensor, version in self._values)
+
+    def shares(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is, or looks into, one of these."""
+        return any(is_alias(tensor, kept) for kept, _ in self._values)
+
+    def share(self) -> None:
+        """Take what others keep of the same ids in place of what is equal to it, once nothing more is added."""
+        ids = self._ids[0]() if self._values else None
+        if ids is None:
+            return
+        others = (ids.memo if isinstance(ids, Graph) else remembered.of(ids)).setdefault(_KEPT, [])
+        with unseen():
+            others[:] = [ref for ref in others if ref() is not None]
+            for k, (tensor, _) in enumerate(self._values):
+                other = next((t for ref in others if (t := ref()) is not None and _is_equal(t, tensor)), None)
+                if other is None:
+                    others.append(weakref.ref(tensor))
+                else:
+                    self._values[k] = other, version_of(other)
+
+    def _value(self, place: int) -> Tensor:
+        if not self._values:
+            raise ChangedError
+        tensor, version = self._values[place]
+        if version_of(tensor) != version:
+            raise ChangedError
+        return taken(tensor)
+
+
+#: By what ids keep what tapes keep of them.
+_KEPT = "kept"
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _is_equal(a: Tensor, b: Tensor) -> bool:
+    """Whether two plain tensors are the same to the bit."""
+    if type(a) is not Tensor or type(b) is not Tensor or a.dtype != b.dtype or a.device != b.device or \
+            a.shape != b.shape or not (a.is_contiguous() and b.is_contiguous()):
+        return False
+    bits = _BITS.get(a.element_size())
+    return bits is not None and torch.equal(a.view(bits), b.view(bits))
+
+
+def _clear(values: list[Any], _: Any) -> None:
+    values.clear()
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a plain tensor was written to; 0 for others."""
+    with unseen():
+        return tensor._version if type(tensor) in PLAIN else 0
+
+
+def is_alias(tensor: Tensor, other: Tensor) -> bool:
+    """Whether two plain tensors share memory."""
+    with unseen():
+        return all(type(t) in PLAIN and t.layout == torch.strided for t in (tensor, other)) and \
+            tensor.untyped_storage()._cdata == other.untyped_storage()._cdata

@@ -1,0 +1,384 @@
+"""What a forward computes from ids of edges alone: once for all calls on them, and never what it is not."""
+
+import functools
+import gc
+import weakref
+
+import pytest
+import torch
+import torch_geometric.nn as pyg_nn
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch_geometric.utils import add_self_loops, degree, remove_self_loops, scatter
+
+import pyg_fullgraph as pfg
+import pyg_fullgraph.nn as fused_nn
+from pyg_fullgraph.graph import Graph
+from pyg_fullgraph.nn.kept import Kept
+
+#: Calls after which one is made of the steps of an earlier one.
+ENOUGH = 6
+EDGES = torch.randint(12, (2, 40), generator=torch.Generator().manual_seed(3))
+
+
+class Normalized(pyg_nn.MessagePassing):
+    """GCN as it is taught: degrees, their roots, a factor per edge."""
+
+    def __init__(self):
+        super().__init__(aggr="add")
+        self.lin, self.bias = nn.Linear(6, 4, bias=False), nn.Parameter(torch.ones(4))
+
+    def forward(self, x, edge_index):
+        edge_index, _ = add_self_loops(edge_index, num_nodes=x.size(0))
+        x = self.lin(x)
+        row, col = edge_index
+        deg = degree(col, x.size(0), dtype=x.dtype)
+        root = deg.pow(-0.5)
+        root[root == float("inf")] = 0
+        return self.propagate(edge_index, x=x, norm=root[row] * root[col]) + self.bias
+
+    def message(self, x_j, norm):
+        return norm.view(-1, 1) * x_j
+
+
+class Weighted(Normalized):
+    """With weights of edges, that are no ids."""
+
+    def forward(self, x, edge_index, weight):
+        row, col = edge_index
+        total = scatter(weight, col, 0, dim_size=x.size(0), reduce="sum")
+        return self.propagate(edge_index, x=self.lin(x), norm=total[row] * weight + total[col])
+
+
+class Counted(Normalized):
+    """Asks ids for numbers."""
+
+    def forward(self, x, edge_index):
+        count = int(edge_index.max()) + 1
+        deg = torch.bincount(edge_index[1], minlength=count)
+        factor = 2.0 if bool((deg > 4).any()) else 0.5
+        norm = factor / deg[edge_index[0]].clamp(min=1)
+        return self.propagate(edge_index, x=self.lin(x)[:count], norm=norm * 1.5)
+
+
+class WritesLater(Normalized):
+    """Writes to what a step has read."""
+
+    def forward(self, x, edge_index):
+        norm = edge_index[0].remainder(3) * 0.5
+        out = self.propagate(edge_index, x=self.lin(x).detach(), norm=norm)
+        norm.mul_(2)
+        return out + self.propagate(edge_index, x=self.lin(x), norm=norm)
+
+
+class WritesValues(Normalized):
+    """Writes other values into it in each call."""
+
+    def forward(self, x, edge_index):
+        norm = edge_index[0].remainder(3) * 0.5
+        norm.mul_(x.detach().mean())
+        return self.propagate(edge_index, x=self.lin(x), norm=norm)
+
+
+class Returns(Normalized):
+    """Gives it away."""
+
+    def forward(self, x, edge_index):
+        norm = edge_index[0].remainder(3) * 0.5
+        return self.propagate(edge_index, x=self.lin(x), norm=norm), norm
+
+
+class ReturnsView(Normalized):
+    """Gives something away that looks into it."""
+
+    def forward(self, x, edge_index):
+        norm = edge_index[0].remainder(3) * 0.5
+        return self.propagate(edge_index, x=self.lin(x), norm=norm), norm.unsqueeze(1).expand(-1, x.size(1))
+
+
+class Drops(Normalized):
+    """Draws numbers for it."""
+
+    def forward(self, x, edge_index):
+        norm = torch.dropout(edge_index[0].remainder(3) + 1.0, 0.5, self.training)
+        return self.propagate(edge_index, x=self.lin(x), norm=norm)
+
+
+class Fills(Normalized):
+    """Makes tensors of nothing, and writes to them."""
+
+    def forward(self, x, edge_index):
+        total = torch.zeros(x.size(0), 4, device=x.device, dtype=x.dtype)
+        ones = torch.ones(edge_index.size(1), device=x.device)
+        for k in range(2):
+            total += self.propagate(edge_index, x=self.lin(x), norm=ones * k + edge_index[0].remainder(2))
+        return total
+
+
+class Wide(Normalized):
+    """More numbers than are kept."""
+
+    def forward(self, x, edge_index):
+        many = edge_index[0].remainder(5).unsqueeze(1).expand(-1, 40) * 0.25
+        return self.propagate(edge_index, x=self.lin(x), norm=(many * x[0, 0]).sum(1))
+
+
+class Chosen(Normalized):
+    """Chooses edges."""
+
+    def forward(self, x, edge_index):
+        edge_index = edge_index[:, edge_index[0] < edge_index[1]]
+        norm = degree(edge_index[0], x.size(0))[edge_index[1]]
+        return self.propagate(edge_index, x=self.lin(x), norm=norm)
+
+
+class Loops(Normalized):
+    """Removes self-loops and writes to what is left."""
+
+    def forward(self, x, edge_index):
+        edge_index, _ = remove_self_loops(edge_index)
+        row, col = edge_index
+        row[row == 3] = 4
+        norm = 1 / degree(col, x.size(0)).clamp_(1)
+        return self.propagate(edge_index, x=self.lin(x), norm=norm[row])
+
+
+class Flags(Normalized):
+    """A mask of what is computed from features."""
+
+    def forward(self, x, edge_index):
+        norm = (x[:, 0] > 0)[edge_index[0]] * 0.5 + edge_index[1].remainder(2)
+        return self.propagate(edge_index, x=self.lin(x), norm=norm)
+
+
+def features(seed=0):
+    return torch.randn(12, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def fused(kind):
+    """A layer of ``kind`` over ours, and itself."""
+    torch.manual_seed(0)
+    theirs = kind().double()
+    ours = pfg.convert(kind()).double()
+    ours.load_state_dict(theirs.state_dict())
+    return ours, theirs
+
+
+def results(layer, seed, *args):
+    x = features(seed).requires_grad_()
+    torch.manual_seed(seed)
+    out = layer(x, *args)
+    first = out[0] if isinstance(out, tuple) else out
+    return [*(out if isinstance(out, tuple) else (out,)), *torch.autograd.grad(
+        first.square().sum(), [x, *layer.parameters()], allow_unused=True)]
+
+
+def same(ours, theirs):
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+KINDS = [Normalized, Counted, WritesLater, WritesValues, Returns, ReturnsView, Drops, Fills, Wide, Chosen, Loops, Flags]
+
+
+@pytest.mark.filterwarnings("ignore::pyg_fullgraph.debug.PlainPathWarning")
+@pytest.mark.parametrize("form", ["edge_index", "graph"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_features_in_each_call_and_other_edges(kind, form):
+    ours, theirs = fused(kind)
+    edges = EDGES.clone()
+    if form == "graph" and kind is Loops:
+        pytest.skip("nobody can write to the ids of a graph")
+    given = edges if form == "edge_index" else Graph.from_edge_index(edges, 12)
+    for seed in range(ENOUGH):
+        same(results(ours, seed, given), results(theirs, seed, edges.clone()))
+    if form == "edge_index":
+        edges[0, :5] = 11  # in place
+        for seed in range(2 * ENOUGH):
+            same(results(ours, seed, edges), results(theirs, seed, edges.clone()))
+    other = EDGES.flip(1).contiguous().clone()
+    other[0] = (other[0] + 1) % 12
+    for seed in range(ENOUGH):
+        same(results(ours, seed, other), results(theirs, seed, other.clone()))
+        same(results(ours, seed, given), results(theirs, seed, edges.clone()))
+
+
+@pytest.mark.parametrize("kind, is_taped", [
+    (Normalized, True), (Counted, True), (Fills, True), (Chosen, True), (Weighted, True),
+    (WritesLater, False), (WritesValues, False), (Returns, False), (ReturnsView, False), (Flags, False)])
+def test_which_are_made_of_steps(kind, is_taped, hits):
+    ours, theirs = fused(kind)
+    weight = torch.rand(40, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
+    for seed in range(ENOUGH + 2):
+        more = (weight * seed,) if kind is Weighted else ()
+        same(results(ours, seed, EDGES, *more), results(theirs, seed, EDGES, *more))
+    assert bool(hits) is is_taped
+
+
+@pytest.mark.parametrize("name, args", [
+    ("ChebConv", (6, 4, 3)), ("ClusterGCNConv", (6, 4)), ("MFConv", (6, 4)), ("ARMAConv", (6, 4, 2, 2)),
+    ("GatedGraphConv", (6, 2))])
+def test_layers_of_pygs_that_compute_with_ids(name, args, hits):
+    torch.manual_seed(0)
+    theirs = getattr(pyg_nn, name)(*args).double()
+    ours = getattr(fused_nn, name)(*args).double()
+    ours.load_state_dict(theirs.state_dict())
+    for seed in range(ENOUGH + 2):
+        same(results(ours, seed, EDGES), results(theirs, seed, EDGES))
+    assert hits
+
+
+@pytest.mark.parametrize("normalization", [None, "sym", "rw"])
+@pytest.mark.parametrize("largest", [None, 1.5, torch.tensor(1.5, dtype=torch.float64)], ids=str)
+@pytest.mark.parametrize("weights", ["none", "constant", "trained"])
+def test_chebyshev_polynomials(normalization, largest, weights):
+    """Edges, their weights and the largest eigenvalue change."""
+    torch.manual_seed(0)
+    theirs = pyg_nn.ChebConv(6, 4, 3, normalization=normalization).double()
+    ours = fused_nn.ChebConv(6, 4, 3, normalization=normalization).double()
+    ours.load_state_dict(theirs.state_dict())
+    edges, weight = EDGES.clone(), None if weights == "none" else torch.rand(40, dtype=torch.float64) + 0.5
+    if weights == "trained":
+        weight.requires_grad_()
+    for k in range(3):
+        for seed in range(ENOUGH):
+            grads = []
+            for layer, own in (ours, edges), (theirs, edges.clone()):
+                given = None if weight is None else weight * 1 if weights == "trained" else weight
+                grads.append([*results(layer, seed, own, given, None, largest), *(
+                    torch.autograd.grad(layer(features(seed), own, weight, None, largest).sum(), [weight])
+                    if weights == "trained" else ())])
+            same(*grads)
+        if k == 0:
+            edges[0, :3] = 7
+        elif weights == "constant":
+            weight.mul_(2).add_(0.1)
+
+
+def added(monkeypatch, noted):
+    """What ``noted`` makes of each tensor that is kept from now on."""
+    found, add = [], Kept.add
+
+    def note(self, tensor):
+        found.append(noted(tensor))
+        return add(self, tensor)
+
+    monkeypatch.setattr(Kept, "add", note)
+    return found
+
+
+def test_what_is_kept_is_written_to_by_somebody(monkeypatch, hits):
+    """Then it is computed again."""
+    kept = added(monkeypatch, lambda tensor: tensor)
+    ours, theirs = fused(Normalized)
+    for seed in range(2 * ENOUGH):
+        if seed == ENOUGH:
+            assert hits
+            for tensor in kept:
+                tensor.zero_()
+        same(results(ours, seed, EDGES), results(theirs, seed, EDGES))
+    assert kept
+
+
+def test_layers_share_what_they_keep(monkeypatch):
+    shared = []
+    share = Kept.share
+    monkeypatch.setattr(Kept, "share", lambda self: (share(self), shared.append(self))[0])
+    layers = [fused(Normalized)[0] for _ in range(3)]
+    for layer in layers:
+        for seed in range(ENOUGH):
+            results(layer, seed, EDGES)
+    found = {id(tensor) for kept in shared for tensor, _ in kept._values}
+    assert len(shared) >= 3
+    assert len(found) == 1
+
+
+def test_it_is_let_go_of_with_the_edges(monkeypatch):
+    kept = added(monkeypatch, weakref.ref)
+    ours, _ = fused(Normalized)
+    edges = EDGES.clone()
+    ids = weakref.ref(edges)
+    for seed in range(ENOUGH):
+        results(ours, seed, edges)
+    gc.collect()
+    assert any(ref() is not None for ref in kept)
+    del edges
+    gc.collect()
+    assert ids() is None
+    assert all(ref() is None for ref in kept)
+
+
+def test_default_dtypes(hits):
+    """What is computed in the default dtype is computed again in another one."""
+    class Default(Normalized):
+        def forward(self, x, edge_index):
+            norm = degree(edge_index[1], x.size(0))[edge_index[0]] / 3
+            return self.propagate(edge_index, x=self.lin(x), norm=norm)
+
+    ours, theirs = fused(Default)
+    ours, theirs = ours.float(), theirs.float()
+    for dtype in (torch.float32, torch.float64, torch.float32):
+        torch.set_default_dtype(dtype)
+        try:
+            for seed in range(ENOUGH):
+                got, want = ours(features(seed).float(), EDGES), theirs(features(seed).float(), EDGES)
+                assert got.dtype == want.dtype
+                torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+def test_under_checkpoints_that_choose():
+    """Forward and its repetition run the same operations."""
+    def policy(context, operation, *_, **__):
+        saved = (torch.ops.aten.mul.Tensor, torch.ops.aten.index.Tensor)
+        return CheckpointPolicy.MUST_SAVE if operation in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    ours, theirs = fused(Normalized)
+    for seed in range(2 * ENOUGH):
+        found = []
+        for layer in (ours, theirs):
+            x = features(seed).requires_grad_()
+            out = checkpoint(lambda t, layer=layer: layer(t * 2, EDGES) * 3, x, use_reentrant=False,
+                             context_fn=contexts)
+            found.append([out, *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])])
+        same(*found)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_inference(is_first):
+    ours, theirs = fused(Normalized)
+    for seed in range(2 * ENOUGH):
+        if (seed < ENOUGH) is is_first:
+            with torch.inference_mode():
+                torch.testing.assert_close(ours(features(seed), EDGES), theirs(features(seed), EDGES))
+        else:
+            same(results(ours, seed, EDGES), results(theirs, seed, EDGES))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [Normalized, Counted, Chosen, "ChebConv", "ClusterGCNConv", "MFConv", "ARMAConv"])
+def test_steps_are_captured(kind):
+    """Though of PyG's layers some wait for the GPU in every step."""
+    torch.manual_seed(0)
+    args = (6, 4, 3) if kind == "ChebConv" else (6, 4)
+    theirs, ours = (getattr(nn, kind)(*args) if isinstance(kind, str) else make() for nn, make in (
+        (pyg_nn, kind), (fused_nn, lambda: pfg.convert(kind()))))
+    ours.load_state_dict(theirs.state_dict())
+    x, edges = torch.randn(500, 6, device="cuda"), torch.randint(500, (2, 4000), device="cuda")
+    found = []
+    for layer in (ours.cuda(), theirs.cuda()):
+        optimizer = torch.optim.Adam(layer.parameters(), lr=0.01)
+
+        def step(layer=layer, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = layer(x, edges).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        run = pfg.capture(step) if layer is ours else step
+        found.append([float(run()) for _ in range(12)])
+        assert layer is theirs or run.is_recorded
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
