@@ -190,7 +190,11 @@ PRODUCT_CONVS: dict[str, Callable[[SimpleNamespace, int, int, int, bool], nn.Mod
     "filters-16": lambda ns, i, o, h, last: ns.Filters(i, EDGE_FEATURES["filters-16"], 16, o),
     "scored": lambda ns, i, o, h, last: ns.Scored(i, o, h, o),
 }
-LAYERS = {**CONVS, **MORE_CONVS, **KIND_CONVS, **PRODUCT_CONVS, **PHASES}
+#: Layers whose ``forward`` computes with ids of edges, written out.
+ID_CONVS: dict[str, Callable[[SimpleNamespace, int, int, int, bool], nn.Module]] = {
+    "gcn-written-out": lambda ns, i, o, h, last: ns.Normalized(i, o),
+}
+LAYERS = {**CONVS, **MORE_CONVS, **KIND_CONVS, **PRODUCT_CONVS, **ID_CONVS, **PHASES}
 #: Kinds of edges of the layers that have some.
 EDGE_KINDS = 4
 #: How many nodes have 0, 1, 2 ... edges, as far as PNA's scalers ask: a mean of log(degree + 1).
@@ -246,10 +250,10 @@ _ORDERS = ("", graphs.SHUFFLED)
 _PER_EDGE = (("filters", 64), ("filters-16", 100), ("scored", 100), ("edge-mlp", 64))
 #: Graphs that nothing was made for, and layers on them with their widths.
 _OTHER_GRAPHS = {
-    "road": (*_PER_EDGE, *((layer, 64) for layer in {**CONVS, **MORE_CONVS} if layer != "edge-mlp")),
+    "road": (*_PER_EDGE, *((layer, 64) for layer in {**CONVS, **MORE_CONVS, **ID_CONVS} if layer != "edge-mlp")),
     "filled": _PER_EDGE,
-    "hubs": tuple((layer, 96) for layer in {**CONVS, **MORE_CONVS}),
-    "village": tuple((layer, 64) for layer in {**CONVS, **MORE_CONVS}),
+    "hubs": tuple((layer, 96) for layer in {**CONVS, **MORE_CONVS, **ID_CONVS}),
+    "village": tuple((layer, 64) for layer in {**CONVS, **MORE_CONVS, **ID_CONVS}),
 }
 #: With what a name ends for each.
 _DTYPES = (("float32", ""), ("bfloat16", "-bfloat16"))
@@ -270,7 +274,7 @@ CASES: dict[str, Case] = {c.name: c for c in [
     Case("gcn-tiny", "gcn", "tiny", "cpu", num_in=12, width=16),
     *[_layer_case(layer, graph) for graph in ("arxiv", "reddit") for layer in CONVS if graph == "arxiv"
       or layer in ("gat", "gatv2", "sage")],
-    *[_layer_case(layer, "arxiv") for layer in MORE_CONVS],
+    *[_layer_case(layer, "arxiv") for layer in {**MORE_CONVS, **ID_CONVS}],
     *[Case(f"{layer}-arxiv-64", layer, "arxiv", num_in=64, width=64, heads=4 if layer in _ATTENTION else 1,
            edge_kinds=EDGE_KINDS, is_sampled=True) for layer in KIND_CONVS],  # PyG has a matrix per edge
     *[_layer_case(layer, "arxiv", "bfloat16") for layer in ("sage", "gat", "edge-mlp")],

@@ -1,5 +1,5 @@
 """Edge phases on their own, without the linear maps around them: what kernel libraries offer, and papers measure; and
-layers with networks per edge that PyG has none of.
+layers of one's own: with networks per edge that PyG has none of, and with a normalization in their ``forward``.
 
 Written once for any ``MessagePassing``, PyG's or ours. Further node tensors follow ``edge_index``; all have one row per
 node, heads and channels of a head side by side.
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch_geometric.utils import softmax
+from torch_geometric.utils import add_self_loops, degree, softmax
 
 
 def by_torch(x: Tensor, activation: str, p: float, training: bool) -> Tensor:
@@ -27,7 +27,7 @@ def by_torch(x: Tensor, activation: str, p: float, training: bool) -> Tensor:
 
 @lru_cache
 def edge_phases(layers: ModuleType, between: Callable[..., Tensor] = by_torch) -> SimpleNamespace:
-    """What ``layers`` has, and ``Sum, GATAttention, GATv2Attention, DotAttention, Filters, Scored`` on its
+    """What ``layers`` has, and ``Sum, GATAttention, GATv2Attention, DotAttention, Filters, Scored, Normalized`` on its
     ``MessagePassing``; and ``between`` layers of a model an activation and dropout.
     """
     base: Any = layers.MessagePassing
@@ -120,6 +120,24 @@ def edge_phases(layers: ModuleType, between: Callable[..., Tensor] = by_torch) -
             alpha = softmax(self.network(torch.cat([x_i, x_j], -1)), index, ptr, size_i)
             return alpha.unsqueeze(-1) * self.split(self.value(x_j))
 
+    class Normalized(base):
+        """GCN as it is taught: ``forward`` adds loops, and makes factors of edges of degrees."""
+
+        def __init__(self, num_in: int, num_out: int) -> None:
+            super().__init__(aggr="add")
+            self.linear, self.bias = nn.Linear(num_in, num_out, bias=False), nn.Parameter(torch.zeros(num_out))
+
+        def forward(self, x: Tensor, edge_index: Any) -> Tensor:
+            edge_index, _ = add_self_loops(edge_index, num_nodes=x.size(0))
+            x = self.linear(x)
+            row, col = edge_index
+            root = degree(col, x.size(0), dtype=x.dtype).pow(-0.5)
+            root[root == float("inf")] = 0
+            return self.propagate(edge_index, x=x, norm=root[row] * root[col]) + self.bias
+
+        def message(self, x_j: Tensor, norm: Tensor) -> Tensor:
+            return norm.view(-1, 1) * x_j
+
     found = {k: v for k, v in vars(layers).items() if not k.startswith("_")}
     return SimpleNamespace(**found, between=between, Sum=Sum, GATAttention=GATAttention, GATv2Attention=GATv2Attention,
-                           DotAttention=DotAttention, Filters=Filters, Scored=Scored)
+                           DotAttention=DotAttention, Filters=Filters, Scored=Scored, Normalized=Normalized)

@@ -359,7 +359,7 @@ class Recorder(LayerMode):
         is_known = func in FUNCTIONS and all(t.is_floating_point() or self.watch.has(t) or self._is_fixed(t)
                                              for t in tensors)
         if func in _FACTORIES:  # without a device it is the default one, of which nobody knows
-            is_known = kwargs.get("device") is not None
+            is_known = not tensors and kwargs.get("device") is not None
         if not is_known or (func is Tensor.__getitem__ and not all(map(self._is_fixed, tensors[1:]))):
             self.refuse()
         elif func in dense.TAKEN:
