@@ -143,6 +143,21 @@ class Loops(Normalized):
         return self.propagate(edge_index, x=self.lin(x), norm=norm[row])
 
 
+class Lists(Normalized):
+    """Makes lists of numbers of it, and writes to them later."""
+
+    def forward(self, x, edge_index):
+        chosen = edge_index[0].unique().tolist()
+        part = x[chosen].sum(0)
+        chosen.append(0)
+        chosen.sort()
+        sizes = [2, 4]
+        first = x.split(sizes, 1)[0].sum()
+        sizes[0] = 4
+        sizes.reverse()
+        return self.propagate(edge_index, x=self.lin(x[chosen].sum() * x + part * first), norm=edge_index[0] * 0.5)
+
+
 class Flags(Normalized):
     """A mask of what is computed from features."""
 
@@ -178,7 +193,8 @@ def same(ours, theirs):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
-KINDS = [Normalized, Counted, WritesLater, WritesValues, Returns, ReturnsView, Drops, Fills, Wide, Chosen, Loops, Flags]
+KINDS = [Normalized, Counted, WritesLater, WritesValues, Returns, ReturnsView, Drops, Fills, Wide, Chosen, Loops, Lists,
+         Flags]
 
 
 @pytest.mark.filterwarnings("ignore::pyg_fullgraph.debug.PlainPathWarning")
@@ -213,6 +229,49 @@ def test_which_are_made_of_steps(kind, is_taped, hits):
         more = (weight * seed,) if kind is Weighted else ()
         same(results(ours, seed, EDGES, *more), results(theirs, seed, EDGES, *more))
     assert bool(hits) is is_taped
+
+
+def test_a_list_that_is_handed_out_is_nobody_elses(hits):
+    class Listed(Normalized):
+        def forward(self, x, edge_index):
+            return self.propagate(edge_index, x=self.lin(x), norm=edge_index[0] * 0.5), edge_index[0].tolist(), [1, 2]
+
+    ours, _ = fused(Listed)
+    for seed in range(ENOUGH):
+        _, *lists = ours(features(seed), EDGES)
+        assert lists == [EDGES[0].tolist(), [1, 2]]
+        for one in lists:
+            one.append(99)
+    assert hits
+
+
+def test_complex_features_are_no_ids():
+    class Complex(Normalized):
+        def forward(self, x, edge_index, z):
+            return self.propagate(edge_index, x=self.lin(x), norm=z.abs()[edge_index[0]])
+
+    ours, theirs = fused(Complex)
+    z = torch.view_as_complex(torch.randn(12, 2, dtype=torch.float64))
+    for seed in range(2 * ENOUGH):
+        if seed == ENOUGH:
+            z.requires_grad_()
+        same(results(ours, seed, EDGES, z), results(theirs, seed, EDGES, z))
+        if seed >= ENOUGH:
+            same(*([torch.autograd.grad(layer(features(seed), EDGES, z).sum(), z)[0]] for layer in (ours, theirs)))
+
+
+@pytest.mark.parametrize("first, second", [
+    ("ChebConv", "MFConv"), ("MFConv", "ChebConv"), ("MFConv", "ClusterGCNConv")])
+def test_two_layers_on_edges_with_loops_and_weights(first, second):
+    edges, weight = EDGES.clone(), torch.rand(40, dtype=torch.float64)
+    edges[:, :2] = 3
+    for name in (first, second):
+        args = (6, 4, 3) if name == "ChebConv" else (6, 4)
+        theirs, ours = getattr(pyg_nn, name)(*args).double(), getattr(fused_nn, name)(*args).double()
+        ours.load_state_dict(theirs.state_dict())
+        more = (weight,) if name == "ChebConv" else ()
+        for seed in range(ENOUGH):
+            same(results(ours, seed, edges, *more), results(theirs, seed, edges, *more))
 
 
 @pytest.mark.parametrize("name, args", [
@@ -255,6 +314,35 @@ def test_chebyshev_polynomials(normalization, largest, weights):
             weight.mul_(2).add_(0.1)
 
 
+def test_chebyshev_weights_with_a_column():
+    theirs, ours = pyg_nn.ChebConv(6, 4, 3).double(), fused_nn.ChebConv(6, 4, 3).double()
+    ours.load_state_dict(theirs.state_dict())
+    weight = torch.rand(40, 1, dtype=torch.float64)
+    for seed in range(ENOUGH):
+        same(results(ours, seed, EDGES, weight), results(theirs, seed, EDGES, weight))
+
+
+def test_one_chebyshev_norm_is_remembered():
+    """However many are asked for; 0 and -0 are two."""
+    layer, edges = fused_nn.ChebConv(6, 4, 3).double(), EDGES[:, EDGES[0] != EDGES[1]]
+
+    def count():
+        gc.collect()
+        return sum(type(t) is torch.Tensor and t.shape == (edges.size(1) + 12,) for t in gc.get_objects())
+
+    plain = pyg_nn.ChebConv(6, 4, 3).double()
+    plain.load_state_dict(layer.state_dict())
+    layer(features(), edges, None, None, 1.0)
+    first = count()
+    assert first > 0
+    for k in range(20):
+        layer(features(), edges, None, None, 1.5 + k / 8)
+    assert count() <= first + 2
+    for largest in (0.0, -0.0, 0.0):
+        torch.testing.assert_close(layer(features(), edges, None, None, largest),
+                                   plain(features(), edges, None, None, largest), equal_nan=True)
+
+
 def added(monkeypatch, noted):
     """What ``noted`` makes of each tensor that is kept from now on."""
     found, add = [], Kept.add
@@ -282,8 +370,8 @@ def test_what_is_kept_is_written_to_by_somebody(monkeypatch, hits):
 
 def test_layers_share_what_they_keep(monkeypatch):
     shared = []
-    share = Kept.share
-    monkeypatch.setattr(Kept, "share", lambda self: (share(self), shared.append(self))[0])
+    join = Kept.join_others
+    monkeypatch.setattr(Kept, "join_others", lambda self: (join(self), shared.append(self))[0])
     layers = [fused(Normalized)[0] for _ in range(3)]
     for layer in layers:
         for seed in range(ENOUGH):
@@ -301,6 +389,14 @@ def test_it_is_let_go_of_with_the_edges(monkeypatch):
     for seed in range(ENOUGH):
         results(ours, seed, edges)
     gc.collect()
+    assert any(ref() is not None for ref in kept)
+    edges[0, 0] = 5
+    before = [*kept]
+    results(ours, 0, edges)  # which finds them changed
+    gc.collect()
+    assert all(ref() is None for ref in before)
+    for seed in range(ENOUGH):
+        results(ours, seed, edges)
     assert any(ref() is not None for ref in kept)
     del edges
     gc.collect()

@@ -16,20 +16,29 @@ from pyg_fullgraph.memo import taken
 
 __all__ = ["ChangedError", "Kept", "is_alias", "version_of"]
 
+#: With ids is remembered a sign that is gone with them, or when they are written to, and what others keep of them, by
+#: weak references.
+_SIGN, _OTHERS = ("kept", "sign"), ("kept", "others")
+#: Integers as wide as numbers of so many bytes, to compare these to the bit.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 class ChangedError(Exception):
-    """A tape is of a call that went another way; nothing has happened that may not happen twice."""
+    """What was noted of a call does not hold of this one; nothing has happened that may not happen twice."""
 
 
 class Kept:
-    """What was computed from ids alone, for as long as these live and nobody writes to it.
+    """What was computed from ids alone, for as long as these live and nobody writes to them, or to it.
 
     Layers that compute the same of the same ids keep the same tensors.
     """
 
     def __init__(self, ids: Sequence[Tensor]) -> None:
         self._values: list[tuple[Tensor, int]] = []
-        self._ids = [weakref.ref(t, functools.partial(_clear, self._values)) for t in ids]
+        memos = [t.memo if isinstance(t, Graph) else remembered.of(t) for t in ids]
+        signs = [memo.setdefault(_SIGN, _Sign()) for memo in memos]
+        self._signs = [weakref.ref(sign, functools.partial(_clear, self._values)) for sign in signs]
+        self._others: list[weakref.ref[Tensor]] = memos[0].setdefault(_OTHERS, []) if memos else []
 
     def add(self, tensor: Tensor) -> Callable[[], Tensor]:
         """What gives ``tensor`` from now on, or raises ChangedError."""
@@ -44,33 +53,33 @@ class Kept:
         """Whether ``tensor`` is, or looks into, one of these."""
         return any(is_alias(tensor, kept) for kept, _ in self._values)
 
-    def share(self) -> None:
-        """Take what others keep of the same ids in place of what is equal to it, once nothing more is added."""
-        ids = self._ids[0]() if self._values else None
-        if ids is None:
-            return
-        others = (ids.memo if isinstance(ids, Graph) else remembered.of(ids)).setdefault(_KEPT, [])
+    def join_others(self) -> None:
+        """Keep what others keep of the same ids in place of what is equal to it, once nothing more is added."""
+        self._others[:] = [ref for ref in self._others if ref() is not None]
         with unseen():
-            others[:] = [ref for ref in others if ref() is not None]
             for k, (tensor, _) in enumerate(self._values):
-                other = next((t for ref in others if (t := ref()) is not None and _is_equal(t, tensor)), None)
+                other = next((t for ref in self._others if (t := ref()) is not None and _is_equal(t, tensor)), None)
                 if other is None:
-                    others.append(weakref.ref(tensor))
+                    self._others.append(weakref.ref(tensor))
                 else:
                     self._values[k] = other, version_of(other)
 
     def _value(self, place: int) -> Tensor:
-        if not self._values:
-            raise ChangedError
-        tensor, version = self._values[place]
+        try:
+            tensor, version = self._values[place]
+        except IndexError as error:
+            raise ChangedError from error
         if version_of(tensor) != version:
             raise ChangedError
         return taken(tensor)
 
 
-#: By what ids keep what tapes keep of them.
-_KEPT = "kept"
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+class _Sign:
+    """Something to refer to."""
+
+
+def _clear(values: list[Any], _: Any) -> None:
+    values.clear()
 
 
 def _is_equal(a: Tensor, b: Tensor) -> bool:
@@ -80,10 +89,6 @@ def _is_equal(a: Tensor, b: Tensor) -> bool:
         return False
     bits = _BITS.get(a.element_size())
     return bits is not None and torch.equal(a.view(bits), b.view(bits))
-
-
-def _clear(values: list[Any], _: Any) -> None:
-    values.clear()
 
 
 def version_of(tensor: Tensor) -> int:

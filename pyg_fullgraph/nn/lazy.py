@@ -96,21 +96,14 @@ def _with_rows_at(value: Tensor, dim: int) -> Tensor:
     return value.movedim(0, dim).contiguous()
 
 
-def _in_dtype(value: Tensor, dtype: torch.dtype) -> Tensor:
-    return value.to(dtype)
-
-
-_cast = tape.step(_in_dtype, is_repeatable=True)
+rows_first = tape.step(_with_rows_first, is_repeatable=True)
+rows_at = tape.step(_with_rows_at, is_repeatable=True)
+_in_dtype = tape.step(Tensor.to, is_repeatable=True)
 
 
 def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
     """``value`` in ``dtype``; itself, if it is."""
-    converted: Tensor = value if value.dtype == dtype else _cast(value, dtype)
-    return converted
-
-
-rows_first = tape.step(_with_rows_first, is_repeatable=True)
-rows_at = tape.step(_with_rows_at, is_repeatable=True)
+    return value if value.dtype == dtype else _in_dtype(value, dtype)
 
 
 class LazyTensor(Tensor):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch_geometric.nn as pyg_nn
+import torch_geometric.nn.conv.cheb_conv as pyg_cheb
 import torch_geometric.nn.conv.gcn_conv as pyg_gcn
 import torch_geometric.nn.conv.rgcn_conv as pyg_rgcn
 import torch_geometric.typing as pyg_typing
@@ -613,26 +613,28 @@ def get_laplacian(edge_index: Tensor, edge_weight: Tensor | None = None, normali
 _CHEBYSHEV = ir.input("chebyshev.norm", Domain.EDGE, ())
 
 
-def _chebyshev_norm(plain: Callable[..., Any], layer: Any, edge_index: Tensor, num_nodes: int | None,
+def _chebyshev_norm(plain: Callable[..., tuple[Tensor, Any]], layer: Any, edge_index: Tensor, num_nodes: int | None,
                     edge_weight: Tensor | None, normalization: str | None, lambda_max: Any = None,
                     dtype: torch.dtype | None = None, batch: Tensor | None = None) -> tuple[Tensor, Any]:
-    """``plain``, ChebConv's normalization; of whole graphs its values ``[E]`` are remembered, which it waits for."""
-    def build() -> tuple[Tensor, Any]:
-        made: tuple[Tensor, Any] = plain(layer, edge_index, num_nodes, edge_weight, normalization, lambda_max, dtype,
-                                         batch)
-        return made
-
-    is_constant_weight = edge_weight is None or (isinstance(edge_weight, Tensor) and is_constant(edge_weight))
-    if not is_constant_weight or not (lambda_max is None or type(lambda_max) in (int, float)) or \
+    """``plain``, ChebConv's normalization, which waits for a GPU; of whole graphs the last one is remembered."""
+    build = functools.partial(plain, layer, edge_index, num_nodes, edge_weight, normalization, lambda_max, dtype, batch)
+    is_lasting = edge_weight is None or (isinstance(edge_weight, Tensor) and is_constant(edge_weight) and
+                                         edge_weight.dim() == 1 and edge_weight.is_floating_point())
+    if not is_lasting or not (lambda_max is None or type(lambda_max) in (int, float)) or \
             not _is_known(edge_index, edge_weight) or isinstance(edge_index, WithoutLoops) or is_part(edge_index):
         return build()
     full, _ = add_self_loops(remove_self_loops(edge_index)[0], num_nodes=num_nodes)
     if not isinstance(full, Graph):
         return build()
-    key = ("chebyshev", normalization, lambda_max, dtype)
-    norm = _once(full.memo, key, lambda: build()[1]) if edge_weight is None else \
-        _of_values(full.memo, (*key, "weighted"), edge_weight, lambda: build()[1])
-    return full, EdgeExpr(_CHEBYSHEV, {"chebyshev.norm": norm}, full)
+    memo = full.memo if edge_weight is None else full.memo.setdefault("weights", Memo()).of(edge_weight)
+    key, largest = ("chebyshev", normalization, dtype or torch.get_default_dtype()), \
+        lambda_max.hex() if type(lambda_max) is float else lambda_max
+    slot = memo.get(key)
+    if slot is None or slot[0] != largest or not is_unchanged(*slot[1:]):
+        with lasting():
+            norm = build()[1]
+        slot = keep(memo, key, (largest, norm, state_of(norm)))
+    return full, EdgeExpr(_CHEBYSHEV, {"chebyshev.norm": taken(slot[1])}, full)
 
 
 def _remembering_chebyshev(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -647,7 +649,7 @@ def _remembering_chebyshev(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 #: Method of PyG's -> what makes ours of a copy of it that calls :data:`REPLACEMENTS`.
 AROUND: Mapping[Any, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
-    pyg_nn.ChebConv.__norm__: _remembering_chebyshev,
+    pyg_cheb.ChebConv.__norm__: _remembering_chebyshev,
 }
 #: PyG function -> what the forward of our classes calls in its place.
 REPLACEMENTS: Mapping[Any, Callable[..., Any]] = {

@@ -4,7 +4,7 @@ A :class:`Recorder` runs beside one call. It sees torch's functions as a mode, a
 look something up, which are marked by :func:`step`; what lies between, lazy tensors and the lookups of calls, only
 decides which steps there are. Each value that a step takes has to come from the arguments, from the layer, or from a
 step before; else there is no tape. Nor is there one of a forward that does what is not on the list of what can be done
-again, such as asking a tensor for its numbers.
+again, such as asking a tensor that differs from call to call for its numbers.
 
 What is computed from ids of edges alone, which are the same unchanged tensors in all calls of a look, is the same in
 all of them: degrees, a normalization, a mask, a number that is asked for. It is no step; where a step reads it, it is
@@ -201,9 +201,10 @@ class Recorder(LayerMode):
         # Edge ids and graphs that are the same in all calls of this look: not what the layer holds.
         self._held = {id(t) for name in fields for t in tensors_in(vars(layer)[name])}
         self._ids = {id(t): t for t in tensors_in((args, kwargs))
-                     if not t.is_floating_point() and id(t) not in self._held}
-        self._given = [*self._ids.values()]
-        self._fixed: dict[int, Tensor] = {}  # what was computed from these alone
+                     if not (t.is_floating_point() or t.is_complex()) and id(t) not in self._held}
+        self._given = [*self._ids.values()]  # to which lookups add what stands for one of them
+        # What was computed from these alone, and graphs that were found from them.
+        self._fixed: dict[int, weakref.ref[Tensor]] = {}
         self._kept = Kept(self._given)
         self._max_kept = MAX_KEPT * max((t.numel() for t in self._given), default=0)
 
@@ -237,7 +238,12 @@ class Recorder(LayerMode):
 
     def _is_fixed(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is the same in all calls of this look, of whole graphs."""
-        return self._fixed.get(id(tensor)) is tensor or (self._ids.get(id(tensor)) is tensor and not is_part(tensor))
+        made = self._fixed.get(id(tensor))
+        return (made is not None and made() is tensor) or (self._is_id(tensor) and not is_part(tensor))
+
+    def _is_id(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is one of the ids that were given, or a lazy one that stands for it."""
+        return self._ids.get(id(tensor)) is tensor
 
     def _is_given(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is, or looks into, one of the ids that were given."""
@@ -254,7 +260,7 @@ class Recorder(LayerMode):
         if not is_lasting or num_dispatch_modes() > 0:
             self.refuse()
             return
-        self._fixed.update((id(t), t) for t in made)
+        self._fixed.update((id(t), weakref.ref(t)) for t in made)
         if any(map(self._is_given, made)):
             self._note(function, args, kwargs, out, True, is_lookup=True)
 
@@ -291,7 +297,7 @@ class Recorder(LayerMode):
         """The same for what finds something; where all calls of this look find the same, that is what is noted."""
         out = self.apart(function, args, kwargs)
         tensors = [*tensors_in((args, kwargs))]
-        is_of_given = all(id(t) in self._ids for t in tensors)
+        is_of_given = all(map(self._is_id, tensors))
         found = _remembered(out) if is_of_given or all(map(self._is_fixed, tensors)) else None
         for tensor in found or ():
             if id(tensor) in self._held:  # which of both is read, nobody can tell
@@ -301,7 +307,7 @@ class Recorder(LayerMode):
                 gives = functools.partial(_alive, weakref.ref(tensor)) if is_of_given else self._kept.add(tensor)
                 self._bind(tensor, self._at_first(gives), "", True)
                 if type(tensor) is Graph and not is_part(tensor):
-                    self._fixed[id(tensor)] = tensor
+                    self._fixed[id(tensor)] = weakref.ref(tensor)
         if found is None:
             self._note(function, args, kwargs, out, True, is_lookup=True)
             # What stands for the ids that it came from.
@@ -344,7 +350,7 @@ class Recorder(LayerMode):
             return None
         if not self._kept.is_unchanged() or any(map(self._kept.shares, tensors_in(out))):
             return None
-        self._kept.share()
+        self._kept.join_others()
         read, steps = {place}, []
         for k, one in reversed([*enumerate((*self._first, *self._steps))]):
             if one.out in read or not one.is_lookup:
@@ -422,7 +428,7 @@ class Recorder(LayerMode):
         found = self._sources.get(id(tensor))
         if found is not None and found.ref() is tensor:
             return found
-        if self._fixed.get(id(tensor)) is tensor and tensor.numel() <= self._max_kept:
+        if id(tensor) in self._fixed and self._is_fixed(tensor) and tensor.numel() <= self._max_kept:
             found = self._sources[id(tensor)] = _Source(weakref.ref(tensor), self._at_first(self._kept.add(tensor)), "",
                                                         True)
             return found
@@ -447,6 +453,10 @@ class Recorder(LayerMode):
             place = self._new_register()
             self._constants[place] = value
             return place
+        if type(value) is list and all(map(_is_constant, value)):  # to which somebody may write later
+            place = self._new_register()
+            self._constants[place] = tuple(value)
+            return self._step("[*{0}]", [place])
         if type(value) in (tuple, list):
             parts = "".join(f"{{{k}}}, " for k in range(len(value)))
             return self._step(f"({parts})" if type(value) is tuple else f"[{parts}]", [self._place(v) for v in value])
@@ -464,8 +474,8 @@ def _is_constant(value: Any) -> bool:
     """Whether ``value`` says the same in each call."""
     if isinstance(value, slice):
         return _is_constant((value.start, value.stop, value.step))
-    if isinstance(value, (tuple, list)):
-        return type(value) in (tuple, list, torch.Size) and all(map(_is_constant, value))
+    if isinstance(value, tuple):
+        return type(value) in (tuple, torch.Size) and all(map(_is_constant, value))
     return isinstance(value, _CONSTANTS)
 
 
@@ -534,8 +544,9 @@ QUESTIONS = frozenset({
     Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.__len__, torch.numel,
     Tensor.is_floating_point, Tensor.is_complex, torch.is_floating_point, torch.is_complex,
 })
-#: Functions that leave something behind: a state of random numbers, or what they write to.
+#: Functions that leave another state of random numbers, or of running means.
 _RANDOM = _named("dropout dropout_ feature_dropout alpha_dropout batch_norm")
+#: Those, and functions that write to what they are given.
 _LASTING = _RANDOM | _named(
     "add_ sub_ mul_ div_ relu_ copy_ zero_ index_copy_ __iadd__ __isub__ __imul__ __itruediv__")
 #: Those that are given no tensor.
@@ -551,12 +562,12 @@ FUNCTIONS = _LASTING | _FACTORIES | dense.TAKEN | {Tensor.T.__get__, Tensor.mT._
     "reshape rms_norm rsqrt select selu sigmoid silu sin sinh softmax softmin softplus softsign split sqrt square "
     "squeeze stack std sub sum t tan tanh tile transpose true_divide unbind unflatten unsqueeze var view view_as "
     "where zeros_like")
-#: Those of which the same comes of the same, for what is computed from ids; numbers may be asked for, too.
+#: Those that make the same of the same, for what is computed from ids; numbers may be asked for, too.
 OF_FIXED = (FUNCTIONS - _RANDOM - _FACTORIES) | _named(
     "__and__ __bool__ __eq__ __float__ __floordiv__ __ge__ __gt__ __index__ __int__ __invert__ __le__ __lt__ __mod__ "
-    "__ne__ __or__ __rfloordiv__ __rmod__ __setitem__ __xor__ all amax any argmax argmin argsort bincount bitwise_and "
+    "__ne__ __or__ __rfloordiv__ __rmod__ __setitem__ __xor__ all any argmax argmin argsort bincount bitwise_and "
     "bitwise_not bitwise_or bool bucketize ceil clamp_ cumprod div_ double eq fill_ float floor floor_divide "
     "full_like ge gt half index_add index_add_ index_fill index_put int isfinite isin isinf isnan item le logical_and "
     "logical_not logical_or long lt masked_fill_ masked_select max median min mode ne new_full nonzero one_hot pow_ "
-    "prod reciprocal_ remainder repeat_interleave roll round scatter scatter_ scatter_add scatter_add_ scatter_reduce "
-    "scatter_reduce_ searchsorted sign sort sqrt_ rsqrt_ to tolist topk type unique unique_consecutive")
+    "prod reciprocal_ remainder repeat_interleave roll round rsqrt_ scatter scatter_ scatter_add scatter_add_ "
+    "scatter_reduce scatter_reduce_ searchsorted sign sort sqrt_ to tolist topk type unique unique_consecutive")
