@@ -59,6 +59,10 @@ others)
     run --case '*-village-64' --providers pyg,ours,ours_captured --budget-s 0.2 --deadline-s 200
     run --case '*-hubs-96,*-road-64' --providers pyg,ours --budget-s 0.2 --deadline-s 280
     ;;
+others-half)
+    run --case '*-hubs-96-bfloat16' --providers pyg,ours --budget-s 0.2 --deadline-s 240
+    run --case '*-village-64-float16' --providers pyg,ours,ours_captured --budget-s 0.2 --deadline-s 300
+    ;;
 dense)
     "$python" -m benchmarks.dense --also "$rows" >>"$out/log.txt" 2>&1 || status=1
     layers="$(printf '%s-arxiv,' gcn sage gat gatv2 transformer res-gated)"
