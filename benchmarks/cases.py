@@ -257,6 +257,7 @@ _OTHER_GRAPHS = {
 }
 #: With what a name ends for each.
 _DTYPES = (("float32", ""), ("bfloat16", "-bfloat16"))
+#: Those that are timed in half precision, too.
 _HALF = {"hubs": "bfloat16", "village": "float16"}
 #: What an order is worth: of graphs that were relabelled at random, by reordering them.
 _REORDERED = tuple(f"{graphs.SHUFFLED}-{method}" for method in ("degree", "rcm", "community"))

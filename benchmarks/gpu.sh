@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The GPU rows of docs/results.md: `benchmarks/gpu.sh layers`, `peers`, `phases`, `orders`, `captured`, `others`,
-# `others-half`, `dense` and `first-use`, each within ten minutes of one H200 by its deadlines, `epochs` on all GPUs there are, and
-# `large`, the same of graphs that need four; a short table comes last. Rows go to benchmarks/results, and to
-# $OUT/rows.jsonl where OUT is set. BENCH_ARGS: options for every run.
+# `others-half`, `dense` and `first-use`, each within ten minutes of one H200 by its deadlines, `epochs` on all GPUs
+# there are, and `large`, the same of graphs that need four; a short table comes last. Rows go to benchmarks/results,
+# and to $OUT/rows.jsonl where OUT is set. BENCH_ARGS: options for every run.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONUNBUFFERED=1

@@ -24,9 +24,10 @@ from pyg_fullgraph.bytecode import global_names, is_raise
 from pyg_fullgraph.errors import LayerInputError, NotFusedError, PygFullgraphError, RowCountError, ShardedGraphError
 from pyg_fullgraph.graph import is_part
 from pyg_fullgraph.nn import compiled, derived, dots, forwards, order, sums, tape
+from pyg_fullgraph.nn.chebyshev import AROUND
 from pyg_fullgraph.nn.coverage import HAS_MODES, IN_TRANSFORM, RECORDED
 from pyg_fullgraph.nn.lazy import LazyTensor, as_plain
-from pyg_fullgraph.nn.preparation import AROUND, REPLACEMENTS, REPLACEMENTS_APART
+from pyg_fullgraph.nn.preparation import REPLACEMENTS, REPLACEMENTS_APART
 from pyg_fullgraph.nn.rebinding import (
     Made,
     globals_of,

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from pyg_fullgraph.functions import PLAIN, unseen
 from pyg_fullgraph.graph import Graph, remembered
-from pyg_fullgraph.memo import taken
+from pyg_fullgraph.memo import is_unchanged, state_of, taken
 
-__all__ = ["ChangedError", "Kept", "is_alias", "version_of"]
+__all__ = ["ChangedError", "Kept", "is_alias", "look_of"]
 
 #: With ids is remembered a sign that is gone with them, or when they are written to, and what others keep of them, by
 #: weak references.
@@ -34,7 +34,7 @@ class Kept:
     """
 
     def __init__(self, ids: Sequence[Tensor]) -> None:
-        self._values: list[tuple[Tensor, int]] = []
+        self._values: list[tuple[Tensor, tuple[Any, ...]]] = []
         memos = [t.memo if isinstance(t, Graph) else remembered.of(t) for t in ids]
         signs = [memo.setdefault(_SIGN, _Sign()) for memo in memos]
         self._signs = [weakref.ref(sign, functools.partial(_clear, self._values)) for sign in signs]
@@ -42,12 +42,12 @@ class Kept:
 
     def add(self, tensor: Tensor) -> Callable[[], Tensor]:
         """What gives ``tensor`` from now on, or raises ChangedError."""
-        self._values.append((tensor, version_of(tensor)))
+        self._values.append((tensor, look_of(tensor)))
         return functools.partial(self._value, len(self._values) - 1)
 
     def is_unchanged(self) -> bool:
         """Whether nobody wrote to any of it since it was added."""
-        return all(version_of(tensor) == version for tensor, version in self._values)
+        return all(look_of(tensor) == look for tensor, look in self._values)
 
     def shares(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is, or looks into, one of these."""
@@ -62,15 +62,16 @@ class Kept:
                 if other is None:
                     self._others.append(weakref.ref(tensor))
                 else:
-                    self._values[k] = other, version_of(other)
+                    self._values[k] = other, look_of(other)
 
     def _value(self, place: int) -> Tensor:
         try:
-            tensor, version = self._values[place]
+            tensor, look = self._values[place]
         except IndexError as error:
             raise ChangedError from error
-        if version_of(tensor) != version:
-            raise ChangedError
+        with unseen():
+            if look and not is_unchanged(tensor, look):
+                raise ChangedError
         return taken(tensor)
 
 
@@ -91,10 +92,10 @@ def _is_equal(a: Tensor, b: Tensor) -> bool:
     return bits is not None and torch.equal(a.view(bits), b.view(bits))
 
 
-def version_of(tensor: Tensor) -> int:
-    """How often a plain tensor was written to; 0 for others."""
+def look_of(tensor: Tensor) -> tuple[Any, ...]:
+    """What changes when somebody writes to a plain tensor; nothing of others."""
     with unseen():
-        return tensor._version if type(tensor) in PLAIN else 0
+        return state_of(tensor) if type(tensor) in PLAIN else ()
 
 
 def is_alias(tensor: Tensor, other: Tensor) -> bool:

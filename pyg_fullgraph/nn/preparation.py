@@ -10,14 +10,12 @@ Legend: N nodes, E edges.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch_geometric.nn.conv.cheb_conv as pyg_cheb
 import torch_geometric.nn.conv.gcn_conv as pyg_gcn
 import torch_geometric.nn.conv.rgcn_conv as pyg_rgcn
 import torch_geometric.typing as pyg_typing
@@ -39,7 +37,7 @@ from pyg_fullgraph.nn.tape import step
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
 
-__all__ = ["AROUND", "REPLACEMENTS", "REPLACEMENTS_APART", "prepared_graph"]
+__all__ = ["REPLACEMENTS", "REPLACEMENTS_APART", "prepared_graph"]
 
 Fill = float | Tensor | str | None
 
@@ -221,7 +219,8 @@ def _num_nodes(edge_index: Tensor, num_nodes: int | None) -> int:
         maybe_num_nodes(edge_index, num_nodes)
 
 
-def _is_known(edge_index: Any, edge_attr: Any = None) -> bool:
+def is_known(edge_index: Any, edge_attr: Any = None) -> bool:
+    """Whether the functions here know what to do with these arguments, or PyG's own are to."""
     if torch.compiler.is_compiling() or is_recorded() or not isinstance(edge_index, Tensor):
         return False
     if type(edge_index) is Graph:
@@ -253,7 +252,7 @@ def check_edge_rows(name: str, value: Tensor, edge_index: Tensor) -> None:
 
 def remove_self_loops(edge_index: Tensor, edge_attr: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """PyG's function; the ``edge_index`` that it returns is computed only if something reads it."""
-    if not _is_known(edge_index, edge_attr) or isinstance(edge_index, WithoutLoops):
+    if not is_known(edge_index, edge_attr) or isinstance(edge_index, WithoutLoops):
         return pyg_utils.remove_self_loops(edge_index, edge_attr)
     if edge_attr is not None:
         check_edge_rows("edge_attr", edge_attr, edge_index)
@@ -280,7 +279,7 @@ def _removed_apart(edge_index: Tensor, edge_attr: Tensor | None = None) -> tuple
 def add_self_loops(edge_index: Tensor, edge_attr: Tensor | None = None, fill_value: Fill = None,
                    num_nodes: int | tuple[int, int] | None = None) -> tuple[Tensor, Tensor | None]:
     """PyG's function; returns a :class:`Graph`, the same one for the same ``edge_index``."""
-    if not _is_known(edge_index, edge_attr):
+    if not is_known(edge_index, edge_attr):
         return pyg_utils.add_self_loops(edge_index, edge_attr, fill_value, num_nodes)
     if edge_attr is not None:
         check_edge_rows("edge_attr", edge_attr, edge_index)
@@ -305,7 +304,7 @@ def add_self_loops(edge_index: Tensor, edge_attr: Tensor | None = None, fill_val
 def add_remaining_self_loops(edge_index: Tensor, edge_attr: Tensor | None = None, fill_value: Fill = None,
                              num_nodes: int | None = None) -> tuple[Tensor, Tensor | None]:
     """PyG's function; returns a :class:`Graph`, the same one for the same ``edge_index``."""
-    if not _is_known(edge_index, edge_attr) or isinstance(edge_index, WithoutLoops):
+    if not is_known(edge_index, edge_attr) or isinstance(edge_index, WithoutLoops):
         return pyg_utils.add_remaining_self_loops(edge_index, edge_attr, fill_value, num_nodes)
     if edge_attr is not None:
         check_edge_rows("edge_attr", edge_attr, edge_index)
@@ -478,7 +477,7 @@ def _choose(edge_index: Tensor, mask: Tensor) -> Tensor:
 
 def masked_edge_index(edge_index: Tensor, edge_mask: Tensor) -> Tensor:
     """RGCN's choice of the edges of one relation; the same tensor for the same edges, so that its graph is found."""
-    if not _is_known(edge_index, edge_mask) or edge_mask.dtype != torch.bool:
+    if not is_known(edge_index, edge_mask) or edge_mask.dtype != torch.bool:
         return pyg_rgcn.masked_edge_index(edge_index, edge_mask)
     return chosen_edges(edge_index, edge_mask, _choose_by_value)
 
@@ -521,7 +520,7 @@ def gcn_norm(edge_index: Tensor, edge_weight: Tensor | None = None, num_nodes: i
     if pyg_typing.WITH_TORCH_SPARSE and isinstance(edge_index, pyg_typing.SparseTensor):
         return _gcn_norm_of_matrix(edge_index, (edge_weight, num_nodes, improved, add_self_loops, flow, dtype))
     is_real = dtype is None or dtype.is_floating_point
-    if not _is_known(edge_index, edge_weight) or not plain_weight or not is_real:
+    if not is_known(edge_index, edge_weight) or not plain_weight or not is_real:
         return pyg_gcn.gcn_norm(edge_index, edge_weight, num_nodes, improved, add_self_loops, flow, dtype)
     if edge_weight is not None:
         check_edge_rows("edge_weight", edge_weight, edge_index)
@@ -572,7 +571,7 @@ def degree(index: Tensor, num_nodes: int | None = None, dtype: torch.dtype | Non
     if isinstance(index, Ends):
         return index.degree(dtype or torch.get_default_dtype())
     base = index._base if isinstance(index, Tensor) and type(index) is Tensor and not index.is_inference() else None
-    if base is None or not _is_known(base) or index.dim() != 1 or index.shape != base.shape[1:] \
+    if base is None or not is_known(base) or index.dim() != 1 or index.shape != base.shape[1:] \
             or index.stride(0) != base.stride(1):
         return pyg_utils.degree(index, num_nodes, dtype)
     num_nodes = maybe_num_nodes(index, num_nodes)
@@ -610,47 +609,6 @@ def get_laplacian(edge_index: Tensor, edge_weight: Tensor | None = None, normali
     return full, EdgeValues(weight, full) if isinstance(full, Graph) and full.is_part else weight
 
 
-_CHEBYSHEV = ir.input("chebyshev.norm", Domain.EDGE, ())
-
-
-def _chebyshev_norm(plain: Callable[..., tuple[Tensor, Any]], layer: Any, edge_index: Tensor, num_nodes: int | None,
-                    edge_weight: Tensor | None, normalization: str | None, lambda_max: Any = None,
-                    dtype: torch.dtype | None = None, batch: Tensor | None = None) -> tuple[Tensor, Any]:
-    """``plain``, ChebConv's normalization, which waits for a GPU; of whole graphs the last one is remembered."""
-    build = functools.partial(plain, layer, edge_index, num_nodes, edge_weight, normalization, lambda_max, dtype, batch)
-    is_lasting = edge_weight is None or (isinstance(edge_weight, Tensor) and is_constant(edge_weight) and
-                                         edge_weight.dim() == 1 and edge_weight.is_floating_point())
-    if not is_lasting or not (lambda_max is None or type(lambda_max) in (int, float)) or \
-            not _is_known(edge_index, edge_weight) or isinstance(edge_index, WithoutLoops) or is_part(edge_index):
-        return build()
-    full, _ = add_self_loops(remove_self_loops(edge_index)[0], num_nodes=num_nodes)
-    if not isinstance(full, Graph):
-        return build()
-    memo = full.memo if edge_weight is None else full.memo.setdefault("weights", Memo()).of(edge_weight)
-    key, largest = ("chebyshev", normalization, dtype or torch.get_default_dtype()), \
-        lambda_max.hex() if type(lambda_max) is float else lambda_max
-    slot = memo.get(key)
-    if slot is None or slot[0] != largest or not is_unchanged(*slot[1:]):
-        with lasting():
-            norm = build()[1]
-        slot = keep(memo, key, (largest, norm, state_of(norm)))
-    return full, EdgeExpr(_CHEBYSHEV, {"chebyshev.norm": taken(slot[1])}, full)
-
-
-def _remembering_chebyshev(plain: Callable[..., Any]) -> Callable[..., Any]:
-    found = step(functools.partial(_chebyshev_norm, plain), finds=True)
-
-    @functools.wraps(plain)
-    def norm(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return found(self, *args, **kwargs)
-
-    return norm
-
-
-#: Method of PyG's -> what makes ours of a copy of it that calls :data:`REPLACEMENTS`.
-AROUND: Mapping[Any, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
-    pyg_cheb.ChebConv.__norm__: _remembering_chebyshev,
-}
 #: PyG function -> what the forward of our classes calls in its place.
 REPLACEMENTS: Mapping[Any, Callable[..., Any]] = {
     pyg_utils.remove_self_loops: step(remove_self_loops, finds=True),

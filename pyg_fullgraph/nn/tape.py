@@ -30,7 +30,7 @@ from pyg_fullgraph.autograd import Ways
 from pyg_fullgraph.functions import PLAIN, LayerMode, num_dispatch_modes, tensors_in, unseen
 from pyg_fullgraph.graph import Graph, is_part
 from pyg_fullgraph.memo import taken
-from pyg_fullgraph.nn.kept import ChangedError, Kept, is_alias, version_of
+from pyg_fullgraph.nn.kept import ChangedError, Kept, is_alias, look_of
 from pyg_fullgraph.nn.watch import Watch
 from pyg_fullgraph.saga.ir import EdgeProgram, Node
 
@@ -202,7 +202,7 @@ class Recorder(LayerMode):
         self._held = {id(t) for name in fields for t in tensors_in(vars(layer)[name])}
         self._ids = {id(t): t for t in tensors_in((args, kwargs))
                      if not (t.is_floating_point() or t.is_complex()) and id(t) not in self._held}
-        self._given = [*self._ids.values()]  # to which lookups add what stands for one of them
+        self._given = [*self._ids.values()]  # to the ids lookups add what stands for one of these
         # What was computed from these alone, and graphs that were found from them.
         self._fixed: dict[int, weakref.ref[Tensor]] = {}
         self._kept = Kept(self._given)
@@ -221,14 +221,11 @@ class Recorder(LayerMode):
         if func in QUESTIONS or not self._is_possible:
             return func(*args, **kwargs)
         tensors = [*tensors_in((args, kwargs))]
-        fixed = [(t, version_of(t)) for t in tensors if self._is_fixed(t)]
+        fixed = [(t, look_of(t)) for t in tensors if self._is_fixed(t)]
         out = func(*args, **kwargs)
-        written = [t for t, version in fixed if version_of(t) != version]
         if fixed and len(fixed) == len(tensors) and func in OF_FIXED:
             self._fix(func, args, kwargs, out)
-            if any(self._is_given(t) for t in written):
-                self.refuse()
-        elif written:  # with what is another value in each call
+        elif any(look_of(t) != look for t, look in fixed):  # written to with what is another value in each call
             self.refuse()
         elif all(type(t) in PLAIN for t in tensors):
             self._note_torch(func, args, kwargs, out)
@@ -256,7 +253,7 @@ class Recorder(LayerMode):
         with unseen():
             is_lasting = all(type(t) is Graph and not is_part(t) if type(t) not in PLAIN else
                              not (t.requires_grad or t.is_inference()) for t in made)
-        # Checkpoints that choose what to save count what runs, which in later calls this does not.
+        # What is remembered must not be what a mode of dispatch makes of it.
         if not is_lasting or num_dispatch_modes() > 0:
             self.refuse()
             return
