@@ -54,14 +54,15 @@ class _EdgePhaseFunction(torch.autograd.Function):
     def forward(ctx: Any, phase: EdgePhase, graph: Graph, like: Tensor, back: int,
                 *tensors: Tensor) -> tuple[Tensor, ...]:
         kind = ctx.needs_input_grad[_IN_FRONT:], like.dtype, like.device, back
-        ctx.kept, places = phase.steps.get(kind) or _begin(phase, graph, like, tensors, kind)
-        results, statistics = phase.forward(graph, tensors, like, True)
+        given = phase.laid_out(tensors)
+        ctx.kept, places = phase.steps.get(kind) or _begin(phase, graph, like, given, kind)
+        results, statistics = phase.forward(graph, given, like, True)
         ctx.phase, ctx.graph, ctx.like, ctx.back = phase, graph, like, back
         ctx.sums_gradient = phase.sums_gradient(kind[0])
         ctx.meta = [(t.dtype, t.shape) for t in tensors]
         if not ctx.kept and not phase.has_gradients(kind[0]):
             ctx.mark_non_differentiable(*results)
-        pool = [*tensors, *results, *statistics]
+        pool = [*given, *results, *statistics]
         ctx.results = ()
         own = range(len(tensors), len(tensors) + len(results))
         saved = [k for k in places if k in own]

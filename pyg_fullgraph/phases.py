@@ -92,6 +92,7 @@ class EdgePhase:
         self._sums: dict[Needs, bool] = {}
         self._have_gradients: dict[Needs, bool] = {}
         self.inputs: tuple[Node, ...] = (*core.inputs, *self._added_inputs)
+        self._parameters = tuple(k for k, n in enumerate(self.inputs) if not n.is_row)
         self.results = tuple(ir.input(f"out.{o.name}", o.domain, o.value.shape) for o in core.outputs)
         self.steps: dict[ahead.Kind, ahead.Step] = {}
         self.forwards: set[tuple[torch.dtype, torch.device]] = set()
@@ -233,6 +234,13 @@ class EdgePhase:
                 need and (self.adjoint.grads.get(n) is not None or n in self._added_inputs)
                 for n, need in zip(self.inputs, needs, strict=True))
         return self._have_gradients[needs]
+
+    def laid_out(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """``tensors``, the inputs, with parameters contiguous, as kernels read them: a weight that was turned would be
+        copied by each sweep.
+        """
+        turned = [k for k in self._parameters if not tensors[k].is_contiguous()]
+        return [t.contiguous() if k in turned else t for k, t in enumerate(tensors)] if turned else tensors
 
     def place_to_give_back(self, tensors: Sequence[Tensor]) -> int:
         """The place of the first input that is features ``[N, K]`` with a gradient, -1 without any."""

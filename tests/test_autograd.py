@@ -15,7 +15,7 @@ from pyg_fullgraph import autograd, operators
 from pyg_fullgraph.autograd import run
 from pyg_fullgraph.errors import DoubleBackwardError, InputError
 from pyg_fullgraph.graph import Graph
-from pyg_fullgraph.phases import compile_program
+from pyg_fullgraph.phases import EdgePhase, compile_program
 from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
 
@@ -128,6 +128,32 @@ def test_any_memory_layout(name, layout):
     turned = [transposed(w) for w in weights]
     for a, b in zip(gradients(outs[0], odd, turned), gradients(outs[1], same, weights), strict=True):
         assert error(a, b) < TOLERANCE[torch.float64]
+
+
+def test_a_turned_parameter_is_copied_once(monkeypatch):
+    """Kernels of forward and backward read the copy, whatever becomes of the parameter meanwhile."""
+    seen = []
+    for name in ("forward", "backward"):
+        plain = getattr(EdgePhase, name)
+
+        def noted(phase, graph, given, *args, plain=plain):
+            env = given if isinstance(given, dict) else dict(zip(phase.inputs, given, strict=True))
+            seen.append({n.name: t for n, t in env.items() if n.domain == Domain.PARAM})
+            return plain(phase, graph, given, *args)
+
+        monkeypatch.setattr(EdgePhase, name, noted)
+    tensors = tensors_of("gmm")
+    plain_out = run(program_of("gmm"), GRAPH, tensors)
+    wanted = gradients(plain_out, tensors, [torch.ones_like(plain_out[0])])
+    turned = {k: t.detach().t().contiguous().t().requires_grad_() if k == "param.mu" else t for k, t in tensors.items()}
+    seen.clear()
+    out = run(program_of("gmm"), GRAPH, turned)
+    with torch.no_grad():
+        turned["param.mu"] *= 2
+    got = gradients(out, turned, [torch.ones_like(out[0])])
+    (before, after), name = seen, "param.mu"
+    assert before[name].is_contiguous() and after[name].data_ptr() == before[name].data_ptr()
+    assert all(error(a, b) < TOLERANCE[torch.float64] for a, b in zip(got, wanted, strict=True))
 
 
 def test_an_expanded_cotangent():

@@ -339,6 +339,16 @@ def test_sums_are_regrouped_by_end_point():
     assert sum(n.op == "add" and n.domain == EDGE for n in ir.walk(node)) == 2
 
 
+@pytest.mark.parametrize("op", ["add", "sub"])
+@pytest.mark.parametrize("side", [SRC, DST])
+def test_rows_are_added_to_once_by_what_has_none(side, op):
+    """Of `x W + b + c + e`, as with a bias beside that of a map, the sum of both is added to the product."""
+    x, w, e = ir.input("x", side, (3,)), ir.input("w", PARAM, (3, 4)), ir.input("e", EDGE, (4,))
+    b, c = (ir.input(name, PARAM, (4,)) for name in "bc")
+    (node,) = reorganize([pointwise(op, pointwise("add", pointwise("add", ir.mm(x, w), b), e), c)])
+    assert node == pointwise("add", pointwise("add", ir.mm(x, w), pointwise(op, b, c)), e)
+
+
 @pytest.mark.parametrize("before, after", [
     (lambda x: pointwise("mul", x, 1.0), lambda x: x), (lambda x: pointwise("mul", 1.0, x), lambda x: x),
     (lambda x: pointwise("add", x, 0.0), lambda x: x), (lambda x: pointwise("sub", x, 0.0), lambda x: x),

@@ -197,7 +197,12 @@ def _by_domain(terms: Sequence[tuple[int, Node]]) -> dict[Domain, list[tuple[int
 
 
 def _add_up(terms: Sequence[tuple[int, Node]]) -> Node:
-    ordered = sorted(_merge_products(terms), key=lambda term: -term[0])
+    """The sum of ``terms``; what has no rows is one term, so that rows are gone through once."""
+    found = _merge_products(terms)
+    fixed = [term for term in found if not term[1].is_row]
+    if 1 < len(fixed) < len(found):
+        found = [*(term for term in found if term[1].is_row), (1, _add_up(fixed))]
+    ordered = sorted(found, key=lambda term: -term[0])
     total = ordered[0][1] if ordered[0][0] > 0 else pointwise("neg", ordered[0][1])
     for sign, term in ordered[1:]:
         total = pointwise("add" if sign > 0 else "sub", total, term)
