@@ -463,13 +463,15 @@ _MATMUL = frozenset({torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__
 _ADDMM = frozenset({torch.addmm, Tensor.addmm})
 #: Torch's functions that add, which multiply nothing.
 SUMS = frozenset({torch.add, Tensor.add})
+#: Cells of recurrent networks, and what torch makes on a GPU of the products that they begin with.
+_CELLS = {torch.gru_cell: torch.ops.aten._thnn_fused_gru_cell, torch.lstm_cell: torch.ops.aten._thnn_fused_lstm_cell}
 #: Torch's functions that :func:`call` may take.
-TAKEN = _LINEAR | _MATMUL | _ADDMM | SUMS
+TAKEN = _LINEAR | _MATMUL | _ADDMM | SUMS | _CELLS.keys()
 
 
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``func(*args, **kwargs)``; a linear map, or a sum with a bias, as torch's functions write it by ours where those
-    take it.
+    """``func(*args, **kwargs)``; a linear map, those of a recurrent cell, or a sum with a bias, as torch's functions
+    write it by ours where those take it.
     """
     if func in SUMS and len(args) == 2 and not kwargs and all(type(a) in PLAIN for a in args):
         return columns.add(*args)
@@ -480,9 +482,38 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     elif func in _ADDMM and len(args) == 3 and not kwargs and _is_matrix(args[2]):
         x, weight, bias = args[1], args[2].t(), args[0]
     else:
-        return func(*args, **kwargs)
+        made = _cell(func, *args) if func in _CELLS and not kwargs else None
+        return func(*args, **kwargs) if made is None else made
     is_ours = _is_ours_or_derived(x, weight, bias)
     return func(*args, **kwargs) if is_ours is None else _linear(x, weight, bias, is_ours)
+
+
+def _cell(func: Any, x: Tensor, state: Any, w_ih: Tensor, w_hh: Tensor, *biases: Tensor | None) -> Any:
+    """A cell of a recurrent network as torch computes it on a GPU, a kernel after two products, which are ours where
+    they pay; None where neither does.
+
+    Args:
+        func: ``torch.gru_cell`` or ``torch.lstm_cell``.
+        x: ``[N, K]``.
+        state: ``[N, H]``, of an LSTM two of them.
+        w_ih, w_hh: ``[G H, K]`` and ``[G H, H]`` for G gates.
+        biases: ``[G H]`` each, or None.
+    """
+    hidden, *memory = (state,) if func is torch.gru_cell else state
+    given = (x, hidden, *memory, w_ih, w_hh)
+    with contextlib.nullcontext() if torch.compiler.is_compiling() else unseen():
+        pays = (not torch.compiler.is_compiling() and all(type(t) in PLAIN and t.dim() == 2 for t in given)
+                and _has_cells(x.device) and all(t.dtype == x.dtype and t.device == x.device for t in given)
+                and not columns.has_transform(given) and (takes(x, w_ih, None) or takes(hidden, w_hh, None)))
+    if not pays:
+        return None
+    made = _CELLS[func](linear(x, w_ih), linear(hidden, w_hh), *(memory or (hidden,)), *biases)
+    return made[:2] if memory else made[0]
+
+
+def _has_cells(device: torch.device) -> bool:
+    """Whether torch has a kernel for what comes after the products of a cell."""
+    return device.type == "cuda"
 
 
 class _Link(NamedTuple):

@@ -1,5 +1,6 @@
 """Float32 products on tensor cores: about as exact as torch's, finite or not, and only where they are asked for."""
 
+import copy
 import json
 
 import compiling
@@ -289,6 +290,111 @@ def layer_case(name, device):
     torch.manual_seed(0)
     edge_index = torch.randint(30, (2, 200), generator=torch.Generator().manual_seed(1)).to(device)
     return LAYERS[name]().to(device), normal(30, 12).to(device).requires_grad_(), edge_index
+
+
+def gru_gates(by_input, by_state, hidden, input_bias=None, state_bias=None):
+    """What torch's kernel on a GPU makes of the products of a cell."""
+    (r, z, n), (hr, hz, hn) = (
+        (t if b is None else t + b).chunk(3, 1) for t, b in ((by_input, input_bias), (by_state, state_bias)))
+    update = (z + hz).sigmoid()
+    return update * hidden + (1 - update) * (n + (r + hr).sigmoid() * hn).tanh(), None
+
+
+def lstm_gates(by_input, by_state, memory, input_bias=None, state_bias=None):
+    total = by_input + by_state
+    for bias in (input_bias, state_bias):
+        total = total if bias is None else total + bias
+    i, f, g, o = total.chunk(4, 1)
+    memory = f.sigmoid() * memory + i.sigmoid() * g.tanh()
+    return o.sigmoid() * memory.tanh(), memory, None
+
+
+@pytest.fixture
+def cells(monkeypatch):
+    """Torch's kernels for cells, and on the CPU, where it has none, what they compute."""
+    own, gates = dense._CELLS, {torch.gru_cell: gru_gates, torch.lstm_cell: lstm_gates}
+    fused = {cell: lambda by_input, *rest, cell=cell: (own if by_input.is_cuda else gates)[cell](by_input, *rest)
+             for cell in own}
+    monkeypatch.setattr(dense, "_CELLS", fused)
+    monkeypatch.setattr(dense, "_has_cells", lambda device: True)
+
+
+class Recurrent(pfg.nn.MessagePassing):
+    """A layer with a cell after its sum, as GatedGraphConv has one."""
+
+    def __init__(self, cell):
+        super().__init__(aggr="sum")
+        self.cell = cell
+
+    def forward(self, x, state, edge_index):
+        return self.cell(self.propagate(edge_index, x=x), state)
+
+
+def cell_step(layer, x, hidden, memory, edge_index):
+    is_gru = isinstance(layer.cell, torch.nn.GRUCell)
+    out = layer(x, hidden if is_gru else (hidden, memory), edge_index)
+    out, leaves = ((out,), (x, hidden)) if is_gru else (out, (x, hidden, memory))
+    cotangents = [normal(*o.shape, seed=k).to(o) for k, o in enumerate(out)]
+    return [*out, *torch.autograd.grad(out, [*leaves, *layer.parameters()], cotangents)]
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("kind", [torch.nn.GRUCell, torch.nn.LSTMCell])
+def test_products_of_cells(kind, has_bias, device, taken, cells):
+    """Both products of a cell and their gradients are by the kernels; results and gradients are those of float64."""
+    torch.manual_seed(0)
+    layer = Recurrent(kind(12, 8, bias=has_bias)).to(device)
+    edge_index = torch.randint(30, (2, 200)).to(device)
+    given = [normal(30, width, seed=k).to(device).requires_grad_() for k, width in enumerate((12, 8, 8))]
+    exact = [t.detach().double().requires_grad_() for t in given]
+    want = cell_step(copy.deepcopy(layer).double(), *exact, edge_index)
+    for _ in range(4):  # from the third call on by its steps
+        taken.clear()
+        got = cell_step(layer, *given, edge_index)
+        assert max(error(g, w) for g, w in zip(got, want, strict=True)) < 1e-5
+        assert [name for name, *_ in taken].count("gradient") == 2
+        assert sum(name in ("product", "added") for name, *_ in taken) == 4
+
+
+@pytest.fixture
+def seen_cells(monkeypatch):
+    """What came to torch's kernels for cells."""
+    seen = []
+    monkeypatch.setattr(dense, "_CELLS", {cell: lambda *given, fused=fused: seen.append(given) or fused(*given)
+                                          for cell, fused in dense._CELLS.items()})
+    return seen
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("change", ["nothing", "float64", "half", "autocast", "off", "few"])
+def test_cells_that_are_torchs(change, seen_cells, monkeypatch):
+    """Where no product of a cell pays."""
+    layer = pfg.nn.GatedGraphConv(64, num_layers=2).cuda()
+    rows = 100 if change == "few" else 200_000
+    x, edge_index = normal(rows, 64).cuda(), torch.randint(rows, (2, 2 * rows), device="cuda")
+    monkeypatch.setattr(dense, "_is_on", change != "off")
+    if change in ("float64", "half"):
+        layer, x = (getattr(t, change)() for t in (layer, x))
+    with torch.autocast("cuda", torch.bfloat16, enabled=change == "autocast"), torch.no_grad():
+        assert layer(x, edge_index).isfinite().all()
+    assert len(seen_cells) == 2 * (change == "nothing")
+
+
+@pytest.mark.gpu
+def test_gated_graph_conv_takes_the_products_of_its_cell(seen_cells):
+    """As a user has it: results and gradients of a large graph are those of PyG's in float64, about as exact as its."""
+    torch.manual_seed(0)
+    plain = pyg_nn.GatedGraphConv(96, num_layers=2).cuda()
+    layer = pfg.nn.GatedGraphConv(96, num_layers=2).cuda()
+    layer.load_state_dict(plain.state_dict())
+    x, edge_index = normal(150_000, 96).cuda(), torch.randint(150_000, (2, 600_000), device="cuda")
+    found = []
+    for module in (layer, plain, copy.deepcopy(plain).double()):
+        found.append(step(module, x.to(module.weight.dtype).requires_grad_(), edge_index))
+    assert len(seen_cells) == 2
+    for ours, theirs, exact in zip(*found, strict=True):
+        assert error(ours, exact) < max(3 * error(theirs, exact), 2e-6)
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
