@@ -58,6 +58,8 @@ class _EdgePhaseFunction(torch.autograd.Function):
         ctx.kept, places = phase.steps.get(kind) or _begin(phase, graph, like, given, kind)
         results, statistics = phase.forward(graph, given, like, True)
         ctx.phase, ctx.graph, ctx.like, ctx.back = phase, graph, like, back
+        copied = () if given is tensors else {k for k, t in enumerate(given) if t is not tensors[k] and kind[0][k]}
+        ctx.copied = [j for j, k in enumerate(places) if k in copied]
         ctx.sums_gradient = phase.sums_gradient(kind[0])
         ctx.meta = [(t.dtype, t.shape) for t in tensors]
         if not ctx.kept and not phase.has_gradients(kind[0]):
@@ -87,7 +89,10 @@ class _EdgePhaseFunction(torch.autograd.Function):
         if grads[0] is None:  # what is saved may be gone
             return (*[None] * _IN_FRONT, *[more if k == ctx.back else None for k in range(len(ctx.meta))])
         if torch.is_grad_enabled():
-            made = _OnlyOnce.apply(ctx, len(grads), more, *grads, *ctx.saved_tensors)
+            saved = [*ctx.saved_tensors]
+            for j in ctx.copied:  # a copy does not show that the input has a gradient
+                saved[j] = saved[j].detach().requires_grad_()
+            made = _OnlyOnce.apply(ctx, len(grads), more, *grads, *saved)
         else:
             made = _gradients(ctx, grads, dict(zip(ctx.kept, ctx.saved_tensors, strict=True)), more)
         return (*[None] * _IN_FRONT, *made)

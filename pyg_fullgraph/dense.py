@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from pyg_fullgraph import columns, padding
-from pyg_fullgraph.functions import PLAIN, LayerMode, applying, unseen
+from pyg_fullgraph.functions import PLAIN, LayerMode, applying, is_batched, unseen
 from triton_kernels import dense, launch
 
 __all__ = ["SUMS", "TAKEN", "Products", "added", "call", "chain", "in_layer", "linear", "matmul", "multiplier", "outer",
@@ -392,7 +392,8 @@ class _Linear(torch.autograd.Function):
             return add, None, None, None, None, None
         (x, weight), needs = ctx.saved_tensors, ctx.needs_input_grad
         # Gradients may be differentiated themselves, by torch.
-        made = _gradients(g, x, weight, needs[:3], ctx.is_ours and not torch.is_grad_enabled(), add)
+        is_ours = ctx.is_ours and not torch.is_grad_enabled() and not is_batched(g)
+        made = _gradients(g, x, weight, needs[:3], is_ours, add)
         return *made, None, None, None
 
 
@@ -466,7 +467,7 @@ SUMS = frozenset({torch.add, Tensor.add})
 #: Cells of recurrent networks, and what torch makes on a GPU of the products that they begin with.
 _CELLS = {torch.gru_cell: torch.ops.aten._thnn_fused_gru_cell, torch.lstm_cell: torch.ops.aten._thnn_fused_lstm_cell}
 #: Torch's functions that :func:`call` may take.
-TAKEN = _LINEAR | _MATMUL | _ADDMM | SUMS | _CELLS.keys()
+TAKEN = _LINEAR | _MATMUL | _ADDMM | SUMS | frozenset(_CELLS)
 
 
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -482,33 +483,43 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     elif func in _ADDMM and len(args) == 3 and not kwargs and _is_matrix(args[2]):
         x, weight, bias = args[1], args[2].t(), args[0]
     else:
-        made = _cell(func, *args) if func in _CELLS and not kwargs else None
+        made = _cell(func, *args) if func in _CELLS and not kwargs and 4 <= len(args) <= 6 else None
         return func(*args, **kwargs) if made is None else made
     is_ours = _is_ours_or_derived(x, weight, bias)
     return func(*args, **kwargs) if is_ours is None else _linear(x, weight, bias, is_ours)
 
 
-def _cell(func: Any, x: Tensor, state: Any, w_ih: Tensor, w_hh: Tensor, *biases: Tensor | None) -> Any:
+def _cell(func: Any, x: Tensor, state: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None,
+          b_hh: Tensor | None = None) -> Any:
     """A cell of a recurrent network as torch computes it on a GPU, a kernel after two products, which are ours where
-    they pay; None where neither does.
+    they pay; None where neither does, and where torch would refuse.
 
     Args:
         func: ``torch.gru_cell`` or ``torch.lstm_cell``.
         x: ``[N, K]``.
         state: ``[N, H]``, of an LSTM two of them.
         w_ih, w_hh: ``[G H, K]`` and ``[G H, H]`` for G gates.
-        biases: ``[G H]`` each, or None.
+        b_ih, b_hh: ``[G H]``, or neither.
     """
-    hidden, *memory = (state,) if func is torch.gru_cell else state
-    given = (x, hidden, *memory, w_ih, w_hh)
-    with contextlib.nullcontext() if torch.compiler.is_compiling() else unseen():
-        pays = (not torch.compiler.is_compiling() and all(type(t) in PLAIN and t.dim() == 2 for t in given)
-                and _has_cells(x.device) and all(t.dtype == x.dtype and t.device == x.device for t in given)
-                and not columns.has_transform(given) and (takes(x, w_ih, None) or takes(hidden, w_hh, None)))
-    if not pays:
+    is_gru = func is torch.gru_cell
+    states = (state,) if is_gru else state
+    if torch.compiler.is_compiling() or not isinstance(states, (tuple, list)) or len(states) != (1 if is_gru else 2):
         return None
-    made = _CELLS[func](linear(x, w_ih), linear(hidden, w_hh), *(memory or (hidden,)), *biases)
-    return made[:2] if memory else made[0]
+    with unseen():
+        biases = [b for b in (b_ih, b_hh) if b is not None]
+        given = (x, *states, w_ih, w_hh, *biases)
+        if not all(type(t) in PLAIN and t.dtype == x.dtype and t.device == x.device for t in given) or \
+                len(biases) == 1 or not _has_cells(x.device) or not x.dim() == w_hh.dim() == 2 or \
+                columns.has_transform(given):
+            return None
+        width = w_hh.shape[1]
+        wide = (3 if is_gru else 4) * width
+        if w_ih.shape != (wide, x.shape[1]) or w_hh.shape[0] != wide or any(b.shape != (wide,) for b in biases) or \
+                any(s.shape != (x.shape[0], width) for s in states) or \
+                not (takes(x, w_ih, None) or takes(states[0], w_hh, None)):
+            return None
+    made = _CELLS[func](linear(x, w_ih), linear(states[0], w_hh), states[-1], b_ih, b_hh)
+    return made[0] if is_gru else made[:2]
 
 
 def _has_cells(device: torch.device) -> bool:

@@ -214,6 +214,16 @@ def test_a_second_derivative_is_refused():
         torch.autograd.grad(sum(g.sum() for g in first), list(tensors.values()))
 
 
+def test_a_second_derivative_of_a_turned_parameter_alone_is_refused():
+    """Backward reads a copy of it, and nothing else that has a gradient."""
+    held = {k: t.detach() for k, t in tensors_of("gmm").items()}
+    turned = held["param.mu"].t().contiguous().t().requires_grad_()
+    (out,) = run(program_of("gmm"), GRAPH, {**held, "param.mu": turned})
+    (first,) = torch.autograd.grad(out.sum(), turned, create_graph=True)
+    with pytest.raises(DoubleBackwardError, match="first derivatives only"):
+        (first.square().sum() + out.sum()).backward()
+
+
 def test_backward_twice_gives_the_same():
     tensors = tensors_of("gatv2")
     (out,) = run(program_of("gatv2"), GRAPH, tensors)

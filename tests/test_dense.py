@@ -357,6 +357,28 @@ def test_products_of_cells(kind, has_bias, device, taken, cells):
         assert sum(name in ("product", "added") for name, *_ in taken) == 4
 
 
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@pytest.mark.parametrize("states", [[(30, 8)], [(30, 8)] * 3, [(29, 8)] * 2, [(30, 8), (8, 30)], [(30, 7)] * 2],
+                         ids=str)
+def test_what_torch_refuses_of_a_cell_is_refused(states, device, taken, cells):
+    layer = Recurrent(torch.nn.LSTMCell(12, 8)).to(device)
+    edge_index = torch.randint(30, (2, 200)).to(device)
+    given = [normal(*shape).to(device) for shape in states]
+    with pytest.raises((RuntimeError, TypeError), match="hidden"):
+        layer(normal(30, 12).to(device), given, edge_index)
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+def test_many_gradients_at_once_are_torchs(device, taken):
+    x, weight, bias = (normal(*shape).to(device).requires_grad_() for shape in ((30, 12), (8, 12), (8,)))
+    out = dense.linear(x, weight, bias)
+    batch = normal(3, 30, 8, seed=1).to(device)
+    found = torch.autograd.grad(out, [x, weight, bias], batch, is_grads_batched=True, retain_graph=True)
+    each = zip(*(torch.autograd.grad(out, [x, weight, bias], g, retain_graph=True) for g in batch), strict=True)
+    for got, want in zip(found, each, strict=True):
+        assert error(got, torch.stack(want).double()) < 1e-5
+
+
 @pytest.fixture
 def seen_cells(monkeypatch):
     """What came to torch's kernels for cells."""

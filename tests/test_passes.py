@@ -349,6 +349,13 @@ def test_rows_are_added_to_once_by_what_has_none(side, op):
     assert node == pointwise("add", pointwise("add", ir.mm(x, w), pointwise(op, b, c)), e)
 
 
+def test_numbers_on_edges_are_added_one_by_one():
+    """What was not rounded yet is added to; in float16 the sum of two parameters might be infinite."""
+    e, (b, c) = ir.input("e", EDGE, (4,)), (ir.input(name, PARAM, (4,)) for name in "bc")
+    value = pointwise("add", pointwise("add", e, b), c)
+    assert reorganize([value]) == (value,)
+
+
 @pytest.mark.parametrize("before, after", [
     (lambda x: pointwise("mul", x, 1.0), lambda x: x), (lambda x: pointwise("mul", 1.0, x), lambda x: x),
     (lambda x: pointwise("add", x, 0.0), lambda x: x), (lambda x: pointwise("sub", x, 0.0), lambda x: x),

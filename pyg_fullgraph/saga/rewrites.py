@@ -197,10 +197,12 @@ def _by_domain(terms: Sequence[tuple[int, Node]]) -> dict[Domain, list[tuple[int
 
 
 def _add_up(terms: Sequence[tuple[int, Node]]) -> Node:
-    """The sum of ``terms``; what has no rows is one term, so that rows are gone through once."""
+    """The sum of ``terms``; what has no rows is one term of those of vertices, so that these are gone through once. On
+    an edge another number costs nothing, and is added to what was not rounded yet.
+    """
     found = _merge_products(terms)
     fixed = [term for term in found if not term[1].is_row]
-    if 1 < len(fixed) < len(found):
+    if 1 < len(fixed) < len(found) and not any(t.domain == Domain.EDGE for _, t in found):
         found = [*(term for term in found if term[1].is_row), (1, _add_up(fixed))]
     ordered = sorted(found, key=lambda term: -term[0])
     total = ordered[0][1] if ordered[0][0] > 0 else pointwise("neg", ordered[0][1])
