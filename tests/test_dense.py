@@ -389,14 +389,14 @@ def seen_cells(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("change", ["nothing", "float64", "half", "autocast", "off", "few"])
+@pytest.mark.parametrize("change", ["nothing", "double", "half", "autocast", "off", "few"])
 def test_cells_that_are_torchs(change, seen_cells, monkeypatch):
     """Where no product of a cell pays."""
     layer = pfg.nn.GatedGraphConv(64, num_layers=2).cuda()
     rows = 100 if change == "few" else 200_000
     x, edge_index = normal(rows, 64).cuda(), torch.randint(rows, (2, 2 * rows), device="cuda")
     monkeypatch.setattr(dense, "_is_on", change != "off")
-    if change in ("float64", "half"):
+    if change in ("double", "half"):
         layer, x = (getattr(t, change)() for t in (layer, x))
     with torch.autocast("cuda", torch.bfloat16, enabled=change == "autocast"), torch.no_grad():
         assert layer(x, edge_index).isfinite().all()
