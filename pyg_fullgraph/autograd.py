@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 from pyg_fullgraph import ahead, dense, dots, reuse
 from pyg_fullgraph.chunks import as_dtype, compute_dtype, scalar_of
 from pyg_fullgraph.errors import DoubleBackwardError, ForwardModeError, FunctionTransformError, InputError
-from pyg_fullgraph.functions import PLAIN, applying, has_transforms, is_batched, is_of_transform, unseen
+from pyg_fullgraph.functions import PLAIN, applying, has_transforms, is_of_transform, is_wrapped, unseen
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.memo import taken
 from pyg_fullgraph.operators import call_operator
@@ -54,17 +54,14 @@ class _EdgePhaseFunction(torch.autograd.Function):
     def forward(ctx: Any, phase: EdgePhase, graph: Graph, like: Tensor, back: int,
                 *tensors: Tensor) -> tuple[Tensor, ...]:
         kind = ctx.needs_input_grad[_IN_FRONT:], like.dtype, like.device, back
-        given = phase.laid_out(tensors)
-        ctx.kept, places = phase.steps.get(kind) or _begin(phase, graph, like, given, kind)
-        results, statistics = phase.forward(graph, given, like, True)
+        ctx.kept, places = phase.steps.get(kind) or _begin(phase, graph, like, tensors, kind)
+        results, statistics = phase.forward(graph, tensors, like, True)
         ctx.phase, ctx.graph, ctx.like, ctx.back = phase, graph, like, back
-        copied = () if given is tensors else {k for k, t in enumerate(given) if t is not tensors[k] and kind[0][k]}
-        ctx.copied = [j for j, k in enumerate(places) if k in copied]
         ctx.sums_gradient = phase.sums_gradient(kind[0])
         ctx.meta = [(t.dtype, t.shape) for t in tensors]
         if not ctx.kept and not phase.has_gradients(kind[0]):
             ctx.mark_non_differentiable(*results)
-        pool = [*given, *results, *statistics]
+        pool = [*tensors, *results, *statistics]
         ctx.results = ()
         own = range(len(tensors), len(tensors) + len(results))
         saved = [k for k in places if k in own]
@@ -83,16 +80,13 @@ class _EdgePhaseFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *given: Any) -> tuple[Tensor | None, ...]:
-        if has_transforms() or any(g is not None and (is_batched(g) or is_of_transform(g)) for g in given):
+        if has_transforms() or any(map(is_wrapped, given)):
             raise FunctionTransformError()
         grads, more = (given, None) if ctx.back < 0 else (given[:-1], given[-1])
         if grads[0] is None:  # what is saved may be gone
             return (*[None] * _IN_FRONT, *[more if k == ctx.back else None for k in range(len(ctx.meta))])
         if torch.is_grad_enabled():
-            saved = [*ctx.saved_tensors]
-            for j in ctx.copied:  # a copy does not show that the input has a gradient
-                saved[j] = saved[j].detach().requires_grad_()
-            made = _OnlyOnce.apply(ctx, len(grads), more, *grads, *saved)
+            made = _OnlyOnce.apply(ctx, len(grads), more, *grads, *ctx.saved_tensors)
         else:
             made = _gradients(ctx, grads, dict(zip(ctx.kept, ctx.saved_tensors, strict=True)), more)
         return (*[None] * _IN_FRONT, *made)
@@ -283,7 +277,7 @@ _needs_grad: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
 
 def _call(phase: EdgePhase, graph: Graph, like: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     if torch.is_grad_enabled() and any(map(_needs_grad, tensors)):
-        forward = dense.chain()
+        tensors, forward = phase.laid_out(tensors), dense.chain()
         if forward is not None and len(phase.results) == 1 and not graph.is_part:
             return _linked(phase, graph, like, tensors, forward)
         return cast("tuple[Tensor, ...]", _apply_phase(phase, graph, like, -1, *tensors))

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pyg_fullgraph.functions import PLAIN, applying, is_batched, is_of_transform
+from pyg_fullgraph.functions import PLAIN, applying, is_of_transform, is_wrapped
 from triton_kernels import columns as kernels
 from triton_kernels import dense, launch, reference
 
@@ -84,7 +84,7 @@ def column_sum(g: Tensor) -> Tensor:
     rows = g.view(-1, g.shape[-1]) if g.dim() > 2 and g.is_contiguous() else g
     pays = type(rows) is Tensor and rows.dim() == 2 and rows.stride(1) == 1 and rows.shape[1] >= MIN_COLUMNS and \
         rows.numel() >= MIN_NUMBERS and rows.dtype in DTYPES and has_kernels(rows.device)
-    if pays and not torch.is_grad_enabled() and not is_batched(rows):
+    if pays and not torch.is_grad_enabled() and not is_wrapped(rows):
         return kernels.column_sum(rows)
     return reference.column_sum(rows)
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from pyg_fullgraph import columns, padding
-from pyg_fullgraph.functions import PLAIN, LayerMode, applying, is_batched, unseen
+from pyg_fullgraph.functions import PLAIN, LayerMode, applying, is_wrapped, unseen
 from triton_kernels import dense, launch
 
 __all__ = ["SUMS", "TAKEN", "Products", "added", "call", "chain", "in_layer", "linear", "matmul", "multiplier", "outer",
@@ -392,7 +392,7 @@ class _Linear(torch.autograd.Function):
             return add, None, None, None, None, None
         (x, weight), needs = ctx.saved_tensors, ctx.needs_input_grad
         # Gradients may be differentiated themselves, by torch.
-        is_ours = ctx.is_ours and not torch.is_grad_enabled() and not is_batched(g)
+        is_ours = ctx.is_ours and not torch.is_grad_enabled() and not is_wrapped(g) and not is_wrapped(add)
         made = _gradients(g, x, weight, needs[:3], is_ours, add)
         return *made, None, None, None
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "PLAIN", "LayerMode", "apart", "applying", "drop_modes", "has_autocast", "has_modes_of_others", "has_transforms",
-    "is_batched", "is_exported", "is_of_transform", "is_recorded", "lasting", "num_dispatch_modes",
+    "is_batched", "is_exported", "is_of_transform", "is_recorded", "is_wrapped", "lasting", "num_dispatch_modes",
     "num_function_modes", "tensors_in", "unrecorded", "unseen"]
 
 #: Types of tensors that are torch's own.
@@ -43,6 +43,13 @@ num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 # Asked in each call of a layer.
 _is_tracing = torch._C._is_tracing
 _has = torch._C._dispatch_tls_is_dispatch_key_included
+
+
+def is_wrapped(gradient: torch.Tensor | None) -> bool:
+    """Whether ``gradient`` is many, as ``is_grads_batched`` and ``torch.vmap`` make them, or of another transform:
+    nothing that has memory for a kernel.
+    """
+    return gradient is not None and (is_batched(gradient) or is_of_transform(gradient))
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

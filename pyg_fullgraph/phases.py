@@ -23,7 +23,7 @@ from pyg_fullgraph.saga.plans import Plan, Target, addend
 from pyg_fullgraph.saga.postpone import postpone_products
 from pyg_fullgraph.saga.recenter import recenter
 from pyg_fullgraph.saga.stored import adjoint_of
-from pyg_fullgraph.selection import target_of
+from pyg_fullgraph.selection import MIN_PIPELINE_WIDTH, target_of
 
 __all__ = ["CompiledProgram", "EdgePhase", "Needs", "Orders", "compile_program", "has_long_rows", "has_short_rows",
            "own", "scaled_bytes", "stores_half"]
@@ -92,7 +92,9 @@ class EdgePhase:
         self._sums: dict[Needs, bool] = {}
         self._have_gradients: dict[Needs, bool] = {}
         self.inputs: tuple[Node, ...] = (*core.inputs, *self._added_inputs)
-        self._parameters = tuple(k for k, n in enumerate(self.inputs) if not n.is_row)
+        between = {n.args[1] for n in ir.walk(*(o.value for o in core.outputs))
+                   if n.op == "mm" and min(n.args[1].shape) >= MIN_PIPELINE_WIDTH}
+        self._parameters = tuple(k for k, n in enumerate(self.inputs) if not n.is_row and n not in between)
         self.results = tuple(ir.input(f"out.{o.name}", o.domain, o.value.shape) for o in core.outputs)
         self.steps: dict[ahead.Kind, ahead.Step] = {}
         self.forwards: set[tuple[torch.dtype, torch.device]] = set()
@@ -237,7 +239,7 @@ class EdgePhase:
 
     def laid_out(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """``tensors``, the inputs, with parameters contiguous, as kernels read them: a weight that was turned would be
-        copied by each sweep.
+        copied by each sweep. Those of products that may be between kernels are read as they lie.
         """
         turned = [k for k in self._parameters if not tensors[k].is_contiguous()]
         return [t.contiguous() if k in turned else t for k, t in enumerate(tensors)] if turned else tensors

@@ -214,14 +214,19 @@ def test_a_second_derivative_is_refused():
         torch.autograd.grad(sum(g.sum() for g in first), list(tensors.values()))
 
 
-def test_a_second_derivative_of_a_turned_parameter_alone_is_refused():
+@pytest.mark.parametrize("differentiate", [
+    lambda penalty, out, mu: (penalty + out).backward(), lambda penalty, out, mu: (penalty + out).backward(inputs=[mu]),
+    lambda penalty, out, mu: torch.autograd.grad(penalty + out, mu),
+    lambda penalty, out, mu: torch.autograd.grad(penalty, mu),
+], ids=["backward", "backward to it", "grad", "grad of the penalty"])
+def test_a_second_derivative_of_a_turned_parameter_alone_is_refused(differentiate):
     """Backward reads a copy of it, and nothing else that has a gradient."""
     held = {k: t.detach() for k, t in tensors_of("gmm").items()}
     turned = held["param.mu"].t().contiguous().t().requires_grad_()
     (out,) = run(program_of("gmm"), GRAPH, {**held, "param.mu": turned})
     (first,) = torch.autograd.grad(out.sum(), turned, create_graph=True)
     with pytest.raises(DoubleBackwardError, match="first derivatives only"):
-        (first.square().sum() + out.sum()).backward()
+        differentiate(first.square().sum(), out.sum(), turned)
 
 
 def test_backward_twice_gives_the_same():

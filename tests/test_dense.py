@@ -368,13 +368,39 @@ def test_what_torch_refuses_of_a_cell_is_refused(states, device, taken, cells):
         layer(normal(30, 12).to(device), given, edge_index)
 
 
+class NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return torch.zeros(g.shape, device=g.device)  # one, of however many
+
+
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
-def test_many_gradients_at_once_are_torchs(device, taken):
+@pytest.mark.parametrize("how", ["batched", "vmap"])
+@pytest.mark.parametrize("makes", ["product", "chain", "chain with one gradient", "sum"])
+def test_many_gradients_at_once_are_torchs(makes, how, device, taken, monkeypatch):
+    for name in ("MIN_NUMBERS", "MIN_COLUMNS"):
+        monkeypatch.setattr(columns, name, 1)
     x, weight, bias = (normal(*shape).to(device).requires_grad_() for shape in ((30, 12), (8, 12), (8,)))
-    out = dense.linear(x, weight, bias)
+    if makes == "sum":
+        out = columns.add(x @ weight.t(), bias)
+    else:
+        with dense.Products(makes != "product"):
+            first = F.linear(x, weight, bias)
+            out = (NoGradient.apply(first) if makes == "chain with one gradient" else first) + F.linear(x, weight)
+
+    def gradients(g):
+        return torch.autograd.grad(out, [x, weight, bias], g, retain_graph=True)
+
     batch = normal(3, 30, 8, seed=1).to(device)
-    found = torch.autograd.grad(out, [x, weight, bias], batch, is_grads_batched=True, retain_graph=True)
-    each = zip(*(torch.autograd.grad(out, [x, weight, bias], g, retain_graph=True) for g in batch), strict=True)
+    each = [*zip(*map(gradients, batch), strict=True)]
+    taken.clear()
+    found = torch.vmap(gradients)(batch) if how == "vmap" else \
+        torch.autograd.grad(out, [x, weight, bias], batch, is_grads_batched=True)
+    assert not taken
     for got, want in zip(found, each, strict=True):
         assert error(got, torch.stack(want).double()) < 1e-5
 
