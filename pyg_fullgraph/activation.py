@@ -16,7 +16,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from pyg_fullgraph import columns
 from pyg_fullgraph.errors import InputError
-from pyg_fullgraph.functions import PLAIN, applying, is_batched, is_recorded
+from pyg_fullgraph.functions import PLAIN, applying, is_recorded, is_wrapped
 from triton_kernels import activation as kernels
 from triton_kernels import reference
 from triton_kernels.reference import Activation
@@ -147,8 +147,8 @@ class _Activate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         kept, seed, ids = ctx.saved_tensors
-        # Gradients may be differentiated themselves, by torch, or come many at a time.
-        is_last = not torch.is_grad_enabled() and not (columns.has_transform((g,)) or is_batched(g))
+        # Gradients may be differentiated themselves, by torch, come many at a time, or with a tangent.
+        is_last = not torch.is_grad_enabled() and not is_wrapped(g)
         module = kernels if is_last else reference
         made, total = module.activate_backward(g.resolve_neg(), kept, ctx.activation, seed, ids, ctx.is_input,
                                                ctx.needs_sum and is_last)

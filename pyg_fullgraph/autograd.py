@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 from pyg_fullgraph import ahead, dense, dots, reuse
 from pyg_fullgraph.chunks import as_dtype, compute_dtype, scalar_of
 from pyg_fullgraph.errors import DoubleBackwardError, ForwardModeError, FunctionTransformError, InputError
-from pyg_fullgraph.functions import PLAIN, applying, has_transforms, is_of_transform, is_wrapped, unseen
+from pyg_fullgraph.functions import PLAIN, applying, has_tangent, has_transforms, is_of_transform, is_wrapped, unseen
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.memo import taken
 from pyg_fullgraph.operators import call_operator
@@ -81,7 +81,7 @@ class _EdgePhaseFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *given: Any) -> tuple[Tensor | None, ...]:
         if has_transforms() or any(map(is_wrapped, given)):
-            raise FunctionTransformError()
+            raise ForwardModeError() if any(map(has_tangent, given)) else FunctionTransformError()
         grads, more = (given, None) if ctx.back < 0 else (given[:-1], given[-1])
         if grads[0] is None:  # what is saved may be gone
             return (*[None] * _IN_FRONT, *[more if k == ctx.back else None for k in range(len(ctx.meta))])
@@ -193,7 +193,7 @@ def check_derivatives(tensors: Iterable[Tensor]) -> None:
         ForwardModeError: One carries a forward-mode tangent.
         FunctionTransformError: One is of a transform of ``torch.func``, or such a transform is at work.
     """
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+    if forward_ad._current_level >= 0 and any(map(has_tangent, tensors)):
         raise ForwardModeError()
     if has_transforms() or any(map(is_of_transform, tensors)):
         raise FunctionTransformError()

@@ -391,7 +391,7 @@ class _Linear(torch.autograd.Function):
         if g is None:  # only later products are asked for, and what is saved may be gone
             return add, None, None, None, None, None
         (x, weight), needs = ctx.saved_tensors, ctx.needs_input_grad
-        # Gradients may be differentiated themselves, by torch.
+        # Gradients may be differentiated themselves, come many at a time, or with a tangent: by torch.
         is_ours = ctx.is_ours and not torch.is_grad_enabled() and not is_wrapped(g) and not is_wrapped(add)
         made = _gradients(g, x, weight, needs[:3], is_ours, add)
         return *made, None, None, None

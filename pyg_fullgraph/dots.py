@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from pyg_fullgraph import columns
-from pyg_fullgraph.functions import PLAIN, applying
+from pyg_fullgraph.functions import PLAIN, applying, is_wrapped
 from triton_kernels import dots as kernels
 from triton_kernels import reference
 
@@ -101,8 +101,8 @@ class _RowDots(torch.autograd.Function):
         used = [k for k, d in enumerate(grads) if d is not None]
         if not used:
             return (g, *(None for _ in weights))
-        # Gradients may be differentiated themselves.
-        module = reference if torch.is_grad_enabled() else _module(x)
+        # Gradients may be differentiated themselves, come many at a time, or with a tangent.
+        module = reference if torch.is_grad_enabled() or any(map(is_wrapped, (g, *grads))) else _module(x)
         grad_x, made = module.row_dots_backward(x, [weights[k] for k in used], [grads[k] for k in used], g, needs_x,
                                                 any(needs[k] for k in used))
         found = dict(zip(used, made, strict=False))  # none where no weight needs one

@@ -10,22 +10,22 @@ from typing import Any
 import torch
 from torch._C._functorch import TransformType, peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.autograd import Function
+from torch.autograd import Function, forward_ad
 from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _get_current_function_mode_stack, _pop_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
-    "PLAIN", "LayerMode", "apart", "applying", "drop_modes", "has_autocast", "has_modes_of_others", "has_transforms",
-    "is_batched", "is_exported", "is_of_transform", "is_recorded", "is_wrapped", "lasting", "num_dispatch_modes",
-    "num_function_modes", "tensors_in", "unrecorded", "unseen"]
+    "PLAIN", "LayerMode", "apart", "applying", "drop_modes", "has_autocast", "has_modes_of_others", "has_tangent",
+    "has_transforms", "is_exported", "is_of_transform", "is_recorded", "is_wrapped", "lasting",
+    "num_dispatch_modes", "num_function_modes", "tensors_in", "unrecorded", "unseen"]
 
 #: Types of tensors that are torch's own.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 #: Whether a tensor is one of a transform of ``torch.func``.
 is_of_transform: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 #: Whether a tensor is many gradients, as ``is_grads_batched`` makes them.
-is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+_is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 #: Whether a transform of ``torch.func`` is at work.
 has_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 #: Whether autocast is on for CPUs or GPUs of any maker but Apple's; in half of the time that it takes for one type.
@@ -45,11 +45,16 @@ _is_tracing = torch._C._is_tracing
 _has = torch._C._dispatch_tls_is_dispatch_key_included
 
 
+def has_tangent(tensor: torch.Tensor | None) -> bool:
+    """Whether ``tensor`` carries a tangent of forward mode."""
+    return forward_ad._current_level >= 0 and tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None
+
+
 def is_wrapped(gradient: torch.Tensor | None) -> bool:
-    """Whether ``gradient`` is many, as ``is_grads_batched`` and ``torch.vmap`` make them, or of another transform:
-    nothing that has memory for a kernel.
+    """Whether ``gradient`` is more than the numbers that a kernel would read: many, as ``is_grads_batched`` and
+    ``torch.vmap`` make them, of another transform, or with a tangent.
     """
-    return gradient is not None and (is_batched(gradient) or is_of_transform(gradient))
+    return gradient is not None and (_is_batched(gradient) or is_of_transform(gradient) or has_tangent(gradient))
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -156,6 +156,15 @@ def test_a_turned_parameter_is_copied_once(monkeypatch):
     assert all(error(a, b) < TOLERANCE[torch.float64] for a, b in zip(got, wanted, strict=True))
 
 
+@pytest.mark.parametrize("width, is_copied", [(3, True), (16, False)])
+def test_weights_of_products_that_may_be_between_kernels_are_read_as_they_lie(width, is_copied):
+    value = ir.mm(ir.input("e", Domain.EDGE, (width,)), ir.input("w", Domain.PARAM, (width, 16)))
+    phase = EdgePhase(EdgeProgram((Output("sum", value),)))
+    given = [torch.zeros(5, width) if n.is_row else torch.zeros(16, width).t() for n in phase.inputs]
+    (weight,) = (t for n, t in zip(phase.inputs, phase.laid_out(given), strict=True) if not n.is_row)
+    assert weight.is_contiguous() == is_copied
+
+
 def test_an_expanded_cotangent():
     tensors = tensors_of("gat")
     (out,) = run(program_of("gat"), GRAPH, tensors)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 import torch_geometric.nn as pyg_nn
 import typer
 from test_kernels import GPU, INTERPRETER
+from torch.autograd import forward_ad
 from typer.testing import CliRunner
 
 import pyg_fullgraph as pfg
@@ -379,9 +380,9 @@ class NoGradient(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
-@pytest.mark.parametrize("how", ["batched", "vmap"])
+@pytest.mark.parametrize("how", ["batched", "vmap", "tangents"])
 @pytest.mark.parametrize("makes", ["product", "chain", "chain with one gradient", "sum"])
-def test_many_gradients_at_once_are_torchs(makes, how, device, taken, monkeypatch):
+def test_many_gradients_at_once_and_their_tangents_are_torchs(makes, how, device, taken, monkeypatch):
     for name in ("MIN_NUMBERS", "MIN_COLUMNS"):
         monkeypatch.setattr(columns, name, 1)
     x, weight, bias = (normal(*shape).to(device).requires_grad_() for shape in ((30, 12), (8, 12), (8,)))
@@ -398,8 +399,14 @@ def test_many_gradients_at_once_are_torchs(makes, how, device, taken, monkeypatc
     batch = normal(3, 30, 8, seed=1).to(device)
     each = [*zip(*map(gradients, batch), strict=True)]
     taken.clear()
-    found = torch.vmap(gradients)(batch) if how == "vmap" else \
-        torch.autograd.grad(out, [x, weight, bias], batch, is_grads_batched=True)
+    if how == "tangents":
+        with forward_ad.dual_level():
+            duals = [map(forward_ad.unpack_dual, gradients(forward_ad.make_dual(g.clone(), g))) for g in batch]
+            tangents = [[torch.zeros_like(p) if t is None else t for p, t in made] for made in duals]
+            found = [*map(torch.stack, zip(*tangents, strict=True))]
+    else:
+        found = torch.vmap(gradients)(batch) if how == "vmap" else \
+            torch.autograd.grad(out, [x, weight, bias], batch, is_grads_batched=True)
     assert not taken
     for got, want in zip(found, each, strict=True):
         assert error(got, torch.stack(want).double()) < 1e-5
@@ -437,9 +444,8 @@ def test_gated_graph_conv_takes_the_products_of_its_cell(seen_cells):
     layer = pfg.nn.GatedGraphConv(96, num_layers=2).cuda()
     layer.load_state_dict(plain.state_dict())
     x, edge_index = normal(150_000, 96).cuda(), torch.randint(150_000, (2, 600_000), device="cuda")
-    found = []
-    for module in (layer, plain, copy.deepcopy(plain).double()):
-        found.append(step(module, x.to(module.weight.dtype).requires_grad_(), edge_index))
+    found = [step(module, x.to(module.weight.dtype).requires_grad_(), edge_index)
+             for module in (layer, plain, copy.deepcopy(plain).double())]
     assert len(seen_cells) == 2
     for ours, theirs, exact in zip(*found, strict=True):
         assert error(ours, exact) < max(3 * error(theirs, exact), 2e-6)

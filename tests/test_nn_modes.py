@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn as pyg_nn
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -135,6 +136,15 @@ def test_what_is_not_fused_is_pygs_in_a_transform(name, reason):
     with pytest.warns(debug.PlainPathWarning, match=reason):
         got = torch.func.grad(lambda v: ours(v, edge_index).square().sum())(x)
     torch.testing.assert_close(got, torch.func.grad(lambda v: pyg(v, edge_index).square().sum())(x))
+
+
+def test_tangents_of_gradients_are_refused():
+    """As Hessians have them, times a vector, by forward mode over backward."""
+    x, edge_index = arguments("GCNConv")
+    x = x.detach().requires_grad_()
+    out = fused_nn.GCNConv(3, 2)(x, edge_index)
+    with forward_ad.dual_level(), pytest.raises(ForwardModeError, match="backward derivatives only"):
+        torch.autograd.grad(out, x, forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out)))
 
 
 def test_forward_mode_of_parameters_is_refused():
