@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module
 
-from pyg_fullgraph import columns, padding
+from pyg_fullgraph import columns, padding, row_products
 from pyg_fullgraph.functions import PLAIN, LayerMode, applying, is_wrapped, unseen
 from triton_kernels import dense, launch
 
@@ -461,13 +461,15 @@ linear_operator.register_autograd(_backward, setup_context=_setup_context)
 
 _LINEAR = frozenset({F.linear})
 _MATMUL = frozenset({torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__})
+#: Products of as many matrices by as many.
+_BATCHED = frozenset({torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__})
 _ADDMM = frozenset({torch.addmm, Tensor.addmm})
 #: Torch's functions that add, which multiply nothing.
 SUMS = frozenset({torch.add, Tensor.add})
 #: Cells of recurrent networks, and what torch makes on a GPU of the products that they begin with.
 _CELLS = {torch.gru_cell: torch.ops.aten._thnn_fused_gru_cell, torch.lstm_cell: torch.ops.aten._thnn_fused_lstm_cell}
 #: Torch's functions that :func:`call` may take.
-TAKEN = _LINEAR | _MATMUL | _ADDMM | SUMS | frozenset(_CELLS)
+TAKEN = _LINEAR | _MATMUL | _BATCHED | _ADDMM | SUMS | frozenset(_CELLS)
 
 
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -482,11 +484,20 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x, weight, bias = args[0], args[1].t(), None
     elif func in _ADDMM and len(args) == 3 and not kwargs and _is_matrix(args[2]):
         x, weight, bias = args[1], args[2].t(), args[0]
+    elif func in _BATCHED and len(args) == 2 and not kwargs and _is_row_product(*args):
+        return row_products.product(*args)
     else:
         made = _cell(func, *args) if func in _CELLS and not kwargs and 4 <= len(args) <= 6 else None
         return func(*args, **kwargs) if made is None else made
     is_ours = _is_ours_or_derived(x, weight, bias)
     return func(*args, **kwargs) if is_ours is None else _linear(x, weight, bias, is_ours)
+
+
+def _is_row_product(a: Any, b: Any) -> bool:
+    if torch.compiler.is_compiling():
+        return False
+    with unseen():
+        return row_products.takes(a, b)
 
 
 def _cell(func: Any, x: Tensor, state: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None,

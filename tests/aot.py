@@ -6,8 +6,9 @@ i32 if not told otherwise) and prints one JSON object: kernel -> registers, spil
 With ``--short`` neither: kernel -> lines that may not hold where tensors have more than 2**31 elements, and the same
 without conversions of row ids. With ``--dense`` those of ``triton_kernels.dense`` for the widths N,K that follow,
 with ``--dots`` those of ``triton_kernels.dots`` for heads and features H,C, with ``--columns`` that of
-``triton_kernels.columns`` for widths, with ``--activation`` those of ``triton_kernels.activation`` for widths, and with
-``--padding`` that of ``triton_kernels.padding``.
+``triton_kernels.columns`` for widths, with ``--activation`` those of ``triton_kernels.activation`` for widths, with
+``--row-products`` those of ``triton_kernels.row_products`` for I,K,J, and with ``--padding`` that of
+``triton_kernels.padding``.
 A process of its own, because Triton decides at import whether it interprets.
 """
 
@@ -43,7 +44,7 @@ from pyg_fullgraph.saga.plans import KERNELS, Plan, Sweep, is_packed, is_staged
 from pyg_fullgraph.saga.rows import RowsSource, generate
 from pyg_fullgraph.selection import MIN_PIPELINE, SIDE_WORK, Piped, kernel_of, pipeline_on
 from tests.programs import CASES, MORE_CASES, ROW_CASES, WIDE_CASES
-from triton_kernels import activation, columns, dense, dense_hopper, dots, launch, padding, reference
+from triton_kernels import activation, columns, dense, dense_hopper, dots, launch, padding, reference, row_products
 
 TARGET = GPUTarget("cuda", 90, 32)
 
@@ -269,6 +270,20 @@ def compile_padding() -> dict[str, dict[str, int]]:
     return _compile_taken(taken)
 
 
+def compile_row_products(*shape: int) -> dict[str, dict[str, int]]:
+    """The kernel of products of matrices ``[I, K]`` and ``[K, J]``, and of both gradients."""
+    num_rows, num_terms, num_columns = shape
+    a, b, g = (torch.empty(1000, *size) for size in
+               ((num_rows, num_terms), (num_terms, num_columns), (num_rows, num_columns)))
+    found = {}
+    for name, factors in {"product": (a, b), "gradient of a": (g, b.mT), "gradient of b": (a.mT, g)}.items():
+        taken: list[_Taken] = []
+        with _taking(taken):
+            row_products.product(*factors)
+        [found[name]] = _compile_taken(taken).values()
+    return found
+
+
 def compile_activation(num_features: int) -> dict[str, dict[str, int]]:
     """The kernels of each activation of features ``[N, num_features]`` with dropout, in float32 and float16."""
     found = {}
@@ -358,6 +373,10 @@ def main(names: list[str]) -> None:
         shapes = [tuple(map(int, name.split(","))) for name in names[1:]]
         print(json.dumps({f"{h},{c} {name}": report for h, c in shapes
                           for name, report in compile_dots(h, c).items()}, indent=1))
+        return
+    if names[:1] == ["--row-products"]:
+        print(json.dumps({f"{shape} {name}": report for shape in names[1:]
+                          for name, report in compile_row_products(*map(int, shape.split(","))).items()}, indent=1))
         return
     if names[:1] == ["--dense"]:
         widths = [tuple(map(int, name.split(","))) for name in names[1:]]
