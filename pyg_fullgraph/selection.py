@@ -63,6 +63,10 @@ MAX_ACROSS = 1 << 25
 #: are done sooner, and where there are at least so many, programs take several pieces. Measured on an H200: 0.115 and
 #: 0.076 ms for a sum of 32 features (arxiv size), 2.3 and 1.9 (products size); from 3500 features on it takes longer.
 SHORT_FEATURES, MIN_SHORT_ROWS = 3000, 1 << 15
+#: Most edges per row, on average, of which programs that hold sums over all edges read nothing ahead. Measured on an
+#: H200: see :data:`codegen.SHORT_BLOCK`; with 10 edges per row, 96 wide, GINE takes 0.75 and 0.84 ms, CGConv 2.12 and
+#: 2.21, with and without.
+SHORT_DEGREE = 4
 #: Most edges per row, on average, of those that lie side by side, and that go in rounds. Measured on an H100, alone, in
 #: rounds and side by side: a sum of 4 features with 14 edges per row 107, 39 and 29 us, with 50 1.52, 1.06 and 1.42 ms,
 #: with 490 0.48, 0.60 and 1.13 ms.
@@ -155,6 +159,8 @@ def kernel_on(sweep: Sweep, lanes: int, num_rows: int, num_edges: int) -> Kernel
     if kernel.is_light and degree * kernel.width <= SHORT_FEATURES and num_rows >= MIN_SHORT_ROWS:
         pieces = _pieces_for(kernel, degree, lanes)
         better += [] if pieces == Pieces.ONE else [kernel_of(sweep, lanes, pieces=pieces)]
+    elif kernel.has_short and degree <= SHORT_DEGREE and num_rows >= MIN_SHORT_ROWS:
+        better.append(kernel_of(sweep, lanes, pieces=Pieces.SHORT))
     return next((k for k in better if isinstance(k, KernelSource) and k.source not in refused), kernel)
 
 

@@ -411,6 +411,8 @@ def main(names: list[str]) -> None:
         for k, sweep in enumerate(sweeps_of(plans)):
             kernel = kernel_of(sweep, lanes)
             kernels = [kernel] if isinstance(kernel, KernelSource) else []
+            if isinstance(kernel, KernelSource) and kernel.has_short:
+                kernels.append(kernel_of(sweep, lanes, pieces=Pieces.SHORT))
             if not isinstance(kernel, KernelSource):
                 results[f"{name}/{k}"] = {"refused": kernel.reasons}
             if case in IN_TILES and isinstance(kernel, KernelSource) and kernel.is_light:

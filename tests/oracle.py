@@ -7,7 +7,7 @@ reach a maximum, the gradient goes to the one that comes first in the user's ``e
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -98,14 +98,17 @@ def error(got: Tensor, want: Tensor) -> float:
 
 
 def check(program: EdgeProgram, case: Case, dtype: torch.dtype = torch.float64, device: str = "cpu", seed: int = 0,
-          runner: Callable = run, slack: float = 2, tolerance: float | None = None) -> None:
+          runner: Callable = run, slack: float = 2, tolerance: float | None = None,
+          given: Collection[str] = ()) -> None:
     """Results and every gradient of ``run`` equal the oracle's, which sees the same numbers in float64.
 
     The result and the gradients of half precision may be ``slack`` times as far off as plain torch in that precision.
-    ``tolerance`` is for programs that lose digits by what they compute.
+    ``tolerance`` is for programs that lose digits by what they compute, ``given`` are inputs without gradients.
     """
     tensors = make_tensors(program, case.num_src, case.num_dst, case.num_edges, dtype, device, seed)
-    exact = {k: v.detach().double().requires_grad_() if v.is_floating_point() else v for k, v in tensors.items()}
+    tensors.update((k, tensors[k].detach()) for k in given)
+    exact = {k: v.detach().double().requires_grad_(v.requires_grad) if v.is_floating_point() else v
+             for k, v in tensors.items()}
     want = run_oracle(program, case, exact)
     generator = torch.Generator().manual_seed(seed + 1)
     cotangents = [torch.randn(w.shape, generator=generator, dtype=torch.float64).to(device, dtype) for w in want]

@@ -103,7 +103,7 @@ def test_gradients(needs, device, taken):
     got = step(row_products.product, device)
     assert len(taken) == 1 + len(needs)
     for value, right in zip(got, step(torch.matmul, "cpu"), strict=True):
-        assert error(value, right) < TOLERANCE[torch.float64]
+        assert error(value.cpu(), right) < TOLERANCE[torch.float64]
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
@@ -193,6 +193,6 @@ def test_eg_conv(aggregators, device, taken, monkeypatch):
     want = step(pygs, "cpu")
     for _ in range(3):  # the last one's steps are noted
         for value, right in zip(step(ours, device), want, strict=True):
-            assert error(value, right) < 1e-11
+            assert error(value.cpu(), right) < 1e-11
     num = 3 * len(aggregators)
     assert taken == [((40, 4, num), (40, num, 4)), ((40, 4, 4), (40, 4, num)), ((40, num, 4), (40, 4, 4))] * 3

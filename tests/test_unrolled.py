@@ -8,16 +8,18 @@ from tiled import run_in_tiles
 
 from oracle import check, error, gradients, random_case
 from programs import DST, EDGE, SRC, gatv2, make_tensors
+from pyg_fullgraph import selection
 from pyg_fullgraph.autograd import run
+from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.phases import EdgePhase
-from pyg_fullgraph.saga import ir
+from pyg_fullgraph.saga import codegen, ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
-from pyg_fullgraph.saga.kernel_source import KernelSource
+from pyg_fullgraph.saga.kernel_source import KernelSource, Pieces
 from pyg_fullgraph.saga.passes import split
 from pyg_fullgraph.saga.plans import KERNELS
 from pyg_fullgraph.saga.unrolled import MAX_SUMS, MAX_UNROLLED, is_narrow_outer
-from pyg_fullgraph.selection import kernel_of
+from pyg_fullgraph.selection import kernel_of, kernel_on
 
 PARAM = Domain.PARAM
 
@@ -129,6 +131,30 @@ def test_at_the_limits(rows, device, launched):  # noqa: F811
     """Sums over all edges end before products do; what is beyond goes by matrices."""
     check(by_rows(rows, 16), graph_for(device), torch.float32, device)
     assert any(n.startswith("outer") for n in launched)
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name, runner", [("rows-5", run), ("max", run), ("rows-5", run_in_tiles)])
+def test_short_rows(name, runner, dtype, device, launched, monkeypatch):  # noqa: F811
+    """As rows of few edges go where they are many, some of them cut here."""
+    for limit, value in (("MIN_SHORT_ROWS", 0), ("SHORT_DEGREE", 1 << 10), ("MAX_PIECE", 8), ("MIN_PIECE", 8)):
+        monkeypatch.setattr(selection, limit, value)
+    monkeypatch.setattr(codegen, "SHORT_BLOCK", 64)
+    kernel_of.cache_clear()
+    check(PROGRAMS[name](), graph_for(device), dtype, device, slack=3, runner=runner, given=["w"])
+    assert any("_short_" in n for n in launched)
+
+
+def test_rows_are_short_where_few_edges_are_on_their_way():
+    (forward,), (backward,) = sweeps_of(by_rows(8, 64), "w")
+    for num_rows, degree, want in ((1 << 15, 4, Pieces.SHORT), (1 << 15, 5, Pieces.ONE), (1 << 14, 4, Pieces.ONE)):
+        assert kernel_on(backward, 4, num_rows, degree * num_rows).pieces == want
+    assert kernel_on(forward, 4, 1 << 15, 1 << 17).pieces == Pieces.ONE  # nothing is read ahead
+    (backward,) = sweeps_of(by_rows(2, 64), "w")[1]
+    assert kernel_of(backward).block_e > 2 and kernel_on(backward, 4, 1 << 15, 1 << 17).pieces == Pieces.ONE
+    for sweep, pieces in ((forward, Pieces.SHORT), (backward, Pieces.ROUNDS), (backward, Pieces.SIDE_BY_SIDE)):
+        assert isinstance(kernel_of(sweep, pieces=pieces), NotFusable)
 
 
 def test_chunks_take_products_whole():

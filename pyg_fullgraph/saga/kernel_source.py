@@ -16,13 +16,14 @@ LIGHT_WORK = 2
 
 
 class Pieces(Enum):
-    """How programs that hold nothing for many pieces of rows take them: one each, several one after the other, or
-    several side by side, one lane or a few for each.
+    """How programs take pieces of rows: those that hold nothing for many of them one each, several one after the other,
+    or several side by side, one lane or a few for each; others several in any case, short ones with nothing read ahead.
     """
 
     ONE = ""
     ROUNDS = "rounds_"
     SIDE_BY_SIDE = "side_"
+    SHORT = "short_"
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +60,8 @@ class KernelSource:
         merges: Whether the programs that take the last pieces of cut rows can merge those themselves.
         has_workers: Whether programs take several pieces, and the kernel their number after that of pieces.
         holds_weights: Whether programs hold matrices of weights.
-        pieces: How they take pieces otherwise; side by side ``block_e`` of them, with one edge of each per turn.
+        pieces: How they take pieces; side by side ``block_e`` of them, with one edge of each per turn.
+        has_short: Whether rows of few edges are done sooner where nothing is read ahead (:attr:`Pieces.SHORT`).
         takes_blocks: Whether programs take blocks of edges, of whatever rows, none of which is reduced: it has workers,
             and takes the row of each edge and where edges end in place of pieces and their number.
     """
@@ -91,6 +93,7 @@ class KernelSource:
     has_workers: bool
     holds_weights: bool
     pieces: Pieces
+    has_short: bool
     takes_blocks: bool
 
     @property
