@@ -63,10 +63,9 @@ MAX_ACROSS = 1 << 25
 #: are done sooner, and where there are at least so many, programs take several pieces. Measured on an H200: 0.115 and
 #: 0.076 ms for a sum of 32 features (arxiv size), 2.3 and 1.9 (products size); from 3500 features on it takes longer.
 SHORT_FEATURES, MIN_SHORT_ROWS = 3000, 1 << 15
-#: Most edges per row, on average, of which programs that hold sums over all edges read nothing ahead. Measured on an
-#: H200: see :data:`codegen.SHORT_BLOCK`; with 10 edges per row, 96 wide, GINE takes 0.75 and 0.84 ms, CGConv 2.12 and
-#: 2.21, with and without.
-SHORT_DEGREE = 4
+#: Most edges per row, on average, of which programs that hold sums over all edges may read nothing ahead, see
+#: :data:`codegen.SHORT_LANES`; longer rows were not measured.
+SHORT_DEGREE = 8
 #: Most edges per row, on average, of those that lie side by side, and that go in rounds. Measured on an H100, alone, in
 #: rounds and side by side: a sum of 4 features with 14 edges per row 107, 39 and 29 us, with 50 1.52, 1.06 and 1.42 ms,
 #: with 490 0.48, 0.60 and 1.13 ms.

@@ -13,7 +13,7 @@ from pyg_fullgraph.autograd import run
 from pyg_fullgraph.errors import NotFusable
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.phases import EdgePhase
-from pyg_fullgraph.saga import codegen, ir
+from pyg_fullgraph.saga import ir
 from pyg_fullgraph.saga.ir import Domain, EdgeProgram, Output
 from pyg_fullgraph.saga.kernel_source import KernelSource, Pieces
 from pyg_fullgraph.saga.passes import split
@@ -30,9 +30,9 @@ def tanh_sum(value, kind="sum"):
     return EdgeProgram((Output(kind, ir.pointwise("tanh", total)),))
 
 
-def by_rows(rows, columns=24):
+def by_rows(rows, columns=24, kind="sum"):
     """An edge's few features by a matrix: rows in forward, columns in the gradient of the features."""
-    return tanh_sum(ir.mm(ir.input("w", EDGE, (rows,)), ir.input("A", PARAM, (rows, columns))))
+    return tanh_sum(ir.mm(ir.input("w", EDGE, (rows,)), ir.input("A", PARAM, (rows, columns))), kind)
 
 
 def of_pieces():
@@ -134,25 +134,24 @@ def test_at_the_limits(rows, device, launched):  # noqa: F811
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name, runner", [("rows-5", run), ("max", run), ("rows-5", run_in_tiles)])
-def test_short_rows(name, runner, dtype, device, launched, monkeypatch):  # noqa: F811
+@pytest.mark.parametrize("kind, runner", [("sum", run), ("max", run), ("sum", run_in_tiles)])
+def test_short_rows(kind, runner, device, launched, monkeypatch):  # noqa: F811
     """As rows of few edges go where they are many, some of them cut here."""
     for limit, value in (("MIN_SHORT_ROWS", 0), ("SHORT_DEGREE", 1 << 10), ("MAX_PIECE", 8), ("MIN_PIECE", 8)):
         monkeypatch.setattr(selection, limit, value)
-    monkeypatch.setattr(codegen, "SHORT_BLOCK", 64)
-    kernel_of.cache_clear()
-    check(PROGRAMS[name](), graph_for(device), dtype, device, slack=3, runner=runner, given=["w"])
+    check(by_rows(8, 64, kind), graph_for(device), torch.float32, device, runner=runner, given=["w"])
     assert any("_short_" in n for n in launched)
 
 
-def test_rows_are_short_where_few_edges_are_on_their_way():
+def test_which_rows_are_short():
     (forward,), (backward,) = sweeps_of(by_rows(8, 64), "w")
-    for num_rows, degree, want in ((1 << 15, 4, Pieces.SHORT), (1 << 15, 5, Pieces.ONE), (1 << 14, 4, Pieces.ONE)):
+    for num_rows, degree, want in ((1 << 15, 8, Pieces.SHORT), (1 << 15, 9, Pieces.ONE), (1 << 14, 8, Pieces.ONE)):
         assert kernel_on(backward, 4, num_rows, degree * num_rows).pieces == want
     assert kernel_on(forward, 4, 1 << 15, 1 << 17).pieces == Pieces.ONE  # nothing is read ahead
-    (backward,) = sweeps_of(by_rows(2, 64), "w")[1]
-    assert kernel_of(backward).block_e > 2 and kernel_on(backward, 4, 1 << 15, 1 << 17).pieces == Pieces.ONE
+    for rows, columns, lanes, block_e in ((2, 64, 4, 8), (8, 96, 4, 1), (8, 128, 8, 2)):
+        (other,) = sweeps_of(by_rows(rows, columns), "w")[1]
+        kernel = kernel_on(other, lanes, 1 << 15, 1 << 17)
+        assert kernel.block_e == block_e and kernel.pieces == Pieces.ONE
     for sweep, pieces in ((forward, Pieces.SHORT), (backward, Pieces.ROUNDS), (backward, Pieces.SIDE_BY_SIDE)):
         assert isinstance(kernel_of(sweep, pieces=pieces), NotFusable)
 

@@ -32,11 +32,13 @@ __all__ = ["generate", "reduces_rows"]
 MIN_HELD_ROWS = 4
 #: Blocks of edges on their way at a time, where they are read ahead, and bytes from which values of edges are wide.
 STAGES, WIDE_BYTES = 3, 512
-#: Most edges in flight of programs that take short rows with nothing read ahead, one number of an edge after the other:
-#: what is read ahead first is most of what such a row needs, and waited for alike. Measured on an H200, rows of 2.6
-#: edges with 8 features each, 64 wide, kernels with gradients of the map of these: GINE 2.15 to 1.04 ms, CGConv 3.77 to
-#: 2.69, GATv2 2.20 to 1.35; of four edges in flight, in GeneralConv, 4.03 to 5.15.
-SHORT_BLOCK = 2
+#: Lanes of edges, and edges in flight, of programs that had better read nothing ahead of short rows, where all lanes
+#: read features of an edge one by one. Measured on an H200, ms of kernels with gradients of a map of 8 edge features,
+#: 64 wide in float32, read ahead and not: a million rows of 2.6 edges, GINE 2.15 and 1.04, CGConv 3.77 and 2.69, GATv2
+#: 2.20 and 1.35; half a million of 5, 1.48 and 0.74, 2.83 and 2.05, 1.50 and 0.96, of 8, GINE 1.96 and 1.00. With one
+#: edge in flight, 128 wide, 0.74 and 0.74, 1.65 and 1.76, 1.02 and 1.25 (half a million of 2.6), with four, GeneralConv
+#: on a million, 4.03 and 5.15. Half precision was not measured.
+SHORT_LANES = 2
 #: Edges of each row on their way at a time where rows lie side by side, most rows of a warp and of a program if a warp
 #: has fewer, and most warps of a program.
 TURNS, MOST_ROWS, MOST_SIDE_WARPS = 4, (WARP, 8), 2
@@ -169,7 +171,8 @@ class _Generator:
                             self.flight.head_width, self.emitter.uses_eid, self.emitter.uses_ids,
                             self.emitter.uses_places, self.emitter.uses_span, self._work, self._merges_rows,
                             self.has_workers, self.holds_weights, self.pieces,
-                            self._may_read_ahead and self.flight.is_unrolled and block_e <= SHORT_BLOCK,
+                            self._may_read_ahead and self.flight.is_unrolled and self.emitter.lanes == 4 and
+                            self.tile.edge_lanes == block_e == SHORT_LANES,
                             self.takes_blocks)
 
     # --- kernels ----------------------------------------------------------------------------------------------------
