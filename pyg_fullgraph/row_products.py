@@ -26,8 +26,9 @@ def takes(a: Any, b: Any) -> bool:
     if type(a) not in PLAIN or type(b) not in PLAIN or a.dim() != 3 or b.dim() != 3:
         return False
     shape, other, device = a.shape, b.shape, a.device
-    return (shape[0] == other[0] >= MIN_ROWS and shape[2] == other[1] and kernels.can_take(shape[1], shape[2], other[2])
-            and a.dtype == b.dtype and a.dtype in columns.DTYPES and device == b.device
+    return (shape[0] == other[0] >= MIN_ROWS and shape[2] == other[1]
+            and a.dtype == b.dtype and a.dtype in columns.DTYPES
+            and kernels.can_take(shape[1], shape[2], other[2], a.itemsize == 2) and device == b.device
             and a.layout is b.layout is torch.strided and columns.has_kernels(device)
             and not torch.is_autocast_enabled(device.type) and not torch._C._is_tracing()
             and not columns.has_transform((a, b)))

@@ -154,6 +154,7 @@ def test_all_else_is_torchs(device, taken, monkeypatch):
     others = {
         "one for all": (a, b[:1]), "a matrix": (a, b[0]), "four dimensions": (a[None], b[None]), "wide": (
             normal(9, 2, kernels.MAX_LENGTH + 1).to(device), normal(9, kernels.MAX_LENGTH + 1, 2).to(device)),
+        "wide halves": [normal(9, *size).to(device, torch.bfloat16) for size in ((32, 32), (32, 32))],
         "no terms": (a[:, :, :0], b[:, :0]), "no columns": (a, b[:, :, :0]), "complex": (a.cfloat(), b.cfloat())}
     with dense.Products():
         for name, (x, y) in others.items():
