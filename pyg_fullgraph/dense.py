@@ -1,5 +1,6 @@
 """Linear maps of many rows: products by the kernels of :mod:`triton_kernels.dense`, where they pay and unless switched
-off, and gradients of what is added to every row by those of :mod:`triton_kernels.columns`.
+off, gradients of what is added to every row by those of :mod:`triton_kernels.columns`, and one small product per row
+by that of :mod:`triton_kernels.row_products`.
 
 Torch multiplies float32 without tensor cores unless it may round to TF32; here they are used, and results are about as
 exact as without. Layers find all of this through a mode around their forward (:func:`in_layer`), which does not see
@@ -56,7 +57,7 @@ def use_tensor_cores(enabled: bool = True) -> None:
 
     Taken are products of float32 features ``[..., K]`` and weights ``[N, K]`` on a GPU of compute capability 9.0 with
     at least 2**31 multiplications, widths up to 1024 and not both small, outside autocast, where torch may not use TF32
-    by itself. All else is torch's. Gradients of gradients are too. What is kept of numbers: see
+    by itself. All other linear maps are torch's, and so are gradients of gradients. What is kept of numbers: see
     :mod:`triton_kernels.dense`.
     """
     global _is_on
@@ -213,7 +214,8 @@ def _is_tall(value: Any) -> bool:
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() < 2:
         return False
     is_tall = value.dtype == torch.float32 and value.numel() * MAX_WIDTH >= MIN_PRODUCTS
-    return columns.may_take(value) or (_is_on and is_tall and _is_wanted(value.device))
+    return columns.may_take(value) or row_products.may_take(value) or \
+        (_is_on and is_tall and _is_wanted(value.device))
 
 
 @torch.compiler.assume_constant_result
@@ -473,8 +475,8 @@ TAKEN = _LINEAR | _MATMUL | _BATCHED | _ADDMM | SUMS | frozenset(_CELLS)
 
 
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``func(*args, **kwargs)``; a linear map, those of a recurrent cell, or a sum with a bias, as torch's functions
-    write it by ours where those take it.
+    """``func(*args, **kwargs)``; a linear map, those of a recurrent cell, one small product per row, or a sum with a
+    bias, as torch's functions write it by ours where those take it.
     """
     if func in SUMS and len(args) == 2 and not kwargs and all(type(a) in PLAIN for a in args):
         return columns.add(*args)

@@ -55,7 +55,7 @@ def kinds(prepared):
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
-@pytest.mark.parametrize("pieces", Pieces)
+@pytest.mark.parametrize("pieces", [Pieces.ONE, Pieces.ROUNDS, Pieces.SIDE_BY_SIDE])
 @pytest.mark.parametrize("name", ["sage-sum", "sage-mean", "gcn", "sage-max", "gat", "shared-factor", "features"])
 def test_the_last_piece_merges_its_row(name, pieces, device, only_kernels, monkeypatch, prepared):
     """Rows of a few pieces and one of many, in one part of the features and in several, whatever is reduced and what

@@ -124,6 +124,30 @@ def test_gradients_that_are_more_than_numbers(device, taken):
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
+def test_gradients_whose_sign_is_a_bit(device, taken):
+    a, b = (t.to(device).requires_grad_() for t in (normal(3, 2, 4), normal(3, 4, 2, seed=1)))
+
+    def grads(function):
+        y = function(a, b)
+        return torch.autograd.grad(torch.complex(torch.ones_like(y), y).conj().imag.sum(), (a, b))
+
+    for value, right in zip(grads(row_products.product), grads(torch.matmul), strict=True):
+        assert error(value, right) < 1e-12
+    assert len(taken) == 3
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+def test_one_kernel_for_all_numbers_of_rows(device, monkeypatch):
+    monkeypatch.setattr(kernels, "MAX_STRIDE", 50)
+    starts, plain = [], kernels._start
+    monkeypatch.setattr(kernels, "_start", lambda *given: starts.append(plain(*given)) or starts[-1])
+    for count in (100, 164):
+        a, b = normal(1, count, 4).to(device).transpose(0, 1), normal(4, 1, count).to(device).permute(2, 0, 1)
+        assert error(kernels.product(a, b), a @ b) < 1e-12
+    assert len(starts) == 2 and starts[0].constants == starts[1].constants
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
 def test_what_is_written_to_before_backward_is_an_error(device):
     a, b = (t.to(device).requires_grad_() for t in (normal(3, 2, 4), normal(3, 4, 2, seed=1)))
     y = row_products.product(a, b)
@@ -155,10 +179,13 @@ def test_all_else_is_torchs(device, taken, monkeypatch):
         "one for all": (a, b[:1]), "a matrix": (a, b[0]), "four dimensions": (a[None], b[None]), "wide": (
             normal(9, 2, kernels.MAX_LENGTH + 1).to(device), normal(9, kernels.MAX_LENGTH + 1, 2).to(device)),
         "wide halves": [normal(9, *size).to(device, torch.bfloat16) for size in ((32, 32), (32, 32))],
+        "negative": (torch.complex(a, a).conj().imag, b),
         "no terms": (a[:, :, :0], b[:, :0]), "no columns": (a, b[:, :, :0]), "complex": (a.cfloat(), b.cfloat())}
+    for name, (x, y) in others.items():
+        want = torch.matmul(x, y)
+        with dense.Products():
+            assert torch.equal(x @ y, want), name
     with dense.Products():
-        for name, (x, y) in others.items():
-            assert torch.equal(x @ y, torch.matmul(x, y)), name
         for x, y in ((a, b[:, :3]), (a, b[:8]), (a, b.float())):
             with pytest.raises(RuntimeError, match=r"(?i)size|shape|dtype|expected"):
                 x @ y
@@ -166,6 +193,7 @@ def test_all_else_is_torchs(device, taken, monkeypatch):
             assert (a.float() @ b.float()).dtype == torch.bfloat16
         torch.vmap(torch.matmul)(a[None], b[None])
         torch.func.jvp(lambda x: x @ b, (a,), (a,))
+        torch.func.grad(lambda s: (s * (a @ b)).sum())(a.new_ones(()))  # neither factor is of the transform
         with pytest.raises(RuntimeError, match=r"dimension|3D"):
             torch.bmm(a, b[0])
     assert not taken
@@ -178,7 +206,6 @@ def test_all_else_is_torchs(device, taken, monkeypatch):
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
 @pytest.mark.parametrize("aggregators", [("symnorm",), ("mean", "max", "sum")], ids=str)
 def test_eg_conv(aggregators, device, taken, monkeypatch):
-    monkeypatch.setattr(dense, "_is_tall", lambda value: True)
     torch.manual_seed(0)
     pygs = pyg_nn.EGConv(12, 16, aggregators, num_heads=4, num_bases=3).double()
     ours = fused_nn.EGConv(12, 16, aggregators, num_heads=4, num_bases=3).double()
@@ -192,8 +219,8 @@ def test_eg_conv(aggregators, device, taken, monkeypatch):
         return [out, *torch.autograd.grad(out.sin().sum(), [given, *layer.parameters()])]
 
     want = step(pygs, "cpu")
-    for _ in range(3):  # the last one's steps are noted
+    for _ in range(5):  # the last two are steps that were noted
         for value, right in zip(step(ours, device), want, strict=True):
             assert error(value.cpu(), right) < 1e-11
     num = 3 * len(aggregators)
-    assert taken == [((40, 4, num), (40, num, 4)), ((40, 4, 4), (40, 4, num)), ((40, num, 4), (40, 4, 4))] * 3
+    assert taken == [((40, 4, num), (40, num, 4)), ((40, 4, 4), (40, 4, num)), ((40, num, 4), (40, 4, 4))] * 5

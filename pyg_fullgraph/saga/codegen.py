@@ -538,7 +538,9 @@ class _Generator:
 
     @property
     def _max_registers(self) -> int:
-        """See :attr:`Flight.registers`; programs in rounds, of rows side by side or of blocks were not measured."""
+        """See :attr:`Flight.registers`; programs in rounds, of rows side by side, of short ones or of blocks were not
+        measured.
+        """
         return 0 if self.pieces != Pieces.ONE or self.takes_blocks else self.flight.registers
 
     @property
