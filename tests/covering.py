@@ -9,7 +9,8 @@ same. On a machine with a GPU, from the repository::
 
 What a run had no time for is for the next one: what it saw is kept beside the record, one line per test, and a log per
 process. PyTorch allocates without its cache there, for out-of-bounds accesses to be seen; tests that fail so, as those
-that capture do, run again with it, each in a process of its own. What a test launched counts where it passed.
+that capture do, run again with it, each in a process of its own. What a test launched counts where it passed. Where
+launch shapes are tuned, all take as long, so that a tool sees those that were recorded.
 """
 
 from __future__ import annotations
@@ -25,17 +26,18 @@ import subprocess
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
+from unittest import mock
 
 import pytest
 import torch
 import typer
 
-from triton_kernels import launch
+from triton_kernels import launch, tune
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Where tests write a line each, and what is found is kept.
@@ -99,16 +101,17 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
             if compiled.metadata.shared > 0:
                 sharing.add(compiled.hash)
 
+    def same_for_all(call: Callable[[], object]) -> float:
+        call()
+        return 1.0
+
     into, process = _where()
     if process:
         _tell(into, began=item.nodeid, **process)
     item.outcomes = []  # type: ignore[attr-defined]
-    launch.Launch._launch = recorded  # type: ignore[method-assign]
     start = time.perf_counter()
-    try:
+    with mock.patch.object(launch.Launch, "_launch", recorded), mock.patch.object(tune, "milliseconds", same_for_all):
         yield
-    finally:
-        launch.Launch._launch = plain  # type: ignore[method-assign]
     what_failed = None
     try:
         if torch.cuda.is_initialized():

@@ -58,6 +58,7 @@ import os
 import time
 from types import SimpleNamespace
 
+from triton_kernels import tune
 from triton_kernels.launch import Launch
 
 def launched(name):
@@ -75,6 +76,11 @@ def test_cached():
 def test_bad():
     launched("bad")
     assert False
+
+def test_tunes():
+    launched("tunes")
+    calls = []
+    assert tune.milliseconds(lambda: calls.append(1)) == tune.milliseconds(lambda: time.sleep(0.1)) and calls == [1]
 
 def test_dies():
     launched("dies")
@@ -122,13 +128,13 @@ def ended(tool="memcheck"):
 
 
 def test_what_fails_or_ends_its_process_runs_again_by_itself(folder, capsys):
-    record("good", "cached", "bad", "dies", "after")
+    record("good", "cached", "bad", "dies", "after", "tunes")
     covering.main("memcheck", seconds=100, processes=1)
     assert ended() == {"good": [(True, False)], "cached": [(False, False), (True, True)],
                        "bad": [(False, False), (False, True)], "dies": [(False, False), (False, True)],
-                       "after": [(True, False)]}
+                       "after": [(True, False)], "tunes": [(True, False)]}
     said = capsys.readouterr().out
-    assert "memcheck: 3 tests passed, which launched 3 of 5 kernels, 1 of them with PyTorch's cache only" in said
+    assert "memcheck: 4 tests passed, which launched 4 of 6 kernels, 1 of them with PyTorch's cache only" in said
     assert "1 places in reports are of kernel_of_a_test\n" in said
     assert said.count("\nfailed, see memcheck-") == 1 and said.count("\nits process ended, see memcheck-") == 1
     alone = [log.read_text() for log in folder.glob("memcheck-*.txt") if "\n" not in log.read_text()]
