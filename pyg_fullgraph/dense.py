@@ -464,7 +464,7 @@ linear_operator.register_autograd(_backward, setup_context=_setup_context)
 _LINEAR = frozenset({F.linear})
 _MATMUL = frozenset({torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__})
 #: Products of as many matrices by as many.
-_BATCHED = frozenset({torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__})
+_BATCHED = _MATMUL - {torch.mm, Tensor.mm} | {torch.bmm, Tensor.bmm}
 _ADDMM = frozenset({torch.addmm, Tensor.addmm})
 #: Torch's functions that add, which multiply nothing.
 SUMS = frozenset({torch.add, Tensor.add})

@@ -512,7 +512,7 @@ def _num_workers(kernel: KernelSource, num_pieces: int, block_e: int) -> int:
 def contiguous_rows(value: Tensor, run: int = 1, pitch: int = 1) -> Tensor:
     """``value`` as ``[rows, features]`` with unit feature stride and runs of ``run`` features padded to ``pitch``.
 
-    A copy only where the layout asks for one.
+    A copy only where the layout asks for one, or the sign is not in the numbers, as in ``z.conj().imag``.
     """
     if run == pitch and value.is_contiguous():
         return value
@@ -520,7 +520,7 @@ def contiguous_rows(value: Tensor, run: int = 1, pitch: int = 1) -> Tensor:
     if run != pitch:
         return padding.with_zeros(value.reshape(-1, run), pitch - run).view(value.shape[0], features // run * pitch)
     flat = value.reshape(value.shape[0], features)
-    return flat if flat.shape[1] <= 1 or flat.stride(1) == 1 else flat.contiguous()
+    return flat if (flat.shape[1] <= 1 or flat.stride(1) == 1) and not flat.is_neg() else flat.contiguous()
 
 
 def padded_rows(value: Tensor, node: Node, like: Tensor) -> Tensor:

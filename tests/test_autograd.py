@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
+from test_kernels import GPU, INTERPRETER
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pyg_fullgraph as pfg
@@ -393,3 +394,28 @@ def test_what_both_ends_make_of_a_parameter_is_made_once():
             layer(x, edge_index).sum().backward()
     aten = torch.ops.aten
     assert seen[aten.slice_backward] == 0 and seen[aten.cat] == 1 and seen[aten.split_with_sizes] == 1
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@pytest.mark.parametrize("shape", [(1,), (3,), (8,), (2, 1), (2, 3)], ids=str)
+def test_signs_that_are_no_numbers(shape, device):
+    """Of inputs and of gradients, as in the imaginary part of a conjugate."""
+    case = random_case(20, 20, 90)
+    src, dst = case.edge_index.to(device)
+    x, y, w = (ir.input(n, domain, shape) for n, domain in (("x", Domain.SRC), ("y", Domain.DST), ("w", Domain.EDGE)))
+    program = EdgeProgram((Output("sum", ir.pointwise("mul", ir.pointwise("mul", x, y), w)),))
+    graph = Graph.from_edge_index(case.edge_index.to(device), case.size)
+
+    def negative(t):
+        made = torch.complex(torch.ones_like(t), t).conj().imag
+        assert made.is_neg()
+        return made
+
+    leaves = {n: torch.randn(count, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(count)).to(
+        device).requires_grad_() for n, count in (("x", 20), ("y", 20), ("w", 90))}
+    given = {n: negative(t) for n, t in leaves.items()}
+    (got,) = run(program, graph, given)
+    want = torch.zeros_like(got).index_add(0, dst, given["x"][src] * given["y"][dst] * given["w"])
+    got, want = ([t, *torch.autograd.grad(negative(t).sum(), list(leaves.values()), retain_graph=True)]
+                 for t in (got, want))
+    assert all(error(a, b) < TOLERANCE[torch.float64] for a, b in zip(got, want, strict=True))

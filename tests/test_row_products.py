@@ -78,7 +78,7 @@ def test_more_than_two_billion_elements():
 
 @pytest.mark.slow(10)
 def test_kernel_compiles_without_spilling(tmp_path):
-    """For sm_90, without a GPU; sums whose terms lie side by side are read four numbers at a time."""
+    """For sm_90, without a GPU."""
     report = compiling.report(tmp_path, "--row-products", "8,12,8", "8,12,32", "32,32,32", "3,3,3")
     assert len(report) == 12
     assert not any(r["spill_bytes"] or r["registers"] > 168 for r in report.values()), report

@@ -19,8 +19,8 @@ from triton_kernels import launch
 __all__ = ["MAX_LENGTH", "can_take", "product", "rows_of"]
 
 #: Most rows or columns of a matrix. Measured on an H200, ms, ours and cuBLAS's for a product and both gradients: a
-#: million rows of 8 x 12 by 12 x 8 0.28, 0.25, 0.27 and 5.1, 1.8, 2.0, 100,000 of 16 x 16 by 16 x 16 0.09 and 0.25
-#: each, 50,000 of 32 x 32 by 32 x 32 0.18, 0.21, 0.18 and 0.22, 0.22, 0.21.
+#: million rows of 8 x 12 by 12 x 8 0.25, 0.25, 0.26 and 5.0, 1.8, 2.0, 100,000 of 16 x 16 by 16 x 16 0.09 and 0.25
+#: each, 50,000 of 32 x 32 by 32 x 32 0.18, 0.22, 0.17 and 0.21, 0.22, 0.20.
 MAX_LENGTH = 32
 #: Most multiplications of two matrices of half precision: cuBLAS, on tensor cores, is faster with many. In bfloat16
 #: 16,384 of 16 x 16 by 16 x 16 0.017, 0.019, 0.018 and 0.054 each, 50,000 of 32 x 32 by 32 x 32 0.29, 0.15, 0.35 and
