@@ -85,6 +85,18 @@ def test_kernels_make_what_is_asked_for(device):
         assert error(value, right) < 1e-12
 
 
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@pytest.mark.parametrize("shape", [(9, 1, 1), (9, 2, 1), (9, 1, 4)], ids=str)
+def test_signs_that_are_no_numbers(shape, device):
+    """As in the imaginary part of a conjugate, of features and of their other gradient."""
+    real, weight = normal(*shape).to(device), normal(1, *shape[1:], seed=1).to(device)
+    x = torch.complex(real, real).conj().imag
+    assert x.is_neg() and error(kernels.row_dots(x, [weight])[0], (x * weight).sum(-1)) < 1e-12
+    d = normal(*shape[:2], seed=2).to(device)
+    got, _ = kernels.row_dots_backward(real, [weight], [d], x, True, False)
+    assert error(got, x + d.unsqueeze(-1) * weight) < 1e-12
+
+
 @pytest.mark.parametrize("device", ["cpu", INTERPRETER, GPU])
 def test_no_rows(device):
     x, weight = torch.zeros(0, 2, 3, device=device, requires_grad=True), torch.ones(1, 2, 3, device=device)

@@ -198,10 +198,10 @@ def _backward(shape: torch.Size, dtype: torch.dtype, device: torch.device, is_pa
 
 
 def _rows(x: Tensor) -> Tensor:
-    """``x`` with its rows in one piece each, whatever lies between them."""
+    """``x`` with its rows in one piece each, whatever lies between them, and its signs in its numbers."""
     _, num_heads, num_features = x.shape
     is_dense = (num_features == 1 or x.stride(2) == 1) and (num_heads == 1 or x.stride(1) == num_features)
-    return x if is_dense else x.contiguous()
+    return x if is_dense and not x.is_neg() else x.contiguous()
 
 
 def _constants(num_heads: int, num_features: int, dtype: torch.dtype, tile: Tile, is_pair: bool) -> dict[str, object]:
