@@ -112,6 +112,12 @@ def counters() -> None:
 
 
 @pytest.fixture(autouse=True)
+def seeded() -> None:
+    """What a test draws without a seed of its own is the same in every run, whichever tests ran before it."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def random_names() -> None:
     """PyG names the module of each ``Sequential`` by a random number, and takes one of that name if there is one, as
     after a test that set the seed.
