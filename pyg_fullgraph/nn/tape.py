@@ -14,22 +14,25 @@ kept (:mod:`kept`).
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Module
 from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
 from pyg_fullgraph import dense
 from pyg_fullgraph.autograd import Ways
-from pyg_fullgraph.functions import PLAIN, LayerMode, num_dispatch_modes, tensors_in, unseen
+from pyg_fullgraph.functions import PLAIN, LayerMode, lasting, num_dispatch_modes, tensors_in, unseen
 from pyg_fullgraph.graph import Graph, is_part
 from pyg_fullgraph.memo import taken
+from pyg_fullgraph.nn.joined import Access, Step, joined
 from pyg_fullgraph.nn.kept import ChangedError, Kept, is_alias, look_of
 from pyg_fullgraph.nn.watch import Watch
 from pyg_fullgraph.saga.ir import EdgeProgram, Node
@@ -100,24 +103,6 @@ def asked(question: Callable[..., bool], *args: Any, peek: Callable[..., bool] |
 # --- tapes ------------------------------------------------------------------------------------------------------
 
 
-class _Step(NamedTuple):
-    """One line of a tape.
-
-    Attributes:
-        text: What computes the value, with ``{0}`` and so on for the registers that it is made of, and ``{f}`` for:
-        function: What is called, if anything is.
-        places: The registers, in order.
-        out: The register of the value.
-        is_lookup: Whether it need not be done where nobody reads the value.
-    """
-
-    text: str
-    function: Any
-    places: tuple[int, ...]
-    out: int
-    is_lookup: bool = False
-
-
 class Tape:
     """The steps of a forward, as a function in Python.
 
@@ -130,7 +115,7 @@ class Tape:
         multiplies: What gives the context of products for a layer and arguments; None if there are none inside.
     """
 
-    def __init__(self, num_given: int, constants: Mapping[int, Any], inside: Sequence[_Step], after: Sequence[_Step],
+    def __init__(self, num_given: int, constants: Mapping[int, Any], inside: Sequence[Step], after: Sequence[Step],
                  out: int, multiplies: Multiplies | None) -> None:
         space: dict[str, Any] = {f"r{k}": value for k, value in constants.items()}
         given = ", ".join(f"r{k}" for k in range(num_given))
@@ -187,8 +172,8 @@ class Recorder(LayerMode):
         self._multiplies, self._has_products, self._is_inside = multiplies, False, True
         self._layer, self.watch, self._fields = layer, watch, dict(vars(layer))
         self._num_given = self._num_registers = 1 + len(args) + len(kwargs)
-        self._first: list[_Step] = []  # which come before all others
-        self._steps: list[_Step] = []
+        self._first: list[Step] = []  # which come before all others
+        self._steps: list[Step] = []
         self._num_inside = 0
         self._sources: dict[int, _Source] = {}
         self._constants: dict[int, Any] = {}
@@ -207,6 +192,8 @@ class Recorder(LayerMode):
         self._fixed: dict[int, weakref.ref[Tensor]] = {}
         self._kept = Kept(self._given)
         self._max_kept = MAX_KEPT * max((t.numel() for t in self._given), default=0)
+        self._storages: dict[int, StorageWeakRef] = {}  # by address, which no other one gets meanwhile
+        self._positions: dict[Any, tuple[Tensor, Tensor]] = {}  # of masks, with these, by what they look like
 
     def refuse(self) -> None:
         """There is something in this forward that no tape has."""
@@ -222,13 +209,17 @@ class Recorder(LayerMode):
             return func(*args, **kwargs)
         tensors = [*tensors_in((args, kwargs))]
         fixed = [(t, look_of(t)) for t in tensors if self._is_fixed(t)]
+        versions = [*map(_version_of, tensors)]
         out = func(*args, **kwargs)
         if fixed and len(fixed) == len(tensors) and func in OF_FIXED:
             self._fix(func, args, kwargs, out)
         elif any(look_of(t) != look for t, look in fixed):  # written to with what is another value in each call
             self.refuse()
         elif all(type(t) in PLAIN for t in tensors):
-            self._note_torch(func, args, kwargs, out)
+            # Of tensors of inference nobody knows.
+            written = [t for t, version in zip(tensors, versions, strict=True)
+                       if (_version_of(t) != version if version is not None else func in _LASTING or out is t)]
+            self._note_torch(func, args, kwargs, out, written)
         elif next(tensors_in(out), None) is None:  # what lazy ones make of it, they note
             self.refuse()
         return out
@@ -314,7 +305,7 @@ class Recorder(LayerMode):
     def torch_call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """:func:`pyg_fullgraph.dense.call`, noted as a step."""
         out = self.apart(dense.call, (func, args, kwargs), {})
-        self._note_torch(func, args, kwargs, out)
+        self._note_torch(func, args, kwargs, out, ())
         return out
 
     def expect(self, question: Callable[..., bool], args: Sequence[Any], answer: bool,
@@ -329,6 +320,10 @@ class Recorder(LayerMode):
         # Of values that are computed in each call the same is true in each.
         if any(given):
             self._end_unless(functools.partial(_expect, question, peek, answer), args)
+
+    def _keep(self, tensor: Tensor) -> int | None:
+        """The register of what is the same in each call; None if it is too large to be kept."""
+        return self._at_first(self._kept.add(tensor)) if tensor.numel() <= self._max_kept else None
 
     def _end_unless(self, check: Callable[..., None], args: Sequence[Any]) -> None:
         if not self._is_repeatable:
@@ -347,32 +342,92 @@ class Recorder(LayerMode):
             return None
         if not self._kept.is_unchanged() or any(map(self._kept.shares, tensors_in(out))):
             return None
+        lines = joined(self._steps, self._num_inside, self._storages_of(out), self._keep, self._new_register)
         self._kept.join_others()
-        read, steps = {place}, []
-        for k, one in reversed([*enumerate((*self._first, *self._steps))]):
-            if one.out in read or not one.is_lookup:
-                read.update(one.places)
-                steps.append((k < len(self._first) + self._num_inside, one))
-        inside, after = ([one for is_inside, one in reversed(steps) if is_inside is which] for which in (True, False))
+        inside, after = [*self._first, *itertools.chain(*lines[:self._num_inside])], \
+            [*itertools.chain(*lines[self._num_inside:])]
+        read = {place}
+        for some in after, inside:
+            for k in reversed(range(len(some))):
+                if some[k].out in read or not some[k].is_lookup:
+                    read.update(some[k].places)
+                else:
+                    del some[k]
         return Tape(self._num_given, self._constants, inside, after, place,
                     self._multiplies if self._has_products else None)
 
-    def _note_torch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+    def _note_torch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any,
+                    written: Sequence[Tensor]) -> None:
         tensors = [*tensors_in((args, kwargs))]
         is_known = func in FUNCTIONS and all(t.is_floating_point() or self.watch.has(t) or self._is_fixed(t)
                                              for t in tensors)
         if func in _FACTORIES:  # without a device it is the default one, of which nobody knows
             is_known = not tensors and kwargs.get("device") is not None
-        if not is_known or (func is Tensor.__getitem__ and not all(map(self._is_fixed, tensors[1:]))):
+        if not is_known or (func in _BY_INDEX and not all(map(self._is_fixed, tensors_in(args[1])))):
             self.refuse()
         elif func in dense.TAKEN:
             self._has_products |= func not in dense.SUMS and self._is_inside
-            self._note(functools.partial(_by_ours, func, tuple(kwargs)), (*args, *kwargs.values()), {}, out, True)
+            self._note(functools.partial(_by_ours, func, tuple(kwargs)), (*args, *kwargs.values()), {}, out, True,
+                       written=written)
         else:
-            self._note(func, args, kwargs, out, func not in _LASTING and all(out is not t for t in tensors))
+            is_repeatable = func not in _LASTING and all(out is not t for t in tensors)
+            if func in _BY_INDEX and type(args[1]) is Tensor:
+                args = args[0], self._positions_of(args[1]), *args[2:]
+            access = self._access(func, args, kwargs, out)
+            if func is Tensor.__setitem__:
+                func, out = _set_item, args[0]
+            self._note(func, args, kwargs, out, is_repeatable, written=written, is_new=func in _NEW, access=access)
+
+    def _positions_of(self, index: Tensor) -> Tensor:
+        """Where a mask of rows that is the same in each call is true; any other index as it is.
+
+        A mask is asked for that by torch each time, for which the host waits.
+        """
+        if index.dtype is not torch.bool or index.dim() != 1:
+            return index
+        look = id(index), look_of(index)
+        if look not in self._positions:
+            with lasting():
+                found = index.nonzero().view(-1)
+            self._positions[look], self._fixed[id(found)] = (index, found), weakref.ref(found)
+        return self._positions[look][1]
+
+    def _access(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Access | None:
+        """What a function is to the rows of its first argument, if these are told by ids that are fixed."""
+        if func in _PICKS and len(args) == 3 and not kwargs:
+            tensor, dim, ids, rows = *args, out
+        elif func is Tensor.index_copy_ and len(args) == 4 and not kwargs:
+            tensor, dim, ids, rows = args
+        elif func in _BY_INDEX:
+            tensor, dim, ids, rows = args[0], 0, args[1], out if len(args) == 2 else args[2]
+        else:
+            return None
+        is_write = func not in _PICKS and func is not Tensor.__getitem__
+        if type(ids) is not Tensor or ids.dtype is not torch.int64 or ids.dim() != 1 or type(rows) is not Tensor or \
+                dim not in (0, -tensor.dim()) or not self._is_fixed(ids):
+            return None
+        if is_write and not (tensor.is_contiguous() and rows.dtype is tensor.dtype and rows.device == tensor.device
+                             and rows.shape == (len(ids), *tensor.shape[1:])):
+            return None
+        storages = [storage for t in (tensor, rows) for storage in self._storages_of(t) or ()]
+        return Access(ids, len(tensor), storages[0], storages[1], is_write) if len(storages) == 2 else None
+
+    def _storages_of(self, values: Any) -> Set[int] | None:
+        """The storages of all plain tensors in ``values``; None if others than graphs are there."""
+        found = set()
+        with unseen():
+            for tensor in tensors_in(values):
+                if type(tensor) in PLAIN and tensor.layout is torch.strided:
+                    ref = StorageWeakRef(tensor.untyped_storage())
+                    self._storages.setdefault(ref.cdata, ref)
+                    found.add(ref.cdata)
+                elif not isinstance(tensor, Graph):
+                    return None
+        return found
 
     def _note(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], out: Any,
-              is_repeatable: bool, is_lookup: bool = False) -> None:
+              is_repeatable: bool, is_lookup: bool = False, written: Sequence[Tensor] = (), is_new: bool = False,
+              access: Access | None = None) -> None:
         if not self._is_possible:
             return
         self._is_repeatable &= is_repeatable
@@ -383,17 +438,21 @@ class Recorder(LayerMode):
             return
         given = [f"{{{k}}}" for k in range(len(args))]
         given += [f"{name}={{{k}}}" for k, name in enumerate(kwargs, len(args))]
-        self._bind(out, self._step(f"{{f}}({', '.join(given)})", places, function, is_lookup), "")
+        register = self._step(f"{{f}}({', '.join(given)})", places, function, is_lookup)
+        self._steps[-1] = self._steps[-1]._replace(
+            touched=self._storages_of((args, kwargs)), written=self._storages_of(written) or frozenset(), is_new=is_new,
+            access=access)
+        self._bind(out, register, "")
 
     def _step(self, text: str, places: Sequence[int], function: Any = None, is_lookup: bool = False) -> int:
         out = self._new_register()
-        self._steps.append(_Step(text, function, tuple(places), out, is_lookup))
+        self._steps.append(Step(text, function, tuple(places), out, is_lookup))
         return out
 
     def _at_first(self, function: Callable[[], Any]) -> int:
         """The register of what ``function`` gives before all other steps, if one of these reads it."""
         out = self._new_register()
-        self._first.append(_Step("{f}()", function, (), out, True))
+        self._first.append(Step("{f}()", function, (), out, True))
         return out
 
     def _new_register(self) -> int:
@@ -425,9 +484,8 @@ class Recorder(LayerMode):
         found = self._sources.get(id(tensor))
         if found is not None and found.ref() is tensor:
             return found
-        if id(tensor) in self._fixed and self._is_fixed(tensor) and tensor.numel() <= self._max_kept:
-            found = self._sources[id(tensor)] = _Source(weakref.ref(tensor), self._at_first(self._kept.add(tensor)), "",
-                                                        True)
+        if id(tensor) in self._fixed and self._is_fixed(tensor) and (place := self._keep(tensor)) is not None:
+            found = self._sources[id(tensor)] = _Source(weakref.ref(tensor), place, "", True)
             return found
         if type(tensor) not in PLAIN or not self.watch.has(tensor):
             raise _UnknownError
@@ -525,12 +583,23 @@ def _check_sizes(sizes: tuple[int, int, int], graph: Any) -> None:
         raise ChangedError
 
 
+def _version_of(tensor: Tensor) -> int | None:
+    """How often a plain tensor was written to; None if that is not counted."""
+    return tensor._version if type(tensor) in PLAIN and not tensor.is_inference() else None
+
+
+def _set_item(tensor: Tensor, index: Any, value: Any) -> Tensor:
+    tensor[index] = value
+    return tensor
+
+
 # --- torch's functions ------------------------------------------------------------------------------------------
 
 
 def _named(names: str) -> frozenset[Any]:
-    """Torch's functions and methods of tensors of these names."""
-    found = (getattr(space, name, None) for name in names.split() for space in (torch, Tensor, F))
+    """Torch's functions and methods of tensors of these names; also where PyG puts its own in the place of torch's."""
+    spaces = torch, torch._C._VariableFunctions, Tensor, F
+    found = (getattr(space, name, None) for name in names.split() for space in spaces)
     return frozenset(f for f in found if callable(f))
 
 
@@ -545,24 +614,28 @@ QUESTIONS = frozenset({
 _RANDOM = _named("dropout dropout_ feature_dropout alpha_dropout batch_norm")
 #: Those, and functions that write to what they are given.
 _LASTING = _RANDOM | _named(
-    "add_ sub_ mul_ div_ relu_ copy_ zero_ index_copy_ __iadd__ __isub__ __imul__ __itruediv__")
+    "add_ sub_ mul_ div_ relu_ copy_ zero_ index_copy_ __iadd__ __isub__ __imul__ __itruediv__ __setitem__")
 #: Those that are given no tensor.
 _FACTORIES = frozenset({torch.arange, torch.empty, torch.full, torch.ones, torch.zeros})
+#: Functions that make a tensor whose numbers come from nowhere.
+_NEW = _FACTORIES | _named("empty_like new_empty new_ones new_zeros ones_like zeros_like")
+#: Those that pick rows by ids, and those that are given an index of any kind.
+_PICKS, _BY_INDEX = _named("index_select"), _named("__getitem__ __setitem__")
 #: Those that give tensors whose shapes follow from those of what was given, and nothing else.
-FUNCTIONS = _LASTING | _FACTORIES | dense.TAKEN | {Tensor.T.__get__, Tensor.mT.__get__} | _named(
+FUNCTIONS = _LASTING | _NEW | dense.TAKEN | {Tensor.T.__get__, Tensor.mT.__get__} | _named(
     "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __neg__ __pow__ __rpow__ __matmul__ "
     "__getitem__ abs add addcdiv addcmul addmm amax amin atan2 baddbmm bmm cat celu chunk clamp clamp_max clamp_min "
     "clone concat contiguous cos cosh cumsum div einsum elu erf exp expand expand_as expm1 flatten flip gather gelu "
     "group_norm gru_cell hardsigmoid hardswish hardtanh hypot index_select layer_norm leaky_relu lerp linear log "
     "log10 log1p log2 log_softmax logsigmoid logsumexp lstm_cell masked_fill matmul maximum mean minimum mish mm mul "
-    "narrow neg new_empty new_ones new_zeros norm normalize ones_like permute pow prelu reciprocal relu relu6 repeat "
+    "narrow neg norm normalize permute pow prelu reciprocal relu relu6 repeat "
     "reshape rms_norm rsqrt select selu sigmoid silu sin sinh softmax softmin softplus softsign split sqrt square "
     "squeeze stack std sub sum t tan tanh tile transpose true_divide unbind unflatten unsqueeze var view view_as "
-    "where zeros_like")
+    "where")
 #: Those that make the same of the same, for what is computed from ids; numbers may be asked for, too.
 OF_FIXED = (FUNCTIONS - _RANDOM - _FACTORIES) | _named(
     "__and__ __bool__ __eq__ __float__ __floordiv__ __ge__ __gt__ __index__ __int__ __invert__ __le__ __lt__ __mod__ "
-    "__ne__ __or__ __rfloordiv__ __rmod__ __setitem__ __xor__ all any argmax argmin argsort bincount bitwise_and "
+    "__ne__ __or__ __rfloordiv__ __rmod__ __xor__ all any argmax argmin argsort bincount bitwise_and "
     "bitwise_not bitwise_or bool bucketize ceil clamp_ cumprod div_ double eq fill_ float floor floor_divide "
     "full_like ge gt half index_add index_add_ index_fill index_put int isfinite isin isinf isnan item le logical_and "
     "logical_not logical_or long lt masked_fill_ masked_select max median min mode ne new_full nonzero one_hot pow_ "
