@@ -117,6 +117,36 @@ class Fills(Normalized):
         return total
 
 
+class Constants(Normalized):
+    """Makes tensors of numbers alone, and asks them."""
+
+    def forward(self, x, edge_index):
+        low, high = torch.tensor([0.5, 2.0], dtype=x.dtype, device=x.device)
+        factor = high if float(low) < 1 else low
+        ids = torch.arange(x.size(0), device=x.device)
+        norm = ids.remainder(3)[edge_index[0]] * factor
+        x = self.lin(x) * torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=x.dtype)
+        return self.propagate(edge_index, x=x[ids.flip(0)], norm=norm)
+
+
+class WritesConstant(Normalized):
+    """Writes other values to one in each call."""
+
+    def forward(self, x, edge_index):
+        total, scale = torch.tensor([0.5] * 4, dtype=x.dtype, device=x.device), torch.arange(4.0, device=x.device)
+        total += x.mean(0)[:4]
+        scale *= total
+        return self.propagate(edge_index, x=self.lin(x) * scale, norm=edge_index[0].remainder(2) + total.sum())
+
+
+class ReturnsConstant(Normalized):
+    """Gives one away."""
+
+    def forward(self, x, edge_index):
+        ids = torch.arange(edge_index.size(1), device=x.device)
+        return self.propagate(edge_index, x=self.lin(x), norm=ids * 0.25), ids
+
+
 class Wide(Normalized):
     """More numbers than are kept."""
 
@@ -195,7 +225,7 @@ def same(ours, theirs):
 
 
 KINDS = [Normalized, Counted, WritesValues, Returns, ReturnsView, Drops, Fills, Wide, Chosen, Loops, Lists,
-         Flags]
+         Flags, Constants, WritesConstant, ReturnsConstant]
 
 
 @pytest.mark.filterwarnings("ignore::pyg_fullgraph.debug.PlainPathWarning")
@@ -220,8 +250,8 @@ def test_other_features_in_each_call_and_other_edges(kind, form):
 
 @pytest.mark.parametrize("kind, is_taped", [
     (Normalized, True), (Counted, True), (Fills, True), (Chosen, True), (Weighted, True),
-    (Drops, True), (Lists, True), (WritesValues, False), (Returns, False), (ReturnsView, False), (Flags, False),
-    (Wide, False)])
+    (Drops, True), (Lists, True), (Constants, True), (WritesValues, False), (Returns, False), (ReturnsView, False),
+    (Flags, False), (Wide, False), (WritesConstant, False), (ReturnsConstant, False)])
 def test_which_are_made_of_steps(kind, is_taped, hits):
     ours, theirs = fused(kind)
     weight = torch.rand(40, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
@@ -285,6 +315,31 @@ def test_layers_of_pygs_that_compute_with_ids(name, args, hits):
     for seed in range(ENOUGH + 2):
         same(results(ours, seed, EDGES), results(theirs, seed, EDGES))
     assert hits
+
+
+@pytest.mark.parametrize("is_embedding", [False, True])
+@pytest.mark.parametrize("options", [{}, {"num_bases": 2}, {"num_blocks": 2}, {"aggr": "max", "bias": False}], ids=str)
+def test_relations(options, is_embedding, hits):
+    """PyG's RGCNConv asks how many edges of one relation there are, and makes ids where there are no features."""
+    if is_embedding and "num_blocks" in options:
+        pytest.skip("PyG has no blocks of embeddings")
+    torch.manual_seed(0)
+    theirs, ours = (space.RGCNConv(12 if is_embedding else 6, 4, 3, **options).double() for space in (pyg_nn, fused_nn))
+    ours.load_state_dict(theirs.state_dict())
+    types = torch.arange(40) % 3
+    for k in range(2):
+        for seed in range(ENOUGH + 2):
+            found = []
+            for layer in (ours, theirs):
+                x = None if is_embedding else features(seed).requires_grad_()
+                out = layer(x, EDGES, types)
+                leaves = [*layer.parameters(), *([] if x is None else [x])]
+                found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+                with torch.no_grad():
+                    leaves[0].mul_(0.9)
+            same(*found)
+        assert hits
+        types[:5] = 2 - k  # in place
 
 
 @pytest.mark.parametrize("normalization", [None, "sym", "rw"])
@@ -498,22 +553,24 @@ def test_inference(is_first):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", [Normalized, Counted, Chosen, "ChebConv", "ClusterGCNConv", "MFConv", "ARMAConv"])
+@pytest.mark.parametrize("kind", [
+    Normalized, Counted, Chosen, Constants, "ChebConv", "ClusterGCNConv", "MFConv", "ARMAConv", "RGCNConv"])
 def test_steps_are_captured(kind):
     """Though of PyG's layers some wait for the GPU in every step."""
     torch.manual_seed(0)
-    args = (6, 4, 3) if kind == "ChebConv" else (6, 4)
+    args = (6, 4, 3) if kind in ("ChebConv", "RGCNConv") else (6, 4)
     theirs, ours = (getattr(nn, kind)(*args) if isinstance(kind, str) else make() for nn, make in (
         (pyg_nn, kind), (fused_nn, lambda: pfg.convert(kind()))))
     ours.load_state_dict(theirs.state_dict())
     x, edges = torch.randn(500, 6, device="cuda"), torch.randint(500, (2, 4000), device="cuda")
+    types = (torch.randint(3, (4000,), device="cuda"),) if kind == "RGCNConv" else ()
     found = []
     for layer in (ours.cuda(), theirs.cuda()):
         optimizer = torch.optim.Adam(layer.parameters(), lr=0.01)
 
         def step(layer=layer, optimizer=optimizer):
             optimizer.zero_grad()
-            loss = layer(x, edges).square().mean()
+            loss = layer(x, edges, *types).square().mean()
             loss.backward()
             optimizer.step()
             return loss

@@ -211,7 +211,7 @@ class Recorder(LayerMode):
         fixed = [(t, look_of(t)) for t in tensors if self._is_fixed(t)]
         versions = [*map(_version_of, tensors)]
         out = func(*args, **kwargs)
-        if fixed and len(fixed) == len(tensors) and func in OF_FIXED:
+        if len(fixed) == len(tensors) and (func in OF_FIXED if fixed else _is_constant_of(func, out)):
             self._fix(func, args, kwargs, out)
         elif any(look_of(t) != look for t, look in fixed):  # written to with what is another value in each call
             self.refuse()
@@ -583,6 +583,13 @@ def _check_sizes(sizes: tuple[int, int, int], graph: Any) -> None:
         raise ChangedError
 
 
+def _is_constant_of(function: Any, out: Any) -> bool:
+    """Whether ``function``, which was given no tensor, made one that no step has to make anew: of ids, or of numbers
+    that it was given.
+    """
+    return function is torch.tensor or (function in _FACTORIES and not out.is_floating_point() and not out.is_complex())
+
+
 def _version_of(tensor: Tensor) -> int | None:
     """How often a plain tensor was written to; None if that is not counted."""
     return tensor._version if type(tensor) in PLAIN and not tensor.is_inference() else None
@@ -640,4 +647,4 @@ OF_FIXED = (FUNCTIONS - _RANDOM - _FACTORIES) | _named(
     "full_like ge gt half index_add index_add_ index_fill index_put int isfinite isin isinf isnan item le logical_and "
     "logical_not logical_or long lt masked_fill_ masked_select max median min mode ne new_full nonzero one_hot pow_ "
     "prod reciprocal_ remainder repeat_interleave roll round rsqrt_ scatter scatter_ scatter_add scatter_add_ "
-    "scatter_reduce scatter_reduce_ searchsorted sign sort sqrt_ to tolist topk type unique unique_consecutive")
+    "scatter_reduce scatter_reduce_ searchsorted sign sort sqrt_ tensor to tolist topk type unique unique_consecutive")
