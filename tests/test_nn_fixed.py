@@ -121,11 +121,11 @@ class Constants(Normalized):
     """Makes tensors of numbers alone, and asks them."""
 
     def forward(self, x, edge_index):
-        low, high = torch.tensor([0.5, 2.0], dtype=x.dtype, device=x.device)
+        low, high = torch.tensor([0.5, 2.0], dtype=x.dtype)
         factor = high if float(low) < 1 else low
         ids = torch.arange(x.size(0), device=x.device)
         norm = ids.remainder(3)[edge_index[0]] * factor
-        x = self.lin(x) * torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=x.dtype)
+        x = self.lin(x) * torch.tensor([1.0, 2.0, 3.0, 4.0], device=x.device)
         return self.propagate(edge_index, x=x[ids.flip(0)], norm=norm)
 
 
@@ -340,6 +340,20 @@ def test_relations(options, is_embedding, hits):
             same(*found)
         assert hits
         types[:5] = 2 - k  # in place
+
+
+@pytest.mark.parametrize("mode", ["additive-self-attention", "multiplicative-self-attention"])
+@pytest.mark.parametrize("concat", [False, True])
+def test_an_update_of_pygs(mode, concat, hits):
+    """RGATConv's, which comes after its sum."""
+    torch.manual_seed(0)
+    theirs, ours = (space.RGATConv(6, 4, 3, heads=2, attention_mode=mode, concat=concat).double()
+                    for space in (pyg_nn, fused_nn))
+    ours.load_state_dict(theirs.state_dict())
+    types = torch.arange(40) % 3
+    for seed in range(ENOUGH + 2):
+        same(results(ours, seed, EDGES, types), results(theirs, seed, EDGES, types))
+    assert hits
 
 
 @pytest.mark.parametrize("normalization", [None, "sym", "rw"])

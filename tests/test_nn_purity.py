@@ -73,6 +73,15 @@ class Attention(Layer):
         return x_j * alpha
 
 
+class UpdatesRoot(Layer):
+    def forward(self, x, edge_index):
+        h = self.lin(x)
+        return self.propagate(edge_index, x=h, root=x) * self.scale
+
+    def update(self, out, root):
+        return bounded(self.maps[0](out) + F.dropout(root, 0.0, self.training)) * self.factor
+
+
 class OwnMessage(pyg_nn.SAGEConv):
     def __init__(self):
         torch.manual_seed(0)
@@ -94,7 +103,7 @@ def close_over(factor):
     return Closed
 
 
-PURE = [Layer, Parts, Loops, Attention, OwnMessage, close_over(3.0)]
+PURE = [Layer, Parts, Loops, Attention, UpdatesRoot, OwnMessage, close_over(3.0)]
 
 
 def results(layer, seed, edges=EDGES):
@@ -214,6 +223,21 @@ def test_whatever_it_reads_may_change(name, hits, monkeypatch):
     for seed in range(NUM_CALLS):
         assert_same(ours, theirs, seed)
     assert bool(hits) == (name not in ("of-a-module", "access"))
+
+
+@pytest.mark.parametrize("name", ["number", "global", "function", "method"])
+def test_what_update_reads_may_change(name, hits, monkeypatch):
+    ours, theirs = convert(UpdatesRoot()), UpdatesRoot()
+    for seed in range(NUM_CALLS):
+        assert_same(ours, theirs, seed)
+    assert hits
+    if name == "method":
+        monkeypatch.setattr(UpdatesRoot, "update", lambda self, out, root: out.sigmoid() - root)
+    else:
+        for layer in (ours, theirs):
+            CHANGES[name](layer, monkeypatch)
+    for seed in range(NUM_CALLS):
+        assert_same(ours, theirs, seed)
 
 
 def test_a_function_that_is_not_pure_any_more(hits, monkeypatch):

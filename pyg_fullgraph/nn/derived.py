@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
+from torch.overrides import _get_current_function_mode, _pop_mode, _pop_mode_temporarily, _push_mode
 
 from pyg_fullgraph.functions import LayerMode, is_recorded, num_dispatch_modes
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn.preparation import TypeMask, chosen_edges, note_type, reversed_edges
 
-__all__ = ["paused", "remembering"]
+__all__ = ["paused", "remembering", "watched"]
 
 _INDEX_DTYPES = (torch.int32, torch.int64)
 #: Calls of a layer, since it last derived something, after which it is not watched any more.
@@ -45,9 +46,45 @@ def paused(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
         if not isinstance(_get_current_function_mode(), LayerMode):
             return function(*args)
-        with _pop_mode_temporarily():
-            return run(*args)
+        with _pop_mode_temporarily() as mode:
+            _paused.modes.append(mode)
+            try:
+                return run(*args)
+            finally:
+                _paused.modes.pop()
     return run
+
+
+class _Paused(threading.local):
+    """The modes that are kept from watching in this thread."""
+
+    def __init__(self) -> None:
+        self.modes: list[LayerMode] = []
+
+
+_paused = _Paused()
+
+
+@contextlib.contextmanager
+def _again(mode: LayerMode) -> Iterator[None]:
+    _push_mode(mode)
+    try:
+        yield
+    finally:
+        if _get_current_function_mode() is mode:
+            _pop_mode()
+
+
+def watched(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``function(*args, **kwargs)``, watched by what is kept from watching the edge phase around it."""
+    modes, _paused.modes = _paused.modes, []
+    try:
+        with contextlib.ExitStack() as stack:
+            for mode in reversed(modes):
+                stack.enter_context(_again(mode))
+            return function(*args, **kwargs)
+    finally:
+        _paused.modes = modes
 
 
 class _Remembering(LayerMode):

@@ -223,7 +223,8 @@ class FusedMixin(_Layer):
         for name, value in call.side_results().items():
             # Sparse matrices take coefficients as their values, so they get a tensor.
             setattr(self, name, as_plain(value) if is_sparse(edge_index) else value)
-        return self.update(call.result(out), **call.update_arguments())
+        result = call.result(out)
+        return derived.watched(self.update, result, **call.update_arguments()) if order.has_update(self) else result
 
     @functools.partial(compiled.apart, exported=_recorded_edge_updater)
     @derived.paused
