@@ -172,6 +172,7 @@ MORE_CONVS: dict[str, Callable[[SimpleNamespace, int, int, int, bool], nn.Module
 KIND_CONVS: dict[str, Callable[[SimpleNamespace, int, int, int, bool], nn.Module]] = {
     "rgat": lambda ns, i, o, h, last: ns.RGATConv(i, o // h, EDGE_KINDS, heads=h),
     "fast-rgcn": lambda ns, i, o, h, last: ns.FastRGCNConv(i, o, EDGE_KINDS),
+    "rgcn": lambda ns, i, o, h, last: ns.RGCNConv(i, o, EDGE_KINDS),
 }
 #: The same for edge phases alone, see :mod:`benchmarks.edge_phases`.
 PHASES: dict[str, Callable[[SimpleNamespace, int, int, int, bool], nn.Module]] = {
@@ -277,9 +278,11 @@ CASES: dict[str, Case] = {c.name: c for c in [
       or layer in ("gat", "gatv2", "sage")],
     *[_layer_case(layer, "arxiv") for layer in {**MORE_CONVS, **ID_CONVS}],
     *[Case(f"{layer}-arxiv-64", layer, "arxiv", num_in=64, width=64, heads=4 if layer in _ATTENTION else 1,
-           edge_kinds=EDGE_KINDS, is_sampled=True) for layer in KIND_CONVS],  # PyG has a matrix per edge
+           edge_kinds=EDGE_KINDS, is_sampled=True) for layer in KIND_CONVS],  # of two PyG has a matrix per edge
     *[_layer_case(layer, "arxiv", "bfloat16") for layer in ("sage", "gat", "edge-mlp")],
     *[_layer_case(layer, "arxiv", direction="forward") for layer in ("sage", "gat")],
+    *[Case(f"rgcn-{graph}-{width}", "rgcn", graph, num_in=width, width=width, edge_kinds=EDGE_KINDS)
+      for graph, width in (("road", 64), ("hubs", 96), ("village", 64))],
     Case("edgeconv-points", "edgeconv", "points", num_in=256, width=256),
     Case("edge-mlp-points", "edge-mlp", "points", num_in=64, width=64),
     *[Case(f"edge-mlp-arxiv-{width}", "edge-mlp", "arxiv", num_in=width, width=width) for width in (64, 128)],
