@@ -439,13 +439,13 @@ def test_what_is_kept_is_written_to_by_somebody(monkeypatch, hits):
 
 def test_layers_share_what_they_keep(monkeypatch):
     shared = []
-    join = Kept.join_others
-    monkeypatch.setattr(Kept, "join_others", lambda self: (join(self), shared.append(self))[0])
+    settle = Kept.settle
+    monkeypatch.setattr(Kept, "settle", lambda self, read: (settle(self, read), shared.append(self))[0])
     layers = [fused(Normalized)[0] for _ in range(3)]
     for layer in layers:
         for seed in range(ENOUGH):
             results(layer, seed, EDGES)
-    found = {id(tensor) for kept in shared for tensor, _ in kept._values}
+    found = {id(tensor) for kept in shared for tensor, _ in kept._values.values()}
     assert len(shared) >= 3
     assert len(found) == 1
 

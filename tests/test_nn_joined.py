@@ -1,5 +1,7 @@
 """Rows that a forward picks and writes kind by kind: all at once where that is the same, and never where it is not."""
 
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -80,6 +82,20 @@ class Normed(Typed):
         return self.propagate(edge_index, x=out)
 
 
+class AfterTheSum(Typed):
+    """In ``update``, by a last dimension that is given from the end, with a mask beside other indices."""
+
+    def forward(self, x, edge_index, types):
+        return self.propagate(edge_index, x=x, types=types)
+
+    def update(self, out, types):
+        new = out.new_zeros(out.size(0), 4)
+        for k in range(NUM_KINDS):
+            rows = self.maps[k](out[types == k, :]) + out[types == k, 1:5]
+            new.index_copy_(-2, (types == k).nonzero().view(-1), rows)
+        return new
+
+
 # --- what may not be joined -------------------------------------------------------------------------------------
 
 
@@ -114,6 +130,35 @@ class WritesAlias(Typed):
             total = total + h[types == k].sum(0)
             view.mul_(1.5)
         return h * total
+
+
+class WritesLazily(Typed):
+    """Or with values of edges that are computed when they are read; of three rows of edges."""
+
+    def forward(self, x, edge_index, types):
+        values = self.edge_updater(edge_index, x=x)
+        ends = torch.cat([x[edge_index[0]], x[edge_index[1]]])
+        ids = torch.arange(edge_index.size(1), device=x.device)
+        first, second = ends[ids], ends[ids + edge_index.size(1)]
+        first.add_(values)
+        return self.propagate(edge_index, x=x) * (first * second).sum(0)
+
+    def edge_update(self, x_i, x_j):
+        return x_i * x_j
+
+
+class WritesRunningMean(Typed):
+    """Or through a normalization that keeps what is picked from."""
+
+    def __init__(self):
+        super().__init__()
+        self.running = nn.BatchNorm1d(6).double()
+
+    def forward(self, x, edge_index, types):
+        kinds = types[:6].remainder(2)
+        first = self.running.running_mean[kinds == 0].sum()
+        y = self.running(x)
+        return self.propagate(edge_index, x=y) * first + self.running.running_mean[kinds == 1].sum()
 
 
 class Returned(Typed):
@@ -241,9 +286,10 @@ class OneWrite(Typed):
         return self.propagate(edge_index, x=out)
 
 
-JOINED = {Typed: 3, ByPosition: 2, OfCubes: 2, Twice: 1, Normed: 2, IntoGiven: 1, ReadsBetween: 1, ReadsAlias: 1,
-          WritesWritten: 1, Transposed: 1, Overwrites: 1}
-SEPARATE = [WritesRows, WritesSource, WritesAlias, Returned, Some, Overlaps, FromTheEnd, Broadcasts, OneWrite]
+JOINED = {Typed: 3, ByPosition: 2, OfCubes: 2, Twice: 1, Normed: 1, AfterTheSum: 1, IntoGiven: 1, ReadsBetween: 1,
+          ReadsAlias: 1, WritesWritten: 1, Transposed: 1, Overwrites: 1}
+SEPARATE = [WritesRows, WritesSource, WritesAlias, WritesLazily, WritesRunningMean, Returned, Some, Overlaps,
+            FromTheEnd, Broadcasts, OneWrite]
 
 
 @pytest.fixture
@@ -346,16 +392,94 @@ def test_maps_per_degree(is_pair, permuted, hits):
     assert hits and len(permuted) == 3
 
 
-def test_layers_share_one_order():
-    """Which is gone with the edges."""
+class WritesGiven(Typed):
+    """Something that is given, and may be what is picked from."""
+
+    def forward(self, x, edge_index, types, other):
+        first = x[types == 0]
+        other.mul_(2)
+        return self.propagate(edge_index, x=torch.cat([first, x[types == 1], x[types == 2]]))
+
+
+class WritesGivenLater(Typed):
+    """Or what was written."""
+
+    def forward(self, x, edge_index, types, other):
+        out = torch.zeros_like(x)
+        for k in range(NUM_KINDS):
+            out[types == k] = x[4 * k:4 * k + 4] if k else x[8:12]
+            other.mul_(2)
+        return self.propagate(edge_index, x=out)
+
+
+@pytest.mark.parametrize("kind", [WritesGiven, WritesGivenLater])
+def test_arguments_that_come_to_be_one(kind, hits):
+    ours, theirs = fused(kind)
+    types = torch.arange(12) % 3
+    for seed in range(2 * NUM_CALLS):
+        found = []
+        for layer in (ours, theirs):
+            x = features(seed)
+            found.append([layer(x, EDGES, types, features(seed + 1) if seed < NUM_CALLS else x.view(-1))])
+        same(*found)
+    assert hits
+
+
+def test_a_new_tensor_with_gradients(hits):
+    """To which nobody may write but where there are none."""
+    class Leaf(Typed):
+        def forward(self, x, edge_index, types):
+            out = torch.zeros(x.size(0), 6, dtype=x.dtype, device=x.device, requires_grad=True)
+            for k in range(NUM_KINDS):
+                out[types == k] = self.propagate(edge_index, x=x)[types == k]
+            return out
+
+    ours, theirs = fused(Leaf)
+    for seed in range(NUM_CALLS):
+        with torch.no_grad():
+            found = [layer(features(seed), EDGES, TYPES) for layer in (ours, theirs)]
+        torch.testing.assert_close(*found)
+        assert all(out.requires_grad for out in found)
+    assert hits
+
+
+def test_a_mask_that_is_written_to_between_two_picks():
+    """Torch takes no gradients of that."""
+    class Masked(Typed):
+        def forward(self, x, edge_index, types):
+            mask = types == 0
+            first = x[mask] * self.scale
+            mask[0] = False
+            return self.propagate(edge_index, x=torch.cat([first, x[mask], x])[:12])
+
+    layer = pfg.convert(Masked())
+    for seed in range(NUM_CALLS):
+        x = features(seed).requires_grad_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            layer(x, EDGES, TYPES).sum().backward()
+
+
+def test_tensors_without_numbers():
+    class Apart(Typed):
+        def forward(self, x, edge_index, types):
+            return torch.cat([x[types] * 2, x[types + 3]])
+
+    layer, theirs = fused(Apart)
+    for _ in range(NUM_CALLS):
+        x, types = torch.empty(6, 6, device="meta"), torch.empty(3, dtype=torch.int64, device="meta")
+        assert layer(x, EDGES, types).shape == theirs(x, EDGES, types).shape
+
+
+def test_layers_share_one_permutation():
+    """Which is gone with the edges, and all else that was kept of them is what is read."""
     kept = []
     layers = [fused_nn.MFConv(6, 6, 3).double() for _ in range(2)]
     edges = EDGES.clone()
-    order = joined._apply_permute
+    permute = joined._apply_permute
 
     def noted(x, *orders):
         kept.append(orders)
-        return order(x, *orders)
+        return permute(x, *orders)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(joined, "_apply_permute", noted)
@@ -368,6 +492,22 @@ def test_layers_share_one_order():
         kept.clear()
         layers[0](features(), edges)
         assert [t.data_ptr() for t in kept[0]] == first
+    refs = [weakref.ref(t) for t in kept.pop()]
+    kept.clear()
+    assert all(ref() is not None for ref in refs)
+    del edges
+    assert not any(ref() is not None for ref in refs)
+
+
+@pytest.mark.gpu
+def test_kinds_on_the_host(permuted, hits):
+    """Torch takes masks of the host for rows on a GPU."""
+    ours, theirs = (layer.to("cuda") for layer in fused(Typed))
+    edges = EDGES.cuda()
+    for seed in range(NUM_CALLS):
+        x = features(seed).cuda()
+        torch.testing.assert_close(ours(x, edges, TYPES), theirs(x, edges, TYPES))
+    assert hits and permuted
 
 
 @pytest.mark.gpu

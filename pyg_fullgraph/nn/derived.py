@@ -44,19 +44,19 @@ def paused(function: Callable[..., Any]) -> Callable[..., Any]:
     """Keeps an edge phase from being watched: it would take time in each operation, and be part of what is traced."""
     @functools.wraps(function)
     def run(*args: Any) -> Any:
-        if not isinstance(_get_current_function_mode(), LayerMode):
-            return function(*args)
-        with _pop_mode_temporarily() as mode:
-            _paused.modes.append(mode)
-            try:
-                return run(*args)
-            finally:
-                _paused.modes.pop()
+        around, _paused.modes = _paused.modes, []
+        try:
+            with contextlib.ExitStack() as stack:
+                while isinstance(_get_current_function_mode(), LayerMode):
+                    _paused.modes.append(stack.enter_context(_pop_mode_temporarily()))
+                return function(*args)
+        finally:
+            _paused.modes = around
     return run
 
 
 class _Paused(threading.local):
-    """The modes that are kept from watching in this thread."""
+    """The modes that the edge phase of this thread keeps from watching, the innermost first."""
 
     def __init__(self) -> None:
         self.modes: list[LayerMode] = []

@@ -46,29 +46,28 @@ class Step(NamedTuple):
         function: What is called, if anything is.
         places: The registers, in order.
         out: The register of the value.
-        is_lookup: Whether it need not be done where nobody reads the value.
+        is_optional: Whether it need not be done where nobody reads the value.
         touched: Storages that it was given, None if that is not known; and
         written: those of them that it writes to.
         is_new: Whether it makes a tensor whose numbers come from nowhere.
-        access: What it is to the rows of a tensor, which is the first of its places.
+        access: What it is to the rows of a tensor, which is the first of its places; what is written there is the last.
     """
 
     text: str
     function: Any
     places: tuple[int, ...]
     out: int
-    is_lookup: bool = False
+    is_optional: bool = False
     touched: Set[int] | None = frozenset()
     written: Set[int] = frozenset()
     is_new: bool = False
     access: Access | None = None
 
 
-class _Order(NamedTuple):
-    """Registers of a permutation and its inverse, which part of it each tensor of ids is, and the sizes of the parts.
-    """
+class _Permutation(NamedTuple):
+    """Registers of a permutation of rows and its inverse, which part of it each tensor of ids is, and their sizes."""
 
-    order: int
+    place: int
     inverse: int
     parts: dict[int, int]
     sizes: list[int]
@@ -86,36 +85,50 @@ def joined(steps: Sequence[Step], num_inside: int, returned: Set[int] | None, ke
         new_register: Gives one that holds nothing yet.
     """
     made = [[step] for step in steps]
-    groups: dict[tuple[bool, int], dict[int, Access]] = {}
+    picks: dict[int, dict[int, Access]] = {}  # by register: views of one storage have other rows
+    writes: dict[int, dict[int, Access]] = {}  # by storage: a write gives what it wrote to another register
     for k, step in enumerate(steps[:num_inside]):
         if (access := step.access) is not None:
-            of = access.tensor if access.is_write else step.places[0]
-            groups.setdefault((access.is_write, of), {})[k] = access
-    order_of = functools.cache(functools.partial(_order, keep=keep))
-    for (is_write, _), group in groups.items():
-        if len(group) < 2:
-            continue
-        first, *_, last = places = [*group]
-        base = _new_tensor(steps, group) if is_write else None
-        if base is None if is_write else not _are_only_read(steps, group, returned):
-            continue
-        ids = {id(access.ids): access.ids for access in group.values()}
-        order = order_of(tuple(ids.values()), group[first].num_rows)
-        if order is None or (is_write and len(ids) < len(group)):
-            continue
-        if base is not None:
-            made[base] = [steps[base]._replace(is_lookup=True)]
-            made[first:last + 1] = [[] if k in group else made[k] for k in range(first, last + 1)]
-            rows = ", ".join(f"{{{k}}}" for k in range(2, 2 + len(group)))
-            made[last] = [Step(f"{{f}}({{0}}, {{1}}, ({rows}))", _put, (
-                order.order, order.inverse, *(steps[k].places[-1] for k in places)), steps[last].out)]
-        else:
-            register = new_register()
-            for k, access in group.items():
-                made[k] = [Step(f"{{0}}[{order.parts[id(access.ids)]}]", None, (register,), steps[k].out)]
-            made[first].insert(0, Step("{f}({0}, {1}, {2})", functools.partial(_pick, order.sizes), (
-                steps[first].places[0], order.order, order.inverse), register))
+            of, groups = (access.tensor, writes) if access.is_write else (step.places[0], picks)
+            groups.setdefault(of, {})[k] = access
+    permutation = functools.cache(functools.partial(_permutation, keep=keep))
+    for group in picks.values():
+        if len(group) > 1 and _are_only_read(steps, group, returned) and (order := permutation(*_rows_of(group))):
+            _join_picks(steps, group, order, new_register(), made)
+    for group in writes.values():
+        ids, num_rows = _rows_of(group)
+        if 1 < len(group) == len(ids) and (new := _new_tensor(steps, group)) is not None and \
+                (order := permutation(ids, num_rows)):
+            _join_writes(steps, group, order, new, made)
     return made
+
+
+def _rows_of(group: Mapping[int, Access]) -> tuple[tuple[Tensor, ...], int]:
+    """All tensors of ids, each of them once, and of how many rows they name some."""
+    some, *_ = group.values()
+    return tuple({id(access.ids): access.ids for access in group.values()}.values()), some.num_rows
+
+
+def _join_picks(steps: Sequence[Step], group: Mapping[int, Access], order: _Permutation, register: int,
+                made: list[list[Step]]) -> None:
+    """Pick all rows where the first are, into ``register``."""
+    first, *_ = group
+    for k, access in group.items():
+        made[k] = [Step(f"{{0}}[{order.parts[id(access.ids)]}]", None, (register,), steps[k].out)]
+    made[first].insert(0, Step("{f}({0}, {1}, {2})", functools.partial(_pick, order.sizes), (
+        steps[first].places[0], order.place, order.inverse), register))
+
+
+def _join_writes(steps: Sequence[Step], group: Mapping[int, Access], order: _Permutation, new: int,
+                 made: list[list[Step]]) -> None:
+    """Make the tensor where the last rows are written to it, in place of the one that the step ``new`` makes."""
+    *_, last = group
+    made[new] = [steps[new]._replace(is_optional=True)]
+    for k in group:
+        made[k] = []
+    rows = ", ".join(f"{{{k}}}" for k in range(2, 2 + len(group)))
+    made[last] = [Step(f"{{f}}({{0}}, {{1}}, ({rows}))", _put, (
+        order.place, order.inverse, *(steps[k].places[-1] for k in group)), steps[last].out)]
 
 
 def _are_only_read(steps: Sequence[Step], group: Mapping[int, Access], returned: Set[int] | None) -> bool:
@@ -132,25 +145,25 @@ def _new_tensor(steps: Sequence[Step], group: Mapping[int, Access]) -> int | Non
     to the rows that come there.
     """
     first, *_, last = group
-    base = next((k for k, step in enumerate(steps) if step.is_new and step.out == steps[first].places[0]), None)
-    if base is None or any(step.written & {one.rows} for k, one in group.items() for step in steps[k:last]):
+    new = next((k for k, step in enumerate(steps) if step.is_new and step.out == steps[first].places[0]), None)
+    if new is None or any(step.written & {one.rows} for k, one in group.items() for step in steps[k:last]):
         return None
-    others = [steps[k] for k in range(base + 1, last) if k not in group]
+    others = [steps[k] for k in range(new + 1, last) if k not in group]
     is_alone = all(step.touched is not None and group[first].tensor not in step.touched for step in others)
-    return base if is_alone else None
+    return new if is_alone else None
 
 
-def _order(ids: Sequence[Tensor], num_rows: int, keep: Callable[[Tensor], int | None]) -> _Order | None:
-    """The permutation that all ids make one after another; None if they make none."""
+def _permutation(ids: Sequence[Tensor], num_rows: int, keep: Callable[[Tensor], int | None]) -> _Permutation | None:
+    """What all ids make one after another, if they name each row once."""
     with lasting():
         order = torch.cat([*ids])
         names, inverse = order.sort()
         if not torch.equal(names, torch.arange(num_rows, device=order.device)):
             return None
-    first, second = keep(order), keep(inverse)
-    if first is None or second is None:
+    place, other = keep(order), keep(inverse)
+    if place is None or other is None:
         return None
-    return _Order(first, second, {id(one): k for k, one in enumerate(ids)}, [one.numel() for one in ids])
+    return _Permutation(place, other, {id(one): k for k, one in enumerate(ids)}, [one.numel() for one in ids])
 
 
 # --- what steps call --------------------------------------------------------------------------------------------

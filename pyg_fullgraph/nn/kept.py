@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ class Kept:
     """
 
     def __init__(self, ids: Sequence[Tensor]) -> None:
-        self._values: list[tuple[Tensor, tuple[Any, ...]]] = []
+        self._values: dict[int, tuple[Tensor, tuple[Any, ...]]] = {}
         memos = [t.memo if isinstance(t, Graph) else remembered.of(t) for t in ids]
         signs = [memo.setdefault(_SIGN, _Sign()) for memo in memos]
         self._signs = [weakref.ref(sign, functools.partial(_clear, self._values)) for sign in signs]
@@ -42,22 +42,28 @@ class Kept:
 
     def add(self, tensor: Tensor) -> Callable[[], Tensor]:
         """What gives ``tensor`` from now on, or raises ChangedError."""
-        self._values.append((tensor, look_of(tensor)))
-        return functools.partial(self._value, len(self._values) - 1)
+        place = len(self._values)
+        self._values[place] = tensor, look_of(tensor)
+        return functools.partial(self._value, place)
 
     def is_unchanged(self) -> bool:
         """Whether nobody wrote to any of it since it was added."""
-        return all(look_of(tensor) == look for tensor, look in self._values)
+        return all(look_of(tensor) == look for tensor, look in self._values.values())
 
     def shares(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is, or looks into, one of these."""
-        return any(is_alias(tensor, kept) for kept, _ in self._values)
+        return any(is_alias(tensor, kept) for kept, _ in self._values.values())
 
-    def join_others(self) -> None:
-        """Keep what others keep of the same ids in place of what is equal to it, once nothing more is added."""
+    def settle(self, read: Iterable[Any]) -> None:
+        """Keep what some of the functions ``read`` give, once nothing more is added, and what others keep of the same
+        ids in place of what is equal to it.
+        """
+        places = {give.args[0] for give in read if isinstance(give, functools.partial) and give.func == self._value}
+        for k in self._values.keys() - places:
+            del self._values[k]
         self._others[:] = [ref for ref in self._others if ref() is not None]
         with unseen():
-            for k, (tensor, _) in enumerate(self._values):
+            for k, (tensor, _) in self._values.items():
                 other = next((t for ref in self._others if (t := ref()) is not None and _is_equal(t, tensor)), None)
                 if other is None:
                     self._others.append(weakref.ref(tensor))
@@ -67,7 +73,7 @@ class Kept:
     def _value(self, place: int) -> Tensor:
         try:
             tensor, look = self._values[place]
-        except IndexError as error:
+        except KeyError as error:
             raise ChangedError from error
         with unseen():
             if look and not is_unchanged(tensor, look):
@@ -79,7 +85,7 @@ class _Sign:
     """Something to refer to."""
 
 
-def _clear(values: list[Any], _: Any) -> None:
+def _clear(values: dict[int, Any], _: Any) -> None:
     values.clear()
 
 

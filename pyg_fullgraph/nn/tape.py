@@ -177,6 +177,8 @@ class Recorder(LayerMode):
         self._num_inside = 0
         self._sources: dict[int, _Source] = {}
         self._constants: dict[int, Any] = {}
+        self._storages: dict[int, StorageWeakRef] = {}  # by address, which no other one gets meanwhile
+        self._given_storages: set[int] = set()  # of what the call has and the layer holds
         self._is_repeatable = self._is_possible = True
         self._has_grad = torch.is_grad_enabled()
         for place, value in enumerate((*args, *kwargs.values()), 1):
@@ -192,8 +194,7 @@ class Recorder(LayerMode):
         self._fixed: dict[int, weakref.ref[Tensor]] = {}
         self._kept = Kept(self._given)
         self._max_kept = MAX_KEPT * max((t.numel() for t in self._given), default=0)
-        self._storages: dict[int, StorageWeakRef] = {}  # by address, which no other one gets meanwhile
-        self._positions: dict[Any, tuple[Tensor, Tensor]] = {}  # of masks, with these, by what they look like
+        self._positions: dict[Any, tuple[Tensor, Tensor]] = {}  # of masks, with these, by what they look like and where
 
     def refuse(self) -> None:
         """There is something in this forward that no tape has."""
@@ -211,14 +212,12 @@ class Recorder(LayerMode):
         fixed = [(t, look_of(t)) for t in tensors if self._is_fixed(t)]
         versions = [*map(_version_of, tensors)]
         out = func(*args, **kwargs)
+        written = self._written(func, tensors, versions, out)
         if len(fixed) == len(tensors) and (func in OF_FIXED if fixed else _is_constant_of(func, out)):
             self._fix(func, args, kwargs, out)
         elif any(look_of(t) != look for t, look in fixed):  # written to with what is another value in each call
             self.refuse()
         elif all(type(t) in PLAIN for t in tensors):
-            # Of tensors of inference nobody knows.
-            written = [t for t, version in zip(tensors, versions, strict=True)
-                       if (_version_of(t) != version if version is not None else func in _LASTING or out is t)]
             self._note_torch(func, args, kwargs, out, written)
         elif next(tensors_in(out), None) is None:  # what lazy ones make of it, they note
             self.refuse()
@@ -250,7 +249,7 @@ class Recorder(LayerMode):
             return
         self._fixed.update((id(t), weakref.ref(t)) for t in made)
         if any(map(self._is_given, made)):
-            self._note(function, args, kwargs, out, True, is_lookup=True)
+            self._note(function, args, kwargs, out, True, is_optional=True)
 
     def apart(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """``function(*args, **kwargs)``, of which nothing is noted."""
@@ -297,16 +296,25 @@ class Recorder(LayerMode):
                 if type(tensor) is Graph and not is_part(tensor):
                     self._fixed[id(tensor)] = weakref.ref(tensor)
         if found is None:
-            self._note(function, args, kwargs, out, True, is_lookup=True)
+            self._note(function, args, kwargs, out, True, is_optional=True)
             # What stands for the ids that it came from.
             self._ids.update((id(t), t) for t in tensors_in(out) if id(getattr(t, "origin", None)) in self._ids)
         return out
 
     def torch_call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """:func:`pyg_fullgraph.dense.call`, noted as a step."""
+        tensors = [*tensors_in((args, kwargs))]
+        versions = [*map(_version_of, tensors)]
         out = self.apart(dense.call, (func, args, kwargs), {})
-        self._note_torch(func, args, kwargs, out, ())
+        self._note_torch(func, args, kwargs, out, self._written(func, tensors, versions, out))
         return out
+
+    def _written(self, func: Any, tensors: Sequence[Tensor], versions: Sequence[int | None], out: Any) -> list[Tensor]:
+        """To which of ``tensors`` a function wrote that returned ``out``, by their ``versions`` before."""
+        # Those of inference count nothing, and running means are not counted.
+        return [t for t, version in zip(tensors, versions, strict=True)
+                if (_version_of(t) != version if version is not None else func in _LASTING or out is t)
+                or (func in _RUNNING and self.watch.has(t))]
 
     def expect(self, question: Callable[..., bool], args: Sequence[Any], answer: bool,
                peek: Callable[..., bool] | None) -> None:
@@ -340,19 +348,23 @@ class Recorder(LayerMode):
             place = self._place(out)
         except _UnknownError:
             return None
-        if not self._kept.is_unchanged() or any(map(self._kept.shares, tensors_in(out))):
+        if not self._kept.is_unchanged() or any(map(self._kept.shares, tensors_in(out))) or \
+                any(look_of(mask) != look for (_, look, _), (mask, _) in self._positions.items()):
             return None
-        lines = joined(self._steps, self._num_inside, self._storages_of(out), self._keep, self._new_register)
-        self._kept.join_others()
+        # Of what is given, in another call one may be a view of another.
+        steps = [one._replace(written=one.written | self._given_storages) if one.written & self._given_storages else one
+                 for one in self._steps]
+        lines = joined(steps, self._num_inside, self._storages_of(out), self._keep, self._new_register)
         inside, after = [*self._first, *itertools.chain(*lines[:self._num_inside])], \
             [*itertools.chain(*lines[self._num_inside:])]
         read = {place}
         for some in after, inside:
             for k in reversed(range(len(some))):
-                if some[k].out in read or not some[k].is_lookup:
+                if some[k].out in read or not some[k].is_optional:
                     read.update(some[k].places)
                 else:
                     del some[k]
+        self._kept.settle(one.function for one in inside)
         return Tape(self._num_given, self._constants, inside, after, place,
                     self._multiplies if self._has_products else None)
 
@@ -371,24 +383,27 @@ class Recorder(LayerMode):
                        written=written)
         else:
             is_repeatable = func not in _LASTING and all(out is not t for t in tensors)
-            if func in _BY_INDEX and type(args[1]) is Tensor:
-                args = args[0], self._positions_of(args[1]), *args[2:]
+            if func in _BY_INDEX:
+                args = args[0], self._with_positions(args[1], args[0].device), *args[2:]
             access = self._access(func, args, kwargs, out)
             if func is Tensor.__setitem__:
                 func, out = _set_item, args[0]
-            self._note(func, args, kwargs, out, is_repeatable, written=written, is_new=func in _NEW, access=access)
+            self._note(func, args, kwargs, out, is_repeatable, written, access=access,
+                       is_new=func in _NEW and not out.requires_grad)
 
-    def _positions_of(self, index: Tensor) -> Tensor:
-        """Where a mask of rows that is the same in each call is true; any other index as it is.
+    def _with_positions(self, index: Any, device: torch.device) -> Any:
+        """An index with the positions at which masks of one dimension, the same in each call, are true in their place.
 
-        A mask is asked for that by torch each time, for which the host waits.
+        Torch looks for these each time, for which the host waits.
         """
-        if index.dtype is not torch.bool or index.dim() != 1:
+        if type(index) is tuple:
+            return tuple(self._with_positions(one, device) for one in index)
+        if type(index) is not Tensor or index.dtype is not torch.bool or index.dim() != 1 or index.is_meta:
             return index
-        look = id(index), look_of(index)
+        look = id(index), look_of(index), device
         if look not in self._positions:
             with lasting():
-                found = index.nonzero().view(-1)
+                found = index.nonzero().view(-1).to(device)
             self._positions[look], self._fixed[id(found)] = (index, found), weakref.ref(found)
         return self._positions[look][1]
 
@@ -404,7 +419,7 @@ class Recorder(LayerMode):
             return None
         is_write = func not in _PICKS and func is not Tensor.__getitem__
         if type(ids) is not Tensor or ids.dtype is not torch.int64 or ids.dim() != 1 or type(rows) is not Tensor or \
-                dim not in (0, -tensor.dim()) or not self._is_fixed(ids):
+                dim not in (0, -tensor.dim()) or not self._is_fixed(ids) or ids.device != tensor.device or ids.is_meta:
             return None
         if is_write and not (tensor.is_contiguous() and rows.dtype is tensor.dtype and rows.device == tensor.device
                              and rows.shape == (len(ids), *tensor.shape[1:])):
@@ -426,8 +441,7 @@ class Recorder(LayerMode):
         return found
 
     def _note(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], out: Any,
-              is_repeatable: bool, is_lookup: bool = False, written: Sequence[Tensor] = (), is_new: bool = False,
-              access: Access | None = None) -> None:
+              is_repeatable: bool, written: Sequence[Tensor] = (), **more: Any) -> None:
         if not self._is_possible:
             return
         self._is_repeatable &= is_repeatable
@@ -438,15 +452,13 @@ class Recorder(LayerMode):
             return
         given = [f"{{{k}}}" for k in range(len(args))]
         given += [f"{name}={{{k}}}" for k, name in enumerate(kwargs, len(args))]
-        register = self._step(f"{{f}}({', '.join(given)})", places, function, is_lookup)
-        self._steps[-1] = self._steps[-1]._replace(
-            touched=self._storages_of((args, kwargs)), written=self._storages_of(written) or frozenset(), is_new=is_new,
-            access=access)
+        register = self._step(f"{{f}}({', '.join(given)})", places, function, touched=self._storages_of((args, kwargs)),
+                              written=self._storages_of(written) or frozenset(), **more)
         self._bind(out, register, "")
 
-    def _step(self, text: str, places: Sequence[int], function: Any = None, is_lookup: bool = False) -> int:
+    def _step(self, text: str, places: Sequence[int], function: Any = None, **more: Any) -> int:
         out = self._new_register()
-        self._steps.append(Step(text, function, tuple(places), out, is_lookup))
+        self._steps.append(Step(text, function, tuple(places), out, **more))
         return out
 
     def _at_first(self, function: Callable[[], Any]) -> int:
@@ -468,6 +480,8 @@ class Recorder(LayerMode):
             known = self._sources.get(id(value))
             is_given = is_given or (known is not None and known.ref() is value and known.is_given)
             self._sources[id(value)] = _Source(weakref.ref(value), place, path, is_given)
+            if is_given:
+                self._given_storages |= self._storages_of(value) or set()
             if isinstance(value, Graph):
                 if is_given and path:  # those of arguments are known
                     self._end_unless(functools.partial(_check_sizes, _sizes(value)), (value,))
@@ -491,6 +505,7 @@ class Recorder(LayerMode):
             raise _UnknownError
         ref = weakref.ref(tensor)
         found = self._sources[id(tensor)] = _Source(ref, self._step("{f}()", (), ref), "", True)
+        self._given_storages |= self._storages_of(tensor) or set()
         return found
 
     def _place(self, value: Any) -> int:
@@ -617,8 +632,10 @@ QUESTIONS = frozenset({
     Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.__len__, torch.numel,
     Tensor.is_floating_point, Tensor.is_complex, torch.is_floating_point, torch.is_complex,
 })
-#: Functions that leave another state of random numbers, or of running means.
-_RANDOM = _named("dropout dropout_ feature_dropout alpha_dropout batch_norm")
+#: Functions that write to running means.
+_RUNNING = _named("batch_norm")
+#: Those, and functions that leave another state of random numbers.
+_RANDOM = _RUNNING | _named("dropout dropout_ feature_dropout alpha_dropout")
 #: Those, and functions that write to what they are given.
 _LASTING = _RANDOM | _named(
     "add_ sub_ mul_ div_ relu_ copy_ zero_ index_copy_ __iadd__ __isub__ __imul__ __itruediv__ __setitem__")
