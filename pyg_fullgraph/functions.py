@@ -13,12 +13,13 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import Function, forward_ad
 from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _get_current_function_mode_stack, _pop_mode
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
-    "PLAIN", "LayerMode", "apart", "applying", "drop_modes", "has_autocast", "has_modes_of_others", "has_tangent",
-    "has_transforms", "is_exported", "is_of_transform", "is_recorded", "is_wrapped", "lasting",
-    "num_dispatch_modes", "num_function_modes", "tensors_in", "unrecorded", "unseen"]
+    "PLAIN", "LayerMode", "apart", "applying", "default_devices", "drop_modes", "has_autocast",
+    "has_modes_of_others", "has_tangent", "has_transforms", "is_exported", "is_of_transform", "is_recorded",
+    "is_wrapped", "lasting", "num_dispatch_modes", "num_function_modes", "tensors_in", "unrecorded", "unseen"]
 
 #: Types of tensors that are torch's own.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -81,6 +82,12 @@ def has_modes_of_others() -> bool:
     return num_function_modes() > 0 and not all(
         type(mode).__module__.startswith(("pyg_fullgraph.", "torch.utils._device"))
         for mode in _get_current_function_mode_stack())
+
+
+def default_devices() -> tuple[torch.device, ...]:
+    """Where tensors are made if nobody says where, the last of these; none if that is nobody's choice."""
+    return () if num_function_modes() == 0 else tuple(
+        mode.device for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext))
 
 
 class LayerMode(TorchFunctionMode):

@@ -11,6 +11,7 @@ import torch_geometric.nn as pyg_nn
 import typer
 from test_kernels import GPU, INTERPRETER
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 from typer.testing import CliRunner
 
 import pyg_fullgraph as pfg
@@ -643,6 +644,39 @@ def test_what_torch_keeps(device, taken):
     assert not taken
     step(layer, x, edge_index)
     assert taken
+
+
+class Checkpointed(pyg_nn.MessagePassing):
+    """A linear map that backward computes again, in ``forward`` or in ``update``."""
+
+    def __init__(self, width, is_update):
+        super().__init__(aggr="add")
+        self.up, self.is_update = torch.nn.Linear(12, width), is_update
+
+    def forward(self, x, edge_index):
+        out = self.propagate(edge_index, x=x)
+        return out if self.is_update else checkpoint(self.up, out, use_reentrant=False)
+
+    def message(self, x_j):
+        return x_j
+
+    def update(self, out):
+        return checkpoint(self.up, out, use_reentrant=False) if self.is_update else out
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, GPU])
+@pytest.mark.parametrize("width", [12, 8])
+@pytest.mark.parametrize("is_update", [False, True])
+def test_a_checkpoint_in_a_layer(device, width, is_update, taken):
+    """What it saves is counted, and comes back, in the order in which torch's functions save."""
+    layer = pfg.convert(Checkpointed(width, is_update)).to(device)
+    x, edge_index = normal(20, 12).to(device).requires_grad_(), torch.randint(20, (2, 60), device=device)
+    found = torch.autograd.grad(layer(x, edge_index).square().sum(), [x, layer.up.weight, layer.up.bias])
+    ends = [t.detach().double().requires_grad_() for t in (x, layer.up.weight, layer.up.bias)]
+    h = torch.zeros_like(ends[0]).index_add(0, edge_index[1], ends[0][edge_index[0]])
+    expected = torch.autograd.grad((h @ ends[1].t() + ends[2]).square().sum(), ends)
+    assert max(error(a, b) for a, b in zip(found, expected, strict=True)) < 1e-5
+    assert not taken
 
 
 def test_tensors_of_a_cpu_stay_with_torch(taken):

@@ -317,6 +317,77 @@ def test_layers_of_pygs_that_compute_with_ids(name, args, hits):
     assert hits
 
 
+def test_another_default_device(hits):
+    """Constants are made there, as PyG's are."""
+    class Scaled(Normalized):
+        def forward(self, x, edge_index):
+            x = self.lin(x) * torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=x.dtype)
+            return self.propagate(edge_index, x=x, norm=edge_index[0] * 0.5)
+
+    ours, theirs = fused(Scaled)
+    for seed in range(ENOUGH):
+        same(results(ours, seed, EDGES), results(theirs, seed, EDGES))
+    assert hits
+    for layer in (ours, theirs):
+        with torch.device("meta"), pytest.raises(RuntimeError, match="meta"):
+            layer(features().to("cpu"), EDGES)
+
+
+def num_bytes():
+    """Of all that tensors which are alive look into."""
+    gc.collect()
+    storages = [t.untyped_storage() for t in gc.get_objects() if isinstance(t, torch.Tensor) and not t.is_meta
+                and t.layout is torch.strided]
+    return sum({one._cdata: one.nbytes() for one in storages}.values())
+
+
+def test_graphs_of_numbers_are_not_kept():
+    """Nothing says when they are of no use any more."""
+    class Complete(Normalized):
+        def forward(self, x):
+            ids = torch.arange(x.size(0) ** 2, device=x.device)
+            edges = torch.stack([ids // x.size(0), ids % x.size(0)])
+            return self.propagate(edges, x=self.lin(x))
+
+        def message(self, x_j):
+            return x_j
+
+    layer = pfg.convert(Complete().double())
+    for size in (100, 200, 201):
+        for _ in range(ENOUGH):
+            x = torch.randn(size, 6, dtype=torch.float64)
+            torch.testing.assert_close(layer(x), layer.lin(x).sum(0).expand(size, -1))
+        if size == 100:
+            before = num_bytes()
+    assert num_bytes() < before + 200 ** 2 * 16
+
+
+def test_of_a_view_no_more_is_kept_than_it_shows(hits):
+    class Viewed(Normalized):
+        def forward(self, x, edge_index):
+            few = torch.arange(1_000_003, device=x.device)[:4] * 1.0
+            return self.propagate(edge_index, x=self.lin(x) * few, norm=torch.arange(1_000_003)[5:45])
+
+    ours, theirs = fused(Viewed)
+    before = num_bytes()
+    for seed in range(ENOUGH):
+        same(results(ours, seed, EDGES), results(theirs, seed, EDGES))
+    assert hits
+    assert num_bytes() < before + 1_000_003
+
+
+def test_constants_without_numbers():
+    class Shapes(Normalized):
+        def forward(self, x, edge_index):
+            h = self.propagate(edge_index, x=self.lin(x), norm=edge_index[0] * 0.5)
+            return h.view_as(torch.arange(48, device="meta").view(12, 4)) + \
+                h.expand_as(torch.arange(48, device="meta").view(12, 4))
+
+    ours, theirs = fused(Shapes)
+    for seed in range(ENOUGH):
+        same(results(ours, seed, EDGES), results(theirs, seed, EDGES))
+
+
 @pytest.mark.parametrize("is_embedding", [False, True])
 @pytest.mark.parametrize("options", [{}, {"num_bases": 2}, {"num_blocks": 2}, {"aggr": "max", "bias": False}], ids=str)
 def test_relations(options, is_embedding, hits):

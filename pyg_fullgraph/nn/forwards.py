@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 from torch.nn import Module
 from torch_geometric.nn.conv import MessagePassing as PyGMessagePassing
 
-from pyg_fullgraph.functions import PLAIN, has_modes_of_others, has_transforms, unseen
+from pyg_fullgraph.functions import PLAIN, default_devices, has_modes_of_others, has_transforms, unseen
 from pyg_fullgraph.graph import Graph, remembered
 from pyg_fullgraph.memo import is_recording, keep
 from pyg_fullgraph.nn import order
@@ -203,7 +203,7 @@ def _look(conv: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     fields = vars(conv)
     held: list[int] = []
     looks: list[Any] = [fields["training"], torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
-                        torch.get_default_dtype()]
+                        torch.get_default_dtype(), *default_devices()]
     for name in _GIVEN:
         looks.append(_look_of_held(fields.get(name)))
     if kwargs:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_fullgraph.functions import PLAIN, unseen
+from pyg_fullgraph.functions import PLAIN, lasting, unseen
 from pyg_fullgraph.graph import Graph, remembered
 from pyg_fullgraph.memo import is_unchanged, state_of, taken
 
@@ -66,6 +66,10 @@ class Kept:
             for k, (tensor, _) in self._values.items():
                 other = next((t for ref in self._others if (t := ref()) is not None and _is_equal(t, tensor)), None)
                 if other is None:
+                    if type(tensor) in PLAIN and tensor.untyped_storage().nbytes() > tensor.nbytes:
+                        with lasting():  # of a view no more than it shows
+                            tensor = tensor.clone()
+                        self._values[k] = tensor, look_of(tensor)
                     self._others.append(weakref.ref(tensor))
                 else:
                     self._values[k] = other, look_of(other)
@@ -91,7 +95,7 @@ def _clear(values: dict[int, Any], _: Any) -> None:
 
 def _is_equal(a: Tensor, b: Tensor) -> bool:
     """Whether two plain tensors are the same to the bit."""
-    if type(a) is not Tensor or type(b) is not Tensor or a.dtype != b.dtype or a.device != b.device or \
+    if type(a) is not Tensor or type(b) is not Tensor or a.is_meta or a.dtype != b.dtype or a.device != b.device or \
             a.shape != b.shape or not (a.is_contiguous() and b.is_contiguous()):
         return False
     bits = _BITS.get(a.element_size())

@@ -39,7 +39,7 @@ from pyg_fullgraph.saga.ir import EdgeProgram, Node
 
 __all__ = ["FUNCTIONS", "OF_FIXED", "QUESTIONS", "ChangedError", "Recorder", "Tape", "asked", "running", "step"]
 
-#: Numbers that are kept of what is computed from ids, per number of these.
+#: Numbers that one tensor of what is computed from ids may have, per number of these, to be kept.
 MAX_KEPT = 4
 #: Gives the context of products in the forward of a layer with some arguments, if there is one.
 Multiplies = Callable[[Module, Sequence[Any]], dense.Products | None]
@@ -291,8 +291,12 @@ class Recorder(LayerMode):
                 self.refuse()
             elif id(tensor) not in self._ids:
                 # What is remembered with ids that were made here is gone with them.
-                gives = functools.partial(_alive, weakref.ref(tensor)) if is_of_given else self._kept.add(tensor)
-                self._bind(tensor, self._at_first(gives), "", True)
+                place = self._at_first(functools.partial(_alive, weakref.ref(tensor))) if is_of_given else \
+                    self._keep(tensor)
+                if place is None:
+                    self.refuse()
+                    break
+                self._bind(tensor, place, "", True)
                 if type(tensor) is Graph and not is_part(tensor):
                     self._fixed[id(tensor)] = weakref.ref(tensor)
         if found is None:
@@ -306,7 +310,8 @@ class Recorder(LayerMode):
         tensors = [*tensors_in((args, kwargs))]
         versions = [*map(_version_of, tensors)]
         out = self.apart(dense.call, (func, args, kwargs), {})
-        self._note_torch(func, args, kwargs, out, self._written(func, tensors, versions, out))
+        if func not in QUESTIONS:
+            self._note_torch(func, args, kwargs, out, self._written(func, tensors, versions, out))
         return out
 
     def _written(self, func: Any, tensors: Sequence[Tensor], versions: Sequence[int | None], out: Any) -> list[Tensor]:
@@ -599,8 +604,8 @@ def _check_sizes(sizes: tuple[int, int, int], graph: Any) -> None:
 
 
 def _is_constant_of(function: Any, out: Any) -> bool:
-    """Whether ``function``, which was given no tensor, made one that no step has to make anew: of ids, or of numbers
-    that it was given.
+    """Whether ``function``, which was given no tensor, made one that no step has to make anew: of numbers that it was
+    given, or of integers. Those of floating point are made to be written to, as a rule.
     """
     return function is torch.tensor or (function in _FACTORIES and not out.is_floating_point() and not out.is_complex())
 
