@@ -22,7 +22,16 @@ from torch.autograd import forward_ad
 from pyg_fullgraph import ahead, dense, dots, reuse
 from pyg_fullgraph.chunks import as_dtype, compute_dtype, scalar_of
 from pyg_fullgraph.errors import DoubleBackwardError, ForwardModeError, FunctionTransformError, InputError
-from pyg_fullgraph.functions import PLAIN, applying, has_tangent, has_transforms, is_of_transform, is_wrapped, unseen
+from pyg_fullgraph.functions import (
+    PLAIN,
+    applying,
+    has_tangent,
+    has_transforms,
+    hooks_of_saved,
+    is_of_transform,
+    is_wrapped,
+    unseen,
+)
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.memo import taken
 from pyg_fullgraph.operators import call_operator
@@ -65,7 +74,7 @@ class _EdgePhaseFunction(torch.autograd.Function):
         ctx.results = ()
         own = range(len(tensors), len(tensors) + len(results))
         saved = [k for k in places if k in own]
-        if saved and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        if saved and hooks_of_saved(True) is not None:
             for k in saved:  # what hooks keep has no version, by which it would show that somebody has written to it
                 pool[k] = pool[k].clone()
         elif saved and not graph.is_part:  # processes that have parts of a graph would have to agree

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from pyg_fullgraph import columns, padding, row_products
-from pyg_fullgraph.functions import PLAIN, LayerMode, applying, is_wrapped, unseen
+from pyg_fullgraph.functions import PLAIN, LayerMode, applying, hooks_of_saved, is_wrapped, unseen
 from triton_kernels import dense, launch
 
 __all__ = ["SUMS", "TAKEN", "Products", "added", "call", "chain", "in_layer", "linear", "matmul", "multiplier", "outer",
@@ -589,7 +589,7 @@ class Products(LayerMode):
             self.end()
 
     def _begin(self) -> None:
-        self._hooks = _hooks_of_saved(True)
+        self._hooks = hooks_of_saved(True)
         self._links, self._taken = {}, {}
         self._outer, _running.mode = _running.mode, self
 
@@ -620,12 +620,11 @@ class Products(LayerMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         # A checkpoint in a forward runs again without this mode, and counts on what torch's functions save.
-        is_ours = func in TAKEN and ((hooks := _hooks_of_saved(True)) is None or (
+        is_ours = func in TAKEN and ((hooks := hooks_of_saved(True)) is None or (
             self._hooks is not None and hooks[0] is self._hooks[0]))
         return call(func, args, kwargs or {}) if is_ours else func(*args, **(kwargs or {}))
 
 
-_hooks_of_saved = torch._C._autograd._top_saved_tensors_default_hooks
 #: Layers in which a product of the features of an edge phase came after that once; without one they are given back, for
 #: nobody, as well.
 _rejoining: weakref.WeakSet[Module] = weakref.WeakSet()

@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "PLAIN", "LayerMode", "apart", "applying", "default_devices", "drop_modes", "has_autocast",
-    "has_modes_of_others", "has_tangent", "has_transforms", "is_exported", "is_of_transform", "is_recorded",
-    "is_wrapped", "lasting", "num_dispatch_modes", "num_function_modes", "tensors_in", "unrecorded", "unseen"]
+    "has_modes_of_others", "has_tangent", "has_transforms", "hooks_of_saved", "is_exported", "is_of_transform",
+    "is_recorded", "is_wrapped", "lasting", "num_dispatch_modes", "num_function_modes", "tensors_in", "unrecorded",
+    "unseen"]
 
 #: Types of tensors that are torch's own.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -41,6 +42,8 @@ _PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
 num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 #: How many modes of torch's functions are at work.
 num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+#: The innermost hooks of what is saved for backward, as a checkpoint has them, of ``True``; None if there are none.
+hooks_of_saved: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 # Asked in each call of a layer.
 _is_tracing = torch._C._is_tracing
 _has = torch._C._dispatch_tls_is_dispatch_key_included

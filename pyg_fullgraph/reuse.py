@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from pyg_fullgraph.functions import lasting
+from pyg_fullgraph.functions import hooks_of_saved, lasting
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.memo import is_constant, is_unchanged, keep, state_of, taken
 from pyg_fullgraph.saga.ir import EdgeProgram, Node
@@ -73,7 +73,7 @@ def was_seen(graph: Graph, place: object, value: Tensor, is_noted: bool = True) 
     Never where hooks see what is saved for backward: a checkpoint takes what is saved when it runs again for what was
     saved before.
     """
-    if not _enabled or not is_constant(value) or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    if not _enabled or not is_constant(value) or hooks_of_saved(True) is not None:
         return False
     seen = graph.memo.setdefault("seen", {})
     known = seen.get(place)

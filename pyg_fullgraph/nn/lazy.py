@@ -22,7 +22,7 @@ from torch.nn import Module
 
 from pyg_fullgraph import autograd, debug, dense
 from pyg_fullgraph.errors import InputError
-from pyg_fullgraph.functions import apart, applying, has_transforms, unseen
+from pyg_fullgraph.functions import apart, applying, has_transforms, hooks_of_saved, unseen
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn import tape
 from pyg_fullgraph.saga.ir import EdgeProgram, Node, Output
@@ -280,7 +280,7 @@ class EdgeExpr(LazyTensor):
         self: EdgeExpr = LazyTensor.__new__(cls, (graph.num_edges, *node.shape), dtype, graph.device)
         self.node, self.graph, self.features, self.tensors = node, graph, features, tensors
         self._versions = {k: t._version for k, t in tensors.items() if not t.is_inference()}
-        self._written, self._hooks = [], _hooks_of_saved(True) if self.needs_grad else None
+        self._written, self._hooks = [], hooks_of_saved(True) if self.needs_grad else None
         return self
 
     @property
@@ -340,7 +340,6 @@ class EdgeExpr(LazyTensor):
         return EdgeExpr(self.node, tensors, copy.deepcopy(self.graph, memo))
 
 
-_hooks_of_saved = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 @contextlib.contextmanager
@@ -348,7 +347,7 @@ def _saving_as(hooks: Any) -> Iterator[None]:
     """What is saved for backward is saved as under ``hooks``, which were the innermost somewhere: a checkpoint counts
     what is saved in it, and finds nothing of this when it runs again.
     """
-    now = _hooks_of_saved(True)
+    now = hooks_of_saved(True)
     if now is None or (hooks is not None and hooks[0] is now[0]):
         yield
         return

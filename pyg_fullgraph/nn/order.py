@@ -31,7 +31,7 @@ from torch_geometric.nn.conv import MessagePassing as PyGMessagePassing
 
 from pyg_fullgraph import columns, dense, reuse
 from pyg_fullgraph.autograd import Ways
-from pyg_fullgraph.functions import PLAIN, has_autocast, unseen
+from pyg_fullgraph.functions import PLAIN, has_autocast, hooks_of_saved, unseen
 from pyg_fullgraph.graph import Graph
 from pyg_fullgraph.nn.lazy import DeferredTensor, LazyTensor, rows_first, run_phase
 from pyg_fullgraph.nn.scaled import ScaledExpr, has_multiples
@@ -132,7 +132,7 @@ def is_quiet(layer: Any) -> bool:
     """What :func:`may_wait` asks for of all but the modules in ``layer``."""
     if layer.explain or torch.compiler.is_compiling():
         return False
-    if has_hooks_of_all() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    if has_hooks_of_all() or hooks_of_saved(True) is not None:
         return False
     return not has_autocast()
 

@@ -31,8 +31,8 @@ from torch_geometric.typing import SparseTensor
 from pyg_fullgraph.bytecode import code_names, codes_in
 from pyg_fullgraph.nn.preparation import REPLACEMENTS
 from pyg_fullgraph.nn.rebinding import globals_of, is_ours
+from pyg_fullgraph.nn.repeatable import FUNCTIONS, OF_FIXED, QUESTIONS
 from pyg_fullgraph.nn.surroundings import definitions, is_library, submodules
-from pyg_fullgraph.nn.tape import FUNCTIONS, OF_FIXED, QUESTIONS
 
 __all__ = ["is_debugged", "reads_of"]
 

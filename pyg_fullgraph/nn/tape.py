@@ -21,7 +21,6 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Module
@@ -34,10 +33,21 @@ from pyg_fullgraph.graph import Graph, is_part
 from pyg_fullgraph.memo import taken
 from pyg_fullgraph.nn.joined import Access, Step, joined
 from pyg_fullgraph.nn.kept import ChangedError, Kept, is_alias, look_of
+from pyg_fullgraph.nn.repeatable import (
+    BY_INDEX,
+    FACTORIES,
+    FUNCTIONS,
+    LASTING,
+    NEW,
+    OF_FIXED,
+    PICKS,
+    QUESTIONS,
+    RUNNING,
+)
 from pyg_fullgraph.nn.watch import Watch
 from pyg_fullgraph.saga.ir import EdgeProgram, Node
 
-__all__ = ["FUNCTIONS", "OF_FIXED", "QUESTIONS", "ChangedError", "Recorder", "Tape", "asked", "running", "step"]
+__all__ = ["ChangedError", "Recorder", "Tape", "asked", "running", "step"]
 
 #: Numbers that one tensor of what is computed from ids may have, per number of these, to be kept.
 MAX_KEPT = 4
@@ -318,8 +328,8 @@ class Recorder(LayerMode):
         """To which of ``tensors`` a function wrote that returned ``out``, by their ``versions`` before."""
         # Those of inference count nothing, and running means are not counted.
         return [t for t, version in zip(tensors, versions, strict=True)
-                if (_version_of(t) != version if version is not None else func in _LASTING or out is t)
-                or (func in _RUNNING and self.watch.has(t))]
+                if (_version_of(t) != version if version is not None else func in LASTING or out is t)
+                or (func in RUNNING and self.watch.has(t))]
 
     def expect(self, question: Callable[..., bool], args: Sequence[Any], answer: bool,
                peek: Callable[..., bool] | None) -> None:
@@ -378,23 +388,23 @@ class Recorder(LayerMode):
         tensors = [*tensors_in((args, kwargs))]
         is_known = func in FUNCTIONS and all(t.is_floating_point() or self.watch.has(t) or self._is_fixed(t)
                                              for t in tensors)
-        if func in _FACTORIES:  # without a device it is the default one, of which nobody knows
+        if func in FACTORIES:  # without a device it is the default one, of which nobody knows
             is_known = not tensors and kwargs.get("device") is not None
-        if not is_known or (func in _BY_INDEX and not all(map(self._is_fixed, tensors_in(args[1])))):
+        if not is_known or (func in BY_INDEX and not all(map(self._is_fixed, tensors_in(args[1])))):
             self.refuse()
         elif func in dense.TAKEN:
             self._has_products |= func not in dense.SUMS and self._is_inside
             self._note(functools.partial(_by_ours, func, tuple(kwargs)), (*args, *kwargs.values()), {}, out, True,
                        written=written)
         else:
-            is_repeatable = func not in _LASTING and all(out is not t for t in tensors)
-            if func in _BY_INDEX:
+            is_repeatable = func not in LASTING and all(out is not t for t in tensors)
+            if func in BY_INDEX:
                 args = args[0], self._with_positions(args[1], args[0].device), *args[2:]
             access = self._access(func, args, kwargs, out)
             if func is Tensor.__setitem__:
                 func, out = _set_item, args[0]
             self._note(func, args, kwargs, out, is_repeatable, written, access=access,
-                       is_new=func in _NEW and not out.requires_grad)
+                       is_new=func in NEW and not out.requires_grad)
 
     def _with_positions(self, index: Any, device: torch.device) -> Any:
         """An index with the positions at which masks of one dimension, the same in each call, are true in their place.
@@ -414,15 +424,15 @@ class Recorder(LayerMode):
 
     def _access(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Access | None:
         """What a function is to the rows of its first argument, if these are told by ids that are fixed."""
-        if func in _PICKS and len(args) == 3 and not kwargs:
+        if func in PICKS and len(args) == 3 and not kwargs:
             tensor, dim, ids, rows = *args, out
         elif func is Tensor.index_copy_ and len(args) == 4 and not kwargs:
             tensor, dim, ids, rows = args
-        elif func in _BY_INDEX:
+        elif func in BY_INDEX:
             tensor, dim, ids, rows = args[0], 0, args[1], out if len(args) == 2 else args[2]
         else:
             return None
-        is_write = func not in _PICKS and func is not Tensor.__getitem__
+        is_write = func not in PICKS and func is not Tensor.__getitem__
         if type(ids) is not Tensor or ids.dtype is not torch.int64 or ids.dim() != 1 or type(rows) is not Tensor or \
                 dim not in (0, -tensor.dim()) or not self._is_fixed(ids) or ids.device != tensor.device or ids.is_meta:
             return None
@@ -607,7 +617,7 @@ def _is_constant_of(function: Any, out: Any) -> bool:
     """Whether ``function``, which was given no tensor, made one that no step has to make anew: of numbers that it was
     given, or of integers. Those of floating point are made to be written to, as a rule.
     """
-    return function is torch.tensor or (function in _FACTORIES and not out.is_floating_point() and not out.is_complex())
+    return function is torch.tensor or (function in FACTORIES and not out.is_floating_point() and not out.is_complex())
 
 
 def _version_of(tensor: Tensor) -> int | None:
@@ -618,55 +628,3 @@ def _version_of(tensor: Tensor) -> int | None:
 def _set_item(tensor: Tensor, index: Any, value: Any) -> Tensor:
     tensor[index] = value
     return tensor
-
-
-# --- torch's functions ------------------------------------------------------------------------------------------
-
-
-def _named(names: str) -> frozenset[Any]:
-    """Torch's functions and methods of tensors of these names; also where PyG puts its own in the place of torch's."""
-    spaces = torch, torch._C._VariableFunctions, Tensor, F
-    found = (getattr(space, name, None) for name in names.split() for space in spaces)
-    return frozenset(f for f in found if callable(f))
-
-
-#: Questions whose answer follows from shape, dtype and device of what was given.
-QUESTIONS = frozenset({
-    Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.layout.__get__, Tensor.ndim.__get__,
-    Tensor.is_cuda.__get__, Tensor.is_sparse.__get__, Tensor.is_sparse_csr.__get__, Tensor.requires_grad.__get__,
-    Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.__len__, torch.numel,
-    Tensor.is_floating_point, Tensor.is_complex, torch.is_floating_point, torch.is_complex,
-})
-#: Functions that write to running means.
-_RUNNING = _named("batch_norm")
-#: Those, and functions that leave another state of random numbers.
-_RANDOM = _RUNNING | _named("dropout dropout_ feature_dropout alpha_dropout")
-#: Those, and functions that write to what they are given.
-_LASTING = _RANDOM | _named(
-    "add_ sub_ mul_ div_ relu_ copy_ zero_ index_copy_ __iadd__ __isub__ __imul__ __itruediv__ __setitem__")
-#: Those that are given no tensor.
-_FACTORIES = frozenset({torch.arange, torch.empty, torch.full, torch.ones, torch.zeros})
-#: Functions that make a tensor whose numbers come from nowhere.
-_NEW = _FACTORIES | _named("empty_like new_empty new_ones new_zeros ones_like zeros_like")
-#: Those that pick rows by ids, and those that are given an index of any kind.
-_PICKS, _BY_INDEX = _named("index_select"), _named("__getitem__ __setitem__")
-#: Those that give tensors whose shapes follow from those of what was given, and nothing else.
-FUNCTIONS = _LASTING | _NEW | dense.TAKEN | {Tensor.T.__get__, Tensor.mT.__get__} | _named(
-    "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __neg__ __pow__ __rpow__ __matmul__ "
-    "__getitem__ abs add addcdiv addcmul addmm amax amin atan2 baddbmm bmm cat celu chunk clamp clamp_max clamp_min "
-    "clone concat contiguous cos cosh cumsum div einsum elu erf exp expand expand_as expm1 flatten flip gather gelu "
-    "group_norm gru_cell hardsigmoid hardswish hardtanh hypot index_select layer_norm leaky_relu lerp linear log "
-    "log10 log1p log2 log_softmax logsigmoid logsumexp lstm_cell masked_fill matmul maximum mean minimum mish mm mul "
-    "narrow neg norm normalize permute pow prelu reciprocal relu relu6 repeat "
-    "reshape rms_norm rsqrt select selu sigmoid silu sin sinh softmax softmin softplus softsign split sqrt square "
-    "squeeze stack std sub sum t tan tanh tile transpose true_divide unbind unflatten unsqueeze var view view_as "
-    "where")
-#: Those that make the same of the same, for what is computed from ids; numbers may be asked for, too.
-OF_FIXED = (FUNCTIONS - _RANDOM - _FACTORIES) | _named(
-    "__and__ __bool__ __eq__ __float__ __floordiv__ __ge__ __gt__ __index__ __int__ __invert__ __le__ __lt__ __mod__ "
-    "__ne__ __or__ __rfloordiv__ __rmod__ __xor__ all any argmax argmin argsort bincount bitwise_and "
-    "bitwise_not bitwise_or bool bucketize ceil clamp_ cumprod div_ double eq fill_ float floor floor_divide "
-    "full_like ge gt half index_add index_add_ index_fill index_put int isfinite isin isinf isnan item le logical_and "
-    "logical_not logical_or long lt masked_fill_ masked_select max median min mode ne new_full nonzero one_hot pow_ "
-    "prod reciprocal_ remainder repeat_interleave roll round rsqrt_ scatter scatter_ scatter_add scatter_add_ "
-    "scatter_reduce scatter_reduce_ searchsorted sign sort sqrt_ tensor to tolist topk type unique unique_consecutive")
